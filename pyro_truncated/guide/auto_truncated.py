@@ -267,7 +267,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
-        check_search(search)
+        check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
         call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
         guide = AutoTruncated(self.model, self.num_states if num_states is None else num_states, init=init, **self.options)
         with torch.no_grad(), poutine.block():

@@ -15,6 +15,7 @@ from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import is_subsampled
 from pyro_truncated.program.factor_graph import build_graph
@@ -49,6 +50,7 @@ def find_layout(
 ) -> tuple[Layout, Dependencies]:
     """The discrete sites and the data plates of a model that has been run, and what depends on what."""
     dependencies = Dependencies(call)
+    refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, max_count, dependencies)
     # Where all states are kept the prior of what is masked adds up to one.
     layout.idle_where_masked = frozenset() if layout.space.size <= num_states else find_idle(call, trace, layout)

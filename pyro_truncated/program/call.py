@@ -7,10 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
+import torch
+from pyro.poutine.messenger import Messenger
 
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import Assign, isolated
+
+
+class _ObservesTensors(Messenger):
+    """Effect handler that refuses observed values that are no tensors, on which Pyro fails without naming the site."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        value = msg["value"]
+        if msg["is_observed"] and value is not None and not isinstance(value, torch.Tensor):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            raise TypeError(
+                f"site '{msg['name']}' observes a {kind}, where Pyro needs a tensor. Pass torch.as_tensor(data, dtype="
+                f"{torch.get_default_dtype()}) to the model in place of the data, of a pandas Series or DataFrame data.to_numpy()."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,8 +51,13 @@ class Call:
         return dataclasses.replace(self, model=program)
 
     def trace(self) -> poutine.Trace:
-        """A trace of the program, which the handlers around see as well."""
-        return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
+        """A trace of the program, which the handlers around see as well.
+
+        Raises:
+            TypeError: naming the site, if the program observes an array or a list.
+        """
+        with _ObservesTensors():
+            return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A trace with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""

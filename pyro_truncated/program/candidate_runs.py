@@ -14,20 +14,18 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import log_density
 from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.utils.isolation import Assign, isolated
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]
-
-
-class ChangingSitesError(NotImplementedError):
-    """A model samples other sites for some states than for others."""
 
 
 @dataclasses.dataclass
@@ -155,17 +153,18 @@ class CandidateRuns:
     def _check_sites(self, nodes: Mapping[str, Any]) -> None:
         changed = sorted(set(nodes) ^ set(self.probe.nodes))
         if changed:
-            raise ChangingSitesError(
-                f"the sites {changed} are sampled for some states of {list(self.probe.layout.sites)} only. Sample the same sites for every "
-                "state: mask an observation (poutine.mask) where it shall not count, and let a latent have no influence where it is not "
-                "needed."
-            )
+            raise ChangingSitesError(changed, [name for name in self.probe.layout.sites if name not in changed])
 
     # --- one site ---
 
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.probe.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
+        if node["name"] in self.probe.layout.sites and not node["is_observed"]:
+            return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))
+        return self._usual_log_prob(node)
+
+    def _usual_log_prob(self, node: Any) -> Tensor:
         if not node["args"] and not node["kwargs"] and self.scoring != "vmap":
             return log_density(node["fn"], node["value"])
         log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])

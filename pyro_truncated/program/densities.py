@@ -42,7 +42,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     while type(base) in (dist.Independent, torch.distributions.Independent):
         base, num_summed = base.base_dist, num_summed + base.reinterpreted_batch_ndims
     terms_of = _TERMS.get(type(base))
-    terms = None if terms_of is None or value.device.type != "cpu" else terms_of(base, _once(value))
+    terms = None if terms_of is None or value.device.type != "cpu" else terms_of(base, once(value))
     if terms is None:
         log_prob: Tensor = fn.log_prob(value)
         return log_prob
@@ -53,16 +53,22 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
 
 
 def _normal(fn: Any, value: Tensor) -> _Terms:
-    scale = _once(fn.scale)
-    return [(-0.5, ((_real(value, scale) - _once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
+    scale = once(fn.scale)
+    return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
 
 
 def _poisson(fn: Any, value: Tensor) -> _Terms | None:
-    rate = _once(fn.rate)
-    # Where a rate is zero or infinite products would be NaN; there are none without entries.
-    if rate.numel() == 0 or not 0 < (ends := rate.aminmax()).min <= ends.max < math.inf:
+    rate = once(fn.rate)
+    # There are no ends without entries; where a rate is infinite products would be NaN.
+    if rate.numel() == 0 or not 0 <= (ends := rate.aminmax()).min <= ends.max < math.inf:
         return None
     value = _real(value, rate)
+    if ends.min == 0:
+        # Torch's own gradient is NaN where both are zero, though that is possible.
+        is_zero = rate == 0
+        usual = rate.masked_fill(is_zero, 1.0).log() * value - rate
+        none = torch.where(value == 0, -rate, -math.inf)
+        return [(1.0, torch.where(is_zero, none, usual)), (-1.0, (value + 1).lgamma())]
     if rate.numel() < value.numel():
         return [(1.0, (rate.log() * value).sub_(rate).sub_((value + 1).lgamma()))]
     # Both parts without y log y - y: in single precision their sums over many entries, large and of opposite signs, would be inaccurate.
@@ -73,7 +79,7 @@ def _poisson(fn: Any, value: Tensor) -> _Terms | None:
 
 def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
     is_given = "logits" in fn.__dict__
-    parameter = _once(fn.logits if is_given else fn.probs)
+    parameter = once(fn.logits if is_given else fn.probs)
     value = _real(value, parameter)
     if parameter.numel() < value.numel():
         logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
@@ -102,7 +108,7 @@ def _real(value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, parameter.dtype))
 
 
-def _once(tensor: Tensor) -> Tensor:
+def once(tensor: Tensor) -> Tensor:
     """The tensor with one entry along the dimensions in which it was expanded."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:

@@ -98,6 +98,11 @@ class Dependencies:
             elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
                 self.observed[name] = frozenset(before)
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the model could be followed; otherwise runs were compared."""
+        return self.scopes is not None
+
     def dependents(self, names: set[str]) -> set[str]:
         """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
         if self.scopes is None:

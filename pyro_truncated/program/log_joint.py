@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops import refuse
+from pyro_truncated.ops import is_vectorised, refuse
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
 from pyro_truncated.program.layout import Layout
@@ -159,17 +159,18 @@ class LogJoint(Probe):
 
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return self._score_possible(words) if self.layout.checked else self._score_block(words)
+            return self._score_possible(words)
         return torch.cat([self._score_block(block) for block in words.split(self.candidates_per_run(), 1)], 1)
 
     def _score_possible(self, words: Tensor) -> Tensor:
         """Scores with the best state in place of impossible ones, whose densities may be anything and would spoil gradients."""
-        with torch.no_grad():
-            known = self._score_dense(words)
-        impossible = known == -math.inf
-        if known.dim() != 2 or not bool(impossible.any()):
-            return self._score_block(words)
-        best = known.argmax(-1).reshape(-1, 1, 1).expand(-1, 1, words.shape[-1])
+        scores = self._score_block(words)
+        if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.checked):
+            return scores
+        impossible = scores.detach() == -math.inf
+        if not bool(impossible.any()):
+            return scores
+        best = scores.detach().argmax(-1).reshape(-1, 1, 1).expand(-1, 1, words.shape[-1])
         scores = self._score_block(torch.where(impossible.unsqueeze(-1), words.gather(1, best), words))
         return scores.masked_fill(impossible, -math.inf)
 
@@ -179,7 +180,10 @@ class LogJoint(Probe):
     def _summed(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
         total = sum_block(terms)
-        for name in self.layout.checked & terms.keys():
+        checked: Set[str] = self.layout.checked
+        if not is_vectorised(total) and bool(total.isnan().any()):
+            checked = checked | (self.layout.sites.keys() - self.observed)
+        for name in checked & terms.keys():
             # What depends on an impossible value may be anything, NaN too.
             impossible = sum_block({"": torch.zeros_like(total), name: terms[name].detach()}) == -math.inf
             total = total.masked_fill(impossible, -math.inf)

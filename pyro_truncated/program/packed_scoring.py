@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.program.probe import Probe
+from pyro_truncated.program.zero_probabilities import certain_values
+from pyro_truncated.states.space import StateSpace
 
 
 @runtime_checkable
@@ -42,13 +45,18 @@ class PackedModel:
     .. math:: \log p(y_n, s) = \sum_h s_h\,\mathrm{logit}_h - \sum_h \log(1 + e^{\mathrm{logit}_h}) + \log p(y_n \mid s).
 
     Attributes:
+        space: the space of the states.
         logits: of the latents, ``(H,)`` or ``(N, H)``.
         constant: the second sum with its sign, scalar or ``(N,)``.
+        certain: which latents cannot be on, and which cannot be off, because their probabilities are exactly 0 or 1, as packed words
+            ``(num_words,)`` or ``(N, num_words)``; ``None`` if there are none. They count in neither sum.
         observations: distributions and their values.
     """
 
+    space: StateSpace
     logits: Tensor
     constant: Tensor
+    certain: tuple[Tensor, Tensor] | None
     observations: list[tuple[ScoresPackedStates, Tensor]]
 
     @classmethod
@@ -74,7 +82,11 @@ class PackedModel:
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
         if logits is None:
             return None
-        return cls(logits, -torch.nn.functional.softplus(logits).sum(-1), [(node["fn"], node["value"]) for node in observed])
+        normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape)
+        if certain is not None:
+            logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
+            certain = layout.space.pack(certain[0]), layout.space.pack(certain[1])
+        return cls(layout.space, logits, -normalizers.sum(-1), certain, [(node["fn"], node["value"]) for node in observed])
 
     @property
     def numbers_per_state(self) -> int:
@@ -95,7 +107,11 @@ class PackedModel:
             total = total + fn.packed_log_prob(words, value[chosen], logits)
             logits = None
         constant = self.constant if self.constant.dim() == 0 else self.constant[chosen].unsqueeze(-1)
-        return total + constant
+        total = total + constant
+        if self.certain is None:
+            return total
+        never, always = (bits if bits.dim() == 1 else bits[chosen].unsqueeze(1) for bits in self.certain)
+        return total.masked_fill((((words & never) | (~words & always)) != 0).any(-1), -math.inf)
 
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor | None:
         """How much log joints change where one latent of states ``(N, W)`` of some data points is flipped, ``(N, H)``.
@@ -109,7 +125,12 @@ class PackedModel:
             if gains is None:
                 return None
             total, logits = gains if total is None else total + gains, None
-        return total
+        if total is None or self.certain is None:
+            return total
+        never, always = (self.space.unpack(bits if bits.dim() == 1 else bits[rows]).bool() for bits in self.certain)
+        # A latent that is as it must be stays; one that is not has nothing to lose.
+        is_wrong = torch.where(self.space.unpack(words).bool(), never, always)
+        return total.masked_fill((never | always) & ~is_wrong, -math.inf).masked_fill(is_wrong, math.inf)
 
 
 def _flip_gains_of(distribution: Any) -> Callable[..., Tensor | None]:
@@ -133,10 +154,25 @@ def _is_packed(node: Any, state: Any) -> bool:
     )
 
 
-def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
-    """Logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution; ``None`` if it is anything else."""
+def _inner(fn: Any) -> Any:
     while type(fn).__name__ in ("Independent", "ExpandedDistribution") and hasattr(fn, "base_dist"):
         fn = fn.base_dist
+    return fn
+
+
+def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
+    """Which latents cannot be on and which cannot be off, in the shape of the logits; ``None`` if there are none."""
+    found = certain_values(_inner(fn))
+    if found is None:
+        return None
+    # Where all data points share the logits, both have one row at most.
+    never, always = (flags.flatten() if len(shape) == 1 else flags for flags in found)
+    return never.expand(shape), always.expand(shape)
+
+
+def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
+    """Logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution; ``None`` if it is anything else."""
+    fn = _inner(fn)
     if not isinstance(fn, torch.distributions.Bernoulli):
         return None
     is_given = "logits" in fn.__dict__

@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
@@ -95,10 +96,14 @@ class Probe:
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]
+        if missing and self._changing():
+            raise ChangingSitesError(self._changing(), [])
         if missing:
             raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
         known = {*self.layout.sites, *self.layout.other_latents}
         new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
+        if new and self._changing():
+            raise ChangingSitesError(self._changing(), [])
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. Set the guide up with "
@@ -113,6 +118,10 @@ class Probe:
         masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed}
         tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
         return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
+
+    def _changing(self) -> set[str]:
+        """The sites that are not sampled in every run with these arguments."""
+        return changing_sites(self.call, self.run(self.subsamples))
 
     def _is_observed(self, name: str) -> bool:
         return name in self.nodes and bool(self.nodes[name]["is_observed"])

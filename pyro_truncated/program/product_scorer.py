@@ -21,6 +21,7 @@ from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.sites import is_delta, sample_nodes
 from pyro_truncated.program.sites import log_density as sum_log_density
 from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob
 
 _STATES_TRIED = 3
 # Words of the sets of all groups: (rows, S, num_words) for each group.
@@ -177,10 +178,9 @@ class ProductScorer(Probe):
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.product.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
-        if not node["args"] and not node["kwargs"]:
-            return log_density(node["fn"], node["value"])
-        log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-        return log_prob
+        if node["name"] in self.product.layout.sites and not node["is_observed"]:
+            return exact_log_prob(node["fn"], node["value"], lambda: _usual_log_prob(node))
+        return _usual_log_prob(node)
 
     def scale_of(self, node: int) -> float | Tensor:
         """What the evidence of a node's component is scaled by."""
@@ -270,3 +270,10 @@ class ProductScorer(Probe):
         return sum_log_density(
             (node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device
         )
+
+
+def _usual_log_prob(node: Any) -> Tensor:
+    if not node["args"] and not node["kwargs"]:
+        return log_density(node["fn"], node["value"])
+    log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+    return log_prob

@@ -13,6 +13,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.program.supports import HUGE, Bounds, bounds_of, possible_values, support_of
@@ -86,10 +87,7 @@ class _Runs:
                 self.call()
         except _ReachedError:
             return stop
-        raise NotImplementedError(
-            f"discrete latent site '{self.node['name']}' is sampled only for some values of {sorted(values)}. Sample it always, and let "
-            "it have no influence where it is not needed."
-        )
+        raise ChangingSitesError([self.node["name"]], sorted(values))
 
 
 class _JointValues:

@@ -12,6 +12,8 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import Independent, constraints
 
+from pyro_truncated.program.zero_probabilities import log_prob_with_zeros
+
 HUGE = 2**62
 # All integers: the support of distributions that give probability zero to what they do not reach (ExtendedBinomial).
 INTEGER: Any = ExtendedBinomial.support
@@ -62,7 +64,8 @@ def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
         inside = possible.reshape(possible.shape + (1,) * fn.event_dim)
         value = torch.where(inside, value, torch.as_tensor(low, device=value.device).to(value.dtype))
     with pyro.validation_enabled(False):  # Nothing is possible where a total has become negative.
-        log_prob: Tensor = fn.log_prob(value)
+        exact = log_prob_with_zeros(fn, value)
+        log_prob: Tensor = fn.log_prob(value) if exact is None else exact
     return torch.where(possible, log_prob, -math.inf)
 
 

@@ -18,7 +18,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring, sum_block
+from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint

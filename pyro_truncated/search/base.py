@@ -199,15 +199,16 @@ class Search(Described, Stateful, abc.ABC):
         return CombinedSearch((self, other))
 
 
-def check_search(search: object) -> None:
-    """Refuses what is no search.
+def check_search(search: object, advice: str | None = None) -> None:
+    """Refuses what is no search; where something else may have been meant, with advice.
 
     Raises:
         TypeError: saying what it is.
     """
     if not isinstance(search, Search):
         given = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
-        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {given}")
+        hint = "" if advice is None else f"; {advice}"
+        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {given}{hint}")
 
 
 def forget(part: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch.distributions import constraints
 
+from pyro_truncated import AutoTruncated, Truncated_ELBO
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.layout import Layout
@@ -135,3 +138,41 @@ def test_plates_around_are_those_that_a_site_would_meet():
     assert not plates_around(())
     for _ in pyro.plate("steps", 2):
         assert not plates_around(())
+
+
+def observing(y):
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (np.zeros(3), "numpy.ndarray"),
+        ([0.1, 1.2, 0.7], "list"),
+        (pd.Series([0.1, 1.2, 0.7]), r"pandas\.\S*Series"),
+        (pd.DataFrame({"y": [0.1, 1.2, 0.7]}), r"pandas\.\S*DataFrame"),
+        (1.0, "float"),
+    ],
+)
+def test_data_that_are_no_tensor_are_refused_by_the_name_of_their_site(data, kind):
+    conditioned = poutine.condition(lambda: observing(None), data={"y": data})
+    message = rf"site 'y' observes a {kind}, where Pyro needs a tensor\. Pass torch\.as_tensor\(data, dtype=torch\.float32\)"
+    for ask in (
+        lambda: Truncated_ELBO().loss(observing, AutoTruncated(observing), data),
+        lambda: AutoTruncated(observing).infer(data),
+        lambda: AutoTruncated(conditioned).setup(),
+        lambda: AutoTruncated(observing)(data),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ask()
+    guide = AutoTruncated(observing)
+    guide.setup(torch.zeros(3))
+    with pytest.raises(TypeError, match=message):
+        guide.refresh_(data)
+
+
+def test_several_arguments_of_the_model_are_no_search():
+    with pytest.raises(TypeError, match=r"search must be .* got a Tensor; several arguments of the model go in as a tuple, guide\.infer"):
+        AutoTruncated(observing).infer(torch.zeros(3), torch.zeros(3))

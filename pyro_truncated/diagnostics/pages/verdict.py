@@ -147,7 +147,9 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
     kept = data.sizes["state"]
     bound, effective = values["support_mass_bound"], values["effective_states"]
-    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"))
+    reference, gap = trust.gap_of(values)
+    outside = np.fmax(values.get("gain_by_size", gap), gap)
+    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"), outside=outside)
     numbers = {
         "free energy per data point": f"{values['free_energy'].mean():.4g}",
         "covered mass, at most": f"{bound.mean():.3g}",
@@ -156,12 +158,11 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     if "gain_by_size" in values:
         findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], kept, data.attrs.get("num_joint_states"))
         numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
-    for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
-        if name in values:
-            gap = values[name] - values.get("free_energy_checked", values["free_energy"])
-            findings += trust.judge_gap(gap, reference)
-            numbers[f"gap to {reference}"] = f"{gap.mean():.3g}"
-            break
+    if reference:
+        findings += trust.judge_gap(gap, reference)
+        numbers[f"gap to {reference}"] = f"{gap.mean():.3g}"
+    if "log_evidence_is_reliable" in values and "log_evidence_exact" not in values:
+        findings += trust.judge_estimate(values["log_evidence_is_reliable"].astype(bool), values["log_evidence_possible_draws"])
     return findings, numbers
 
 
@@ -175,7 +176,7 @@ def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str,
     log_weight = stats["log_weight"].values.reshape(1, -1)
     shape = float(pareto_shapes(log_weight)[0])
     numbers = {"evidence lower bound": f"{log_weight.mean():.5g}", "Pareto index of the guide's weights": f"{shape:.2f}"}
-    return trust.judge_guide(shape), numbers
+    return trust.judge_guide(shape, log_weight), numbers
 
 
 def _remarks_on_training(idata: Any) -> list[str]:

@@ -46,7 +46,7 @@ class Calibration:
         This bounds the rate of false alarms.
         """
         p_values = self.p_values()
-        return min(p_values.values()) >= level / len(p_values)
+        return all(p_value >= level / len(p_values) for p_value in p_values.values())
 
 
 @torch.no_grad()

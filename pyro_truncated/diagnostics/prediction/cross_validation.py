@@ -62,7 +62,7 @@ class CrossValidation:
             found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
         if self.conditional_on:
             found.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
-        share = float((self.pareto_k > PARETO_LIMIT).mean())
+        share = float((~(self.pareto_k <= PARETO_LIMIT)).mean())
         if share > 0:
             found.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
         return found
@@ -174,8 +174,8 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     every = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
     caveats = [f"{', '.join(model for model in results if caveat in results[model].caveats)}: {caveat}." for caveat in every]
     best, second = (results[model] for model in table.index[:2])
-    missing = max(table["missing_nats"])
-    if missing > abs(best.elpd - second.elpd):
+    missing = np.fmax.reduce(table["missing_nats"].to_numpy())
+    if missing > 0 and not missing <= abs(best.elpd - second.elpd):
         caveats.append(f"a model's likelihood lacks at least {missing:.1f} nats by truncation, more than the two best differ by.")
     if caveats:
         warnings.warn("read this comparison with care. " + " ".join(caveats), TruncationWarning, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -12,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, TruncationWarning
+from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
 from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
 from pyro_truncated.diagnostics.truncation.proposal import Proposal
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
 from pyro_truncated.diagnostics.truncation.skewed_weights import interval_of_mean, tail_indices
 from pyro_truncated.distributed import world
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+_FEW_DRAWS = 10
+_PRIOR_DRAWS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +47,12 @@ class Evidence:
         lower: lower end of the confidence interval.
         upper: upper end of the confidence interval.
         standard_error: standard error of :math:`\log \hat p(y_n)`, to first order.
-        pareto_k: tail index of the importance weights outside the population; above 0.7 neither estimate nor interval can be relied on.
-            NaN where the weights take too few values for a tail to be fitted (small spaces).
+        pareto_k: tail index of the importance weights outside the population; above 0.7 neither estimate nor interval can be relied on,
+            unless next to nothing lies outside. NaN where the weights take too few values for a tail to be fitted (small spaces).
         effective_draws: how many draws the estimated missing mass rests on, :math:`(\sum_i w_i)^2 / \sum_i w_i^2` over those outside.
+        possible_draws: how many draws outside have positive probability; where none has, how many of twenty draws from the prior have,
+            inside or outside. Where none has either, nothing is known of the mass outside.
+        is_complete: whether the populations hold all states, so that nothing lies outside.
         stochastic_upper: an upper bound in expectation, where exact posterior draws were given; else ``None``.
         confidence: of the interval.
     """
@@ -54,6 +64,8 @@ class Evidence:
     standard_error: Tensor
     pareto_k: Tensor
     effective_draws: Tensor
+    possible_draws: Tensor
+    is_complete: bool
     stochastic_upper: Tensor | None
     confidence: float
 
@@ -69,8 +81,18 @@ class Evidence:
 
     @property
     def is_reliable(self) -> Tensor:
-        """Whether the estimate can be relied on, ``(N,)``: no heavy tail, and not a large error that rests on a handful of draws."""
-        return ~((self.pareto_k > PARETO_LIMIT) | ((self.effective_draws < 10) & (self.standard_error > 0.1)))
+        """Whether the estimate can be relied on, ``(N,)``.
+
+        It cannot where no draw has positive probability. Where the gap is above 0.01 nats, it cannot either if the tail is heavy,
+        or if fewer than ten effective draws leave the tail unknown or a standard error above 0.1 nats. Below, tails are no matter:
+        in chains they are always heavy, however little lies outside.
+        """
+        if self.is_complete:
+            return torch.ones_like(self.gap, dtype=torch.bool)
+        is_heavy = self.pareto_k > PARETO_LIMIT
+        rests_on_few = (self.effective_draws < _FEW_DRAWS) & ~((self.standard_error <= 0.1) & self.pareto_k.isfinite())
+        is_negligible = self.gap <= RELEVANT_NATS
+        return (self.possible_draws > 0) & (is_negligible | ~(is_heavy | rests_on_few))
 
     def total(self) -> tuple[float, float, float]:
         r"""Estimate, lower and upper end for the log evidence of all data points together; their errors are independent.
@@ -183,15 +205,32 @@ def estimate_evidence(
             words = exact_words[rows].unsqueeze(1)
             at_exact.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows))
     result = summarize(population.free_energy(), torch.cat(outside), torch.cat(at_exact) if at_exact else None, confidence)
-    unreliable = float((~result.is_reliable).double().mean())
-    if unreliable > 0.1:
+    result = dataclasses.replace(result, is_complete=population.is_complete)
+    if not population.is_complete and not bool(result.possible_draws.all()):
+        of_prior = _possible_prior_draws(log_joint)
+        result = dataclasses.replace(result, possible_draws=torch.where(result.possible_draws > 0, result.possible_draws, of_prior))
+    findings = judge_estimate(result.is_reliable.numpy(), result.possible_draws.numpy())
+    if findings:
         warnings.warn(
-            f"the estimated evidence of {unreliable:.0%} of the data points rests on few draws of large weight (tail indices above "
-            f"{PARETO_LIMIT}, or fewer than ten effective draws) and may be far too low. Use more samples or larger populations.",
+            "the estimated evidence may be far too low. " + " ".join(map(str, findings)),
             TruncationWarning,
             stacklevel=2,
         )
     return result
+
+
+def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
+    """How many of some draws of the states from the prior have positive probability, ``(N,)``: they keep to its hard constraints."""
+    layout, drawn = log_joint.layout, []
+    with spare_random_numbers():
+        for _ in range(_PRIOR_DRAWS):
+            nodes = sample_nodes(log_joint.run(log_joint.values))
+            # A count may be drawn beyond its bound.
+            with contextlib.suppress(ValueError):
+                drawn.append(layout.encode_values({name: nodes[name]["value"] for name in layout.sites}, log_joint.sizes))
+    if not drawn:
+        return torch.zeros(log_joint.num_data, dtype=torch.int64)
+    return plain((log_joint.score(layout.space.pack(torch.stack(drawn, 1))) > -math.inf).sum(-1))
 
 
 def _of_all_processes(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
@@ -226,7 +265,6 @@ def summarize(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, con
         exact_share = (at_exact.squeeze(-1) - free_energy - peak).exp()
         replaced = torch.where(at_exact.squeeze(-1) > -math.inf, mean + (exact_share - shares[:, 0]) / num_samples, mean)
         bound = plain(free_energy + peak + (base + replaced).log())
-    effective = shares.sum(-1).square() / shares.square().sum(-1).clamp(min=1e-300)
     standard_error = error / (base + mean)
     return Evidence(
         free_energy=plain(free_energy),
@@ -235,7 +273,16 @@ def summarize(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, con
         upper=plain(higher),
         standard_error=plain(standard_error),
         pareto_k=tail_indices(plain(outside)),
-        effective_draws=plain(effective),
+        effective_draws=plain(_effective_number(outside)),
+        possible_draws=plain((outside > -math.inf).sum(-1)),
+        is_complete=False,
         stochastic_upper=bound,
         confidence=confidence,
     )
+
+
+def _effective_number(log_weights: Tensor) -> Tensor:
+    """How many of the weights ``(N, M)`` carry their sum, ``(N,)``; zero where all are zero. However small they are, none underflows."""
+    largest = log_weights.amax(-1, keepdim=True)
+    weights = (log_weights - largest.clamp(min=-1e300)).exp()
+    return weights.sum(-1).square() / weights.square().sum(-1).clamp(min=1e-300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ GROWTH_LIMIT = 0.1  # nats per data point gained by more search, or by twice the
 GAP_LIMIT = 0.2  # nats per data point between log evidence and bound
 EXHAUSTED_LIMIT = 0.5  # effective states, as a share of the population
 PARETO_LIMIT = 0.7  # tail index of importance weights
+RELEVANT_NATS = 0.01  # mass outside a population, or variation of weights, below which no tail index matters
 MANY = 0.1  # share of the data points that may be beyond a limit
 
 Result = TypeVar("Result")
@@ -69,18 +70,24 @@ def _at(position: np.intp, values: np.ndarray) -> int:
     return int(position % values.shape[-1])
 
 
-def judge_guide(shape: float) -> list[Finding]:
-    """Findings from the tail index of the importance weights of a guide's draws."""
-    if shape <= PARETO_LIMIT:
+def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
+    """Findings from the tail index of the importance weights of a guide's draws; weights that hardly vary have no tail."""
+    if shape <= PARETO_LIMIT or np.ptp(log_weights) <= RELEVANT_NATS:
         return []
     problem = f"The draws of the guide do not follow the posterior: their importance weights have a Pareto index of {shape:.2f} (> 0.7)."
     return [Finding(problem, "Train longer, or take a guide that can follow it (AutoMultivariateNormal, say, in the place of AutoNormal).")]
 
 
-def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
-    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)`` or ``(guides, N)``."""
+def judge_coverage(
+    covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None, *, outside: np.ndarray | None = None
+) -> list[Finding]:
+    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)`` or ``(guides, N)``.
+
+    ``outside`` is the most that any check has found outside of each population, in nats. Where it is next to nothing, a population may be
+    as full as it likes. Default: what the bounds say.
+    """
     found = []
-    if covered.mean() < COVERED_LIMIT:
+    if not covered.mean() >= COVERED_LIMIT:
         worst = _at(covered.argmin(), covered)
         found.append(
             Finding(
@@ -89,7 +96,9 @@ def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, 
                 "Search longer (more steps, search_steps), propose more (parents, children, generations), or keep more states.",
             )
         )
-    exhausted = (effective > EXHAUSTED_LIMIT * num_states).mean()
+    with np.errstate(divide="ignore"):
+        outside = -np.log(covered) if outside is None else np.fmax(outside, -np.log(covered))
+    exhausted = ((effective > EXHAUSTED_LIMIT * num_states) & ~(outside <= RELEVANT_NATS)).mean()
     if exhausted > MANY and num_states > 1 and (space_size is None or num_states < space_size):
         found.append(
             Finding(
@@ -107,14 +116,14 @@ def _twice(num_states: int, space_size: int | None) -> int:
 def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
     """Findings from what more search, and twice the states, gain; each ``(N,)`` or ``(guides, N)`` in nats."""
     found = []
-    if by_search.mean() > GROWTH_LIMIT:
+    if not by_search.mean() <= GROWTH_LIMIT:
         found.append(
             Finding(
                 f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged.",
                 "Train longer, or propose more per step (search_steps, parents, children, generations, crossover=True).",
             )
         )
-    if by_size.mean() > GROWTH_LIMIT:
+    if not by_size.mean() <= GROWTH_LIMIT:
         more = _twice(num_states, space_size)
         found.append(
             Finding(
@@ -123,6 +132,14 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
             )
         )
     return found
+
+
+def gap_of(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
+    """What the bound is held against, the exact log evidence or an estimate, and the gap; minus infinity where neither is known."""
+    for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
+        if name in values:
+            return reference, values[name] - values.get("free_energy_checked", values["free_energy"])
+    return "", np.array(-np.inf)
 
 
 def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
@@ -137,14 +154,26 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
     ]
 
 
-def judge_estimate(is_reliable: np.ndarray) -> list[Finding]:
-    """A finding from an estimate of the evidence that rests on few draws."""
-    share = 1 - is_reliable.mean()
-    if share <= MANY:
-        return []
-    return [
-        Finding(
-            f"The estimated evidence of {share:.0%} of the data points rests on few draws of large weight: much more may be missing.",
-            "Estimate with more samples, or keep more states.",
+def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[Finding]:
+    """Findings from estimates of the evidence that rest on few draws, or on none that is possible."""
+    found: list[Finding] = []
+    if (~is_reliable).mean() <= MANY:
+        return found
+    is_blind = ~is_reliable & (possible_draws == 0)
+    few, none = (~is_reliable & ~is_blind).mean(), is_blind.mean()
+    if none > 0:
+        found.append(
+            Finding(
+                f"The estimated evidence of {none:.0%} of the data points is not reliable: no draw outside their populations, nor from the "
+                "prior, has positive probability, so that nothing is known of what they miss.",
+                "Write hard constraints as soft ones first (a large negative number in place of -inf), or enumerate the possible states.",
+            )
         )
-    ]
+    if few > 0:
+        found.append(
+            Finding(
+                f"The estimated evidence of {few:.0%} of the data points rests on few draws of large weight: much more may be missing.",
+                "Estimate with more samples, or keep more states.",
+            )
+        )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,16 @@ class TruncationReport:
         """Whether nothing was found wrong. The checks see what lies near the populations and what their searches and draws find."""
         return not self.findings
 
+    @property
+    def nats_outside(self) -> Tensor:
+        """The most that any check has found outside of each population, in nats, ``(N,)``; infinite where an estimate is not reliable."""
+        found = [-self.covered_mass.log(), self.growth.doubled - self.growth.free_energy]
+        if self.exact is not None:
+            found.append(self.exact.gap)
+        elif self.evidence is not None:
+            found.append(self.evidence.gap.masked_fill(~self.evidence.is_reliable, math.inf))
+        return torch.stack(found).amax(0)
+
     def arrays(self) -> dict[str, np.ndarray]:
         """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them.
 
@@ -112,7 +123,14 @@ class TruncationReport:
         return columns
 
 
-_EVIDENCE = {"": "log_evidence", "_lower": "lower", "_upper": "upper", "_pareto_k": "pareto_k"}
+_EVIDENCE = {
+    "": "log_evidence",
+    "_lower": "lower",
+    "_upper": "upper",
+    "_pareto_k": "pareto_k",
+    "_possible_draws": "possible_draws",
+    "_is_reliable": "is_reliable",
+}
 
 
 def _row(name: str, values: Tensor, worst: str) -> tuple[str, str, str, str, str]:
@@ -191,11 +209,14 @@ def _quiet_evidence(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:
-    found = trust.judge_coverage(report.covered_mass.numpy(), report.effective_states.numpy(), report.num_states, space_size)
+    outside = report.nats_outside.numpy()
+    found = trust.judge_coverage(
+        report.covered_mass.numpy(), report.effective_states.numpy(), report.num_states, space_size, outside=outside
+    )
     found += trust.judge_growth(report.growth.by_search.numpy(), report.growth.by_size.numpy(), report.num_states, space_size)
     if report.exact is not None:
         found += trust.judge_gap(report.exact.gap.numpy(), "the exact log evidence")
     elif report.evidence is not None:
         found += trust.judge_gap(report.evidence.gap.numpy(), "the estimated log evidence")
-        found += trust.judge_estimate(report.evidence.is_reliable.numpy())
+        found += trust.judge_estimate(report.evidence.is_reliable.numpy(), report.evidence.possible_draws.numpy())
     return found

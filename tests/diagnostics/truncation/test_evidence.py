@@ -159,7 +159,7 @@ def test_estimates_that_rest_on_few_draws_warn(generator):
     table = torch.full((4, 2**10), -30.0, dtype=torch.float64)
     table[:, 0], table[:, 15] = 0.0, 8.0
     guide = table_guide(table, torch.zeros(4, 1, dtype=torch.int64), 10)
-    with pytest.warns(TruncationWarning, match=r"rests on few draws of large weight .* Use more samples or larger populations"):
+    with pytest.warns(TruncationWarning, match=r"rests on few draws of large weight.* Estimate with more samples, or keep more states"):
         result = estimate_evidence(guide, num_samples=3000, generator=generator)
     assert not bool(result.is_reliable.all())
     with warnings.catch_warnings():

@@ -1,0 +1,101 @@
+"""Programs whose sample sites depend on the values of latents, or on chance: they have no space of states."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.supports import bounds_of, elementwise
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+_MAX_JOINT_VALUES = 16
+_RUNS_BY_CHANCE = 4
+
+
+class ChangingSitesError(NotImplementedError):
+    """A model samples other sites for some states than for others."""
+
+    def __init__(self, sites: Collection[str], latents: Collection[str]) -> None:
+        if latents:
+            problem = f"the sites {sorted(sites)} are sampled for some states of {list(latents)} only. "
+        else:
+            problem = f"the sites {sorted(sites)} are sampled in some runs only. "
+        super().__init__(
+            f"{problem}Sample the same sites for every state: mask an observation (poutine.mask) where it shall not count, and let a "
+            "latent have no influence where it is not needed."
+        )
+
+
+def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
+    """Checks that a model samples the same sites whatever the values of its latents.
+
+    Only Python code that reads values can choose between sites. So the model is run for the joint values of the discrete latents that it
+    reads, up to 16 of them, and for some draws of all latents, always the same.
+
+    Args:
+        call: the model and its arguments.
+        trace: of one run.
+        dependencies: says which latents Python code reads; where it cannot tell, all are taken to be read.
+
+    Raises:
+        ChangingSitesError: naming the sites and the latents.
+    """
+    nodes = sample_nodes(trace)
+    read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or not dependencies.is_followed)]
+    changing = _names(trace) - dependencies.parents.keys()
+    if read:
+        changing |= changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
+    if changing:
+        raise ChangingSitesError(changing, [name for name in read if name not in changing])
+
+
+def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
+    """The sites that a run and others of the same model do not share: some with given values of latents, some by chance."""
+    subsamples = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and name not in sample_nodes(trace)}
+    found = [_names(trace)]
+    with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
+        for seed, chosen in enumerate([*values, *({} for _ in range(_RUNS_BY_CHANCE))]):
+            torch.manual_seed(seed)
+            # What the model raises for some values, the first use of the guide shall say.
+            with contextlib.suppress(Exception):
+                found.append(_names(call.run({**subsamples, **chosen})))
+    return set().union(*found) - found[0].intersection(*found)
+
+
+def _names(trace: poutine.Trace) -> set[str]:
+    """Names of the sites of a run, but for those in sequential plates of which it takes some members."""
+    return {name for name, node in sample_nodes(trace).items() if not any(_is_partial(frame) for frame in node["cond_indep_stack"])}
+
+
+def _is_partial(frame: Any) -> bool:
+    return not frame.vectorized and frame.full_size is not None and frame.full_size != frame.size
+
+
+def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:
+    """Joint values of discrete latents, all entries of a site alike; where there are too many, each value of each latent by itself."""
+    choices = {node["name"]: list(_values(node)) for node in nodes if not node["is_observed"] and node["fn"].support.is_discrete}
+    if math.prod(map(len, choices.values())) <= _MAX_JOINT_VALUES:
+        return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+    return [{name: value} for name, values in choices.items() for value in values]
+
+
+def _values(node: Any) -> Iterator[Tensor]:
+    """Values of a site; of counts the lowest."""
+    (low, high), value = (int(bound.min()) for bound in bounds_of(node["fn"])), node["value"]
+    for level in range(low, min(high, low + _MAX_JOINT_VALUES - 1) + 1):
+        if elementwise(node["fn"].support) is constraints.one_hot:
+            yield torch.nn.functional.one_hot(torch.tensor(level, device=value.device), value.shape[-1]).to(value).expand(value.shape)
+        else:
+            yield torch.full_like(value, level)

@@ -1,0 +1,223 @@
+"""Log probabilities of discrete distributions that give some values probability zero, which torch and Pyro clamp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.distributions import MaskedMixture
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.zero_inflated import ZeroInflatedDistribution
+from torch import Tensor, distributions
+from torch.distributions.utils import clamp_probs, probs_to_logits
+from torch.nn.functional import logsigmoid
+
+from pyro_truncated.program.densities import once
+
+_Formula = Callable[[Any, Tensor], Tensor | None]
+
+
+def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tensor:
+    """The log probability of values in the support, ``-inf`` where it is zero; ``usual()`` where that says the same.
+
+    Where no single value is as improbable as the least that torch knows, none is impossible, and parameters need no look.
+    """
+    innermost = fn
+    while isinstance(innermost, _WRAPPERS):
+        innermost = innermost.base_dist
+    if value.device.type != "cpu" or not isinstance(innermost, _OF_ONE_TRIAL):
+        exact = log_prob_with_zeros(fn, value)
+        return usual() if exact is None else exact
+    log_prob = usual()
+    least = math.log(torch.finfo(log_prob.dtype).eps) + 0.01
+    if log_prob.numel() and _is_within(log_prob, least, math.inf):
+        return log_prob
+    exact = log_prob_with_zeros(fn, value)
+    return log_prob if exact is None else exact
+
+
+def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
+    r"""The log probability of values in the support, ``-inf`` where it is zero; ``None`` where ``fn.log_prob`` says the same.
+
+    Torch scores :math:`\mathrm{Bernoulli}(0)` at one as :math:`\log \epsilon = -15.9`, so that impossible values are merely improbable.
+    With infinite logits it computes NaN for possible values too. Here probabilities that are exactly 0 or 1 have exact logarithms, and
+    gradients at possible values are finite. All others are clamped as torch does. On a CPU parameters are looked at first, which takes no
+    time beside the density; a device is not waited for.
+
+    Args:
+        fn: a discrete distribution, in any wrappers.
+        value: values in its support; broadcast against its batch and event shapes.
+
+    Returns:
+        One number for each entry of the batch, or ``None``.
+    """
+    if isinstance(fn, MaskedDistribution):
+        found = log_prob_with_zeros(fn.base_dist, value)
+        return None if found is None else torch.where(torch.as_tensor(fn._mask, device=found.device), found, 0.0)
+    if isinstance(fn, ExpandedDistribution):
+        found = log_prob_with_zeros(fn.base_dist, value)
+        return None if found is None else found.expand(torch.broadcast_shapes(found.shape, fn.batch_shape))
+    if isinstance(fn, distributions.Independent):
+        found = log_prob_with_zeros(fn.base_dist, value)
+        if found is None or fn.reinterpreted_batch_ndims == 0:
+            return found
+        found = found.expand(torch.broadcast_shapes(found.shape, fn.base_dist.batch_shape))
+        return found.flatten(-fn.reinterpreted_batch_ndims).sum(-1)
+    formula = next((formula for kind, formula in _FORMULAS.items() if isinstance(fn, kind)), None)
+    # A class with a density of its own knows best.
+    is_own = not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
+    return None if formula is None or is_own else formula(fn, value)
+
+
+def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
+    """Where a Bernoulli distribution cannot be one, and where it cannot be zero; ``None`` if nowhere, as far as a CPU can tell."""
+    parameter = _Probability.of(fn)
+    return (parameter.is_zero, parameter.is_one) if parameter.may_be_certain else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probability:
+    """A probability, as it was given to a distribution.
+
+    Attributes:
+        value: the parameter, without the dimensions in which it was expanded.
+        name: ``"probs"`` or ``"logits"``.
+    """
+
+    value: Tensor
+    name: str
+
+    @classmethod
+    def of(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:
+        """The parameter that a distribution was made with: the other one is computed from it when first asked for."""
+        known = [name for name in vars(fn) if name in (probs, logits)]
+        given = next((name for name in known if vars(fn).get("_param") is vars(fn)[name]), known[0])
+        return cls(once(vars(fn)[given]), "probs" if given == probs else "logits")
+
+    @property
+    def is_zero(self) -> Tensor:
+        """Where it is exactly zero."""
+        return self.value == (0.0 if self.name == "probs" else -math.inf)
+
+    @property
+    def is_one(self) -> Tensor:
+        """Where it is exactly one."""
+        return self.value == (1.0 if self.name == "probs" else math.inf)
+
+    @property
+    def may_be_certain(self) -> bool:
+        """Whether it may be zero or one somewhere."""
+        return _may_reach(self.value, *((0.0, 1.0) if self.name == "probs" else (-math.inf, math.inf)))
+
+    @property
+    def logs(self) -> tuple[Tensor, Tensor]:
+        """Logarithms of it and of one minus it."""
+        if self.name == "logits":
+            return logsigmoid(self.value), logsigmoid(-self.value)
+        clamped = clamp_probs(self.value)
+        return clamped.log().masked_fill(self.is_zero, -math.inf), (-clamped).log1p().masked_fill(self.is_one, -math.inf)
+
+
+def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
+    """Whether a parameter may have these ends of its range; on a device, or where many runs go together, it is taken to."""
+    if parameter.device.type != "cpu":
+        return True
+    if parameter.numel() == 0:
+        return False
+    return not _is_within(parameter, low, high)
+
+
+def _is_within(values: Tensor, low: float, high: float) -> bool:
+    """Whether all values lie between two numbers, as far as there is a number to look at: under ``torch.func.vmap`` there is none."""
+    ends = values.detach().aminmax()
+    try:
+        return low < float(ends.min) <= float(ends.max) < high
+    except RuntimeError:
+        return False
+
+
+def _bernoulli(fn: Any, value: Tensor) -> Tensor | None:
+    parameter = _Probability.of(fn)
+    return torch.where(value.bool(), *parameter.logs) if parameter.may_be_certain else None
+
+
+def _log_masses(fn: Any) -> Tensor | None:
+    """Log probabilities of categories; ``None`` where torch does not clamp them."""
+    parameter = _Probability.of(fn)
+    if parameter.name == "logits" or not _may_reach(parameter.value, 0.0, math.inf):
+        return None
+    return probs_to_logits(parameter.value).masked_fill(parameter.is_zero, -math.inf)
+
+
+def _categorical(fn: Any, value: Tensor) -> Tensor | None:
+    masses = _log_masses(fn)
+    if masses is None:
+        return None
+    chosen = value.long().unsqueeze(-1)
+    shape = torch.broadcast_shapes(chosen.shape[:-1], masses.shape[:-1])
+    return masses.expand(*shape, -1).gather(-1, chosen.expand(*shape, 1)).squeeze(-1)
+
+
+def _one_hot(fn: Any, value: Tensor) -> Tensor | None:
+    return _categorical(vars(fn)["_categorical"], value.argmax(-1))
+
+
+def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor | None:
+    """The log probability where a probability of 0 leaves the value ``low`` alone, and one of 1 the value ``high``, if there are such."""
+    parameter = _Probability.of(fn)
+    if not parameter.may_be_certain:
+        return None
+    usual = parameter.value.masked_fill(parameter.is_zero | parameter.is_one, 0.5)
+    counts = {"total_count": fn.total_count} if hasattr(fn, "total_count") else {}
+    log_prob: Tensor = type(fn)(**counts, **{parameter.name: usual}, validate_args=False).log_prob(value)
+    for is_certain, only in ((parameter.is_zero, low), (parameter.is_one, high)):
+        if only is not None:
+            certain = torch.where(value == only, 0.0, -math.inf).to(log_prob)
+            log_prob = torch.where(is_certain & (log_prob.detach() > -math.inf), certain, log_prob)
+    return log_prob
+
+
+def _mixture(fn: Any, value: Tensor) -> Tensor | None:
+    padded = value.unsqueeze(value.dim() - len(fn.event_shape))
+    masses, of_components = _log_masses(fn.mixture_distribution), log_prob_with_zeros(fn.component_distribution, padded)
+    if masses is None and of_components is None:
+        return None
+    masses = fn.mixture_distribution.logits.log_softmax(-1) if masses is None else masses
+    of_components = fn.component_distribution.log_prob(padded) if of_components is None else of_components
+    return (of_components + masses).logsumexp(-1)
+
+
+def _zero_inflated(fn: Any, value: Tensor) -> Tensor | None:
+    gate, others = _Probability.of(fn, "gate", "gate_logits"), log_prob_with_zeros(fn.base_dist, value)
+    if others is None and not gate.may_be_certain:
+        return None
+    inflated, usual = gate.logs
+    log_prob = usual + (fn.base_dist.log_prob(value) if others is None else others)
+    return torch.where(value == 0, torch.logaddexp(inflated.expand_as(log_prob), log_prob), log_prob)
+
+
+def _either(fn: Any, value: Tensor) -> Tensor | None:
+    parts = [log_prob_with_zeros(part, value) for part in (fn.component0, fn.component1)]
+    if all(part is None for part in parts):
+        return None
+    known = [kind.log_prob(value) if part is None else part for part, kind in zip(parts, (fn.component0, fn.component1), strict=True)]
+    return torch.where(fn.mask, known[1], known[0])
+
+
+_WRAPPERS = (MaskedDistribution, ExpandedDistribution, distributions.Independent)
+# Counts have more than one way to come about, so that their least probabilities are larger.
+_OF_ONE_TRIAL = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
+_FORMULAS: dict[Any, _Formula] = {
+    distributions.Bernoulli: _bernoulli,
+    distributions.Categorical: _categorical,
+    distributions.OneHotCategorical: _one_hot,
+    distributions.Binomial: lambda fn, value: _with_certain(fn, value, 0, fn.total_count),
+    distributions.NegativeBinomial: lambda fn, value: _with_certain(fn, value, 0, None),
+    distributions.Geometric: lambda fn, value: _with_certain(fn, value, None, 0),
+    distributions.MixtureSameFamily: _mixture,
+    ZeroInflatedDistribution: _zero_inflated,
+    MaskedMixture: _either,
+}
