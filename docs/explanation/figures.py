@@ -225,11 +225,29 @@ def subset_bounds() -> None:
     figure.savefig(FOLDER / "subset-bounds.png", dpi=110)
 
 
+def product_sets() -> None:
+    """A chain with a set of states at every step, and the paths through the sets."""
+    generator = torch.Generator().manual_seed(3)
+    steps, states, kept = 12, 9, 3
+    centre = (4 + 2.6 * torch.sin(torch.arange(steps) / 2.0)).round().long()
+    figure, (axis,) = axes()
+    sets = [torch.tensor(sorted({max(0, min(states - 1, int(c) + d)) for d in (-1, 0, 1)}))[:kept] for c in centre]
+    for t in range(steps - 1):
+        for one in sets[t].tolist():
+            for other in sets[t + 1].tolist():
+                axis.plot([t, t + 1], [one, other], color=BLUE, alpha=0.15 + 0.35 * float(torch.rand(1, generator=generator)), linewidth=1)
+    for t in range(steps):
+        axis.plot([t] * states, range(states), "o", color=GREY, markersize=3)
+        axis.plot([t] * len(sets[t]), sets[t].tolist(), "o", color=ORANGE, markersize=6)
+    axis.set(xlabel="step", ylabel="state", title=f"{kept} states at each of {steps} steps stand for $3^{{{steps}}}$ paths")
+    figure.savefig(FOLDER / "product-sets.png", dpi=110)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     DATA = linear_bars(200, 5, mean_active=2.0, generator=torch.Generator().manual_seed(0))
     IMAGES, BARS = DATA.data, DATA.components
     drawings: tuple[Callable[[], None], ...]
-    drawings = (bound, operators, restarts, networks, collapsing, psis, active_sets, subset_bounds)
+    drawings = (bound, operators, restarts, networks, collapsing, psis, active_sets, subset_bounds, product_sets)
     for draw in drawings:
         draw()

@@ -126,9 +126,10 @@ class _Builder:
             while (wide := self._widest(component)) is not None:
                 if not self._merge_at_one_place(wide):
                     break
-            plan = eliminate(component := self._current(component), self._cliques(component), self._plates, self._limit_of)
+            nodes = self._current(component)
+            plan = eliminate(nodes, self._cliques(nodes), self._plates, self._limit_of)
             if plan is None or self._widest(component) is not None:
-                self._keep_whole(component)
+                self._keep_whole(nodes)
         return self._graph()
 
     # --- which sites are one node ---

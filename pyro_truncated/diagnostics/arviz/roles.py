@@ -90,5 +90,7 @@ def leaves(
 
     Missing entries of the data are an example.
     """
-    dependencies = Dependencies(Call(model, args, kwargs)) if names else None
+    if not names:
+        return frozenset()
+    dependencies = Dependencies(Call(model, args, kwargs))
     return frozenset(name for name in names if all(is_computed(nodes[site]) for site in dependencies.dependents({name}) if site in nodes))
