@@ -1,4 +1,4 @@
-r"""Gaussian processes with many outputs, conditioned on an active set of data points.
+r"""Gaussian processes with many outputs, conditioned on an active set.
 
 The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the latents with one kernel and one
 noise variance :math:`\sigma^2`, so one Cholesky factor of :math:`C = K_{AA} + \sigma^2 I` serves them all:

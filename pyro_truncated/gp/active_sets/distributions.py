@@ -1,4 +1,4 @@
-"""Gaussian process observations given latents: with an active set that the other data points are conditioned on, or one held fixed."""
+"""Gaussian process observations given latents and an active set."""
 
 from __future__ import annotations
 

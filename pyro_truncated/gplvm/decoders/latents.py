@@ -1,4 +1,4 @@
-r"""Latents of data points under a decoder: where to start, and the most probable ones.
+r"""The most probable latents of data points, and normal distributions around them.
 
 Normal distributions around the most probable latents of data points, and what they say about the outputs.
 

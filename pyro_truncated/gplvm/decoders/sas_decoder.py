@@ -1,4 +1,4 @@
-"""Gaussian process decoders trained by conditioning each minibatch on a random active set."""
+"""Gaussian process decoders trained on stochastic active sets."""
 
 from __future__ import annotations
 
