@@ -1,22 +1,18 @@
-"""Tools for authors of models, likelihoods and searches: what the models of the library are written with.
+"""Tools for authors of models, likelihoods and searches.
 
-A model of your own needs none of them. They are for one that others use:
+A model of your own needs none of them. They are for models that others use.
 
-==============================  ====================================================================================================
-tool                            what it is for
-==============================  ====================================================================================================
-:class:`UniqueModule`           a module whose parameters have names of their own in Pyro's store
-:func:`takes_arrays`            arrays of NumPy, pandas and xarray become tensors
-:func:`names_arguments`         errors from the depths name the argument that caused them
-:func:`check_counts`            numbers of things are positive integers
-:func:`check_observable`        data are what a likelihood can observe
-:func:`refuse`, :func:`ask`     checks of data on a device that do not wait for it
-:func:`selected_rows`           the data points that a plate selects
-:func:`device_of`               where a generator draws
-:func:`sums_of`                 sums over data points that several processes share
-:func:`positions_of`            where the data points of a process lie among all
-:func:`some_rows`               some data points of all processes
-==============================  ====================================================================================================
+- :class:`UniqueModule`: a module whose parameters have names of their own in Pyro's store.
+- :func:`takes_arrays`: arrays of NumPy, pandas and xarray become tensors.
+- :func:`names_arguments`: errors from the depths name the argument that caused them.
+- :func:`check_counts`: numbers of things are positive integers.
+- :func:`check_observable`: data are what a likelihood can observe.
+- :func:`refuse`, :func:`ask`: checks of data on a device that do not wait for it.
+- :func:`selected_rows`: the data points that a plate selects.
+- :func:`device_of`: the device on which a generator draws.
+- :func:`sums_of`: sums over data points that several processes share.
+- :func:`positions_of`: where the data points of a process lie among all.
+- :func:`some_rows`: some data points of all processes.
 """
 
 from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of

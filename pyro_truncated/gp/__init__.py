@@ -1,7 +1,7 @@
 """Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.scales import ActiveSetScaleWarning
+from pyro_truncated.gp.active_sets.distributions import ActiveSetScaleWarning
 from pyro_truncated.gp.active_sets.splits import Split, UniformSplits, growing
 from pyro_truncated.gp.cholesky import JitterWarning
 from pyro_truncated.gp.data_kernels import (

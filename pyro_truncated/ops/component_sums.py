@@ -1,4 +1,4 @@
-"""Sums over data points for each of many components, of which a data point has few."""
+"""Sums over data points for each of many components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Populations of packed states: their start, genetic operators, and selection of the best distinct ones.
+"""Populations of packed states: start, genetic operators, selection.
 
 They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to
 latents of more than two values. All of them treat every data point on its own, and what they draw for it is keyed by its position

@@ -1,6 +1,6 @@
-"""Rows and the matrices of the groups that they belong to: many small products as few large ones.
+"""Products of rows with the matrices of their groups.
 
-So are square distances of data points from the means of components, in units of their covariances.
+Many small products are few large ones. So are square distances of data points from the means of components.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Superposition of active latents by maximum, for packed states: with normal noise, an exponential family, or slabs.
+r"""Superposition of active latents by maximum, for packed states.
 
 With normal noise the mean is :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`.
 

@@ -1,4 +1,4 @@
-"""Quadratic functions of packed binary states, their moments, and squared residuals of data with missing entries.
+"""Quadratic functions of packed binary states, moments, and squared residuals.
 
 All functions of packed binary states take ``words (N, C, W)``, 64 latents to a word (see :class:`pyro_truncated.states.StateSpace`). States
 shared by all data points may come as an expanded tensor.

@@ -1,4 +1,4 @@
-r"""Scenes of objects that hide each other: log densities of images under many states at once, and the sums that M-steps are made of.
+r"""Log densities of images of objects that hide each other, and statistics.
 
 An object ``h`` is a template of ``T`` entries with colours :math:`w_{hi}` and mask probabilities :math:`\alpha_{hi}`. In a scene it is
 absent or lies at a place, and for every image and entry its mask is on with probability :math:`\alpha_{hi}`. A pixel over which no mask is

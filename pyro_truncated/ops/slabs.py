@@ -1,4 +1,4 @@
-r"""Linear superposition of latents with spike-and-slab prior, for packed states: the slabs are integrated out exactly.
+r"""Linear superposition with spike-and-slab prior, the slabs integrated out.
 
 The model of a data point given its binary indicators :math:`b` is
 

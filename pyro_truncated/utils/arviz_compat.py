@@ -1,4 +1,4 @@
-"""The only place that knows which ArviZ is installed, and how objects that know best become ArviZ data.
+"""The only place that knows which ArviZ is installed.
 
 ========  =======================  =========================
 ArviZ     container of groups      a group

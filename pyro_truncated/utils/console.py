@@ -1,4 +1,4 @@
-"""What a user sees in a terminal: progress bars, notes of what the library has chosen, what objects say of themselves."""
+"""What a user sees in a terminal: progress bars, notes, representations."""
 
 from __future__ import annotations
 

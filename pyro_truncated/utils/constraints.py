@@ -1,4 +1,4 @@
-"""Constraints that stock ones leave open: finite numbers, observations with missing entries; rows of them that a plate selects.
+"""Constraints of finite numbers and of observations with missing entries.
 
 Infinity is no real number, and sums with it are NaN.
 """

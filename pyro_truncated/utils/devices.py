@@ -1,4 +1,4 @@
-"""Where modules, states and random numbers live, and what is remembered of data there.
+"""Devices of modules, states and generators; facts known of data there.
 
 To look at data on a device again would be to wait for the device.
 """

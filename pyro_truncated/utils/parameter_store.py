@@ -1,4 +1,4 @@
-"""Names of parameters: Pyro keeps all of them in one store, by name, whichever module they belong to."""
+"""Names of parameters in Pyro's store, and the modules that hold them."""
 
 from __future__ import annotations
 

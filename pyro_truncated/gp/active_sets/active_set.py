@@ -1,8 +1,10 @@
-r"""Gaussian processes with many outputs, conditioned on an active set of data points.
+r"""Gaussian processes with many outputs, conditioned on an active set.
 
 The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the latents with one kernel and one
 noise variance :math:`\sigma^2`, so one Cholesky factor of :math:`C = K_{AA} + \sigma^2 I` serves them all:
 :math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R` further points.
+
+Data sets too large to be an active set themselves are conditioned on through a few data points, or through those closest to each latent.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import math
 
 import torch
 from pyro.contrib.gp import kernels
+from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor
+from torch.nn import functional
 
-from pyro_truncated.gp.cholesky import factorize
+from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, stable_cholesky
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,3 +172,177 @@ def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tenso
         return -0.5 * ((value - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1)
     terms = (torch.where(observed, value, mean) - mean).square() / variance + (2 * math.pi * variance).log()
     return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
+
+
+# Numbers of the largest tensors: of these, several come and go, and small ones are not asked of the system each time.
+_BUDGET = 1_000_000
+
+
+class NearestSet:
+    r"""The posteriors of a process at latents :math:`z`, each given its own active set :math:`A(z)`: the data points closest to it.
+
+    .. math:: m(z) = k_{zA} C^{-1} x_A, \qquad c(z) = k_{zz} + \sigma^2 - k_{zA} C^{-1} k_{Az}, \qquad C = K_{AA} + \sigma^2 I,
+        \qquad A = A(z)
+
+    Closest are those whose function values correlate most with that at the latent, under the prior. In more than a few dimensions, where
+    the data are sparse, no few points of a projection lie within a length-scale of all others, but the closest ones say nearly all that
+    the data say about a place. Cost of a prediction: :math:`O(N Q + |A|^3 + |A| D)`, or without the first term :meth:`around` it. Means
+    jump, a little, where the closest points change.
+
+    Args:
+        latents: of the data, ``(N, Q)``.
+        outputs: complete, ``(N, D)``.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance, a scalar.
+        num_neighbors: size of each active set.
+
+    Raises:
+        ValueError: if outputs are missing, or shapes disagree.
+
+    Reference:
+        Vecchia, "Estimation and model identification for continuous spatial processes", JRSS B 50 (1988).
+    """
+
+    def __init__(self, latents: Tensor, outputs: Tensor, kernel: Kernel, noise: Tensor, num_neighbors: int) -> None:
+        if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
+            raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
+        if bool(outputs.isnan().any()):
+            raise ValueError("data points with missing outputs have no part in active sets of the closest; leave them out")
+        self.latents, self.outputs, self.kernel = latents, outputs, kernel
+        self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
+        self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))
+        self._scale = prior_variance(kernel, latents).detach().rsqrt()
+
+    @torch.no_grad()
+    def around(self, latents: Tensor, leave_out: Tensor | None = None) -> Neighborhoods:
+        """The posteriors around latents ``(M, Q)``, given the data points closest to *these*, wherever predictions are then made.
+
+        Args:
+            latents: where.
+            leave_out: a data point ``(M,)`` for each that is not to be among them.
+        """
+        rows = max(1, _BUDGET // max(len(self.latents), self.num_neighbors**2))
+        own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
+        found = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
+        near = torch.cat(found) if found else own.new_empty(0, self.num_neighbors)
+        return Neighborhoods(self, near, torch.cat([self._factor(part) for part in near.split(rows)]))
+
+    def _closest(self, latents: Tensor, leave_out: Tensor) -> Tensor:
+        correlation = covariance(self.kernel, latents, self.latents) * self._scale
+        out = (leave_out >= 0).nonzero().squeeze(1)
+        correlation[out, leave_out[out]] = -torch.inf
+        return correlation.topk(self.num_neighbors, dim=1).indices
+
+    def _factor(self, near: Tensor) -> Tensor:
+        z = self.latents[near]
+        return factorize(covariance(self.kernel, z, z), self.noise)[0]
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or ``noiseless`` of the function."""
+        flat = latents.reshape(-1, latents.shape[-1])
+        mean, variance = self.around(flat.detach()).predict(flat, noiseless=noiseless)
+        return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighborhoods:
+    """Active sets of a :class:`NearestSet`, one for each of ``M`` places.
+
+    Attributes:
+        data: what they are parts of.
+        near: their data points ``(M, A)``.
+        cholesky: factors of their covariance matrices ``(M, A, A)``, noise included.
+    """
+
+    data: NearestSet
+    near: Tensor
+    cholesky: Tensor
+
+    def take(self, rows: Tensor) -> Neighborhoods:
+        """Those at positions ``(L,)``, which may repeat."""
+        return Neighborhoods(self.data, self.near[rows], self.cholesky[rows])
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``, each given the active set of its position."""
+        data = self.data
+        cross = covariance(data.kernel, data.latents[self.near], latents.unsqueeze(-2))
+        basis = torch.linalg.solve_triangular(self.cholesky, cross, upper=False)
+        weights = torch.linalg.solve_triangular(self.cholesky.mT, basis, upper=True).squeeze(-1)
+        # A sum over rows of the data by index: no tensor of places by neighbours by outputs.
+        mean = functional.embedding_bag(self.near, data.outputs, per_sample_weights=weights, mode="sum")
+        left = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
+        return mean, (left if noiseless else left + data.noise).unsqueeze(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectedStatistics:
+    r"""Sums over data points that a :class:`ProjectedSet` is made of; those of two parts of the data add up.
+
+    Attributes:
+        latents: latents :math:`U` of the points projected on, ``(M, Q)``.
+        gram: :math:`\sum_n k_{Un} k_{nU}`, ``(M, M)`` in float64.
+        moment: :math:`\sum_n k_{Un} x_n`, ``(M, D)`` in float64.
+    """
+
+    latents: Tensor
+    gram: Tensor
+    moment: Tensor
+
+
+def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
+    """Sums over data points ``(N, Q)``, ``(N, D)`` for projection on the chosen latents ``(M, Q)``: ``O(N M (M + D))``.
+
+    Raises:
+        ValueError: if outputs are missing; give complete data points only.
+    """
+    if bool(outputs.isnan().any()):
+        raise ValueError("data points with missing outputs cannot be projected; leave them out")
+    gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
+    moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
+    for z, x in zip(latents.split(block), outputs.split(block), strict=True):
+        cross = covariance(kernel, chosen.double(), z.double()).double()
+        gram += cross @ cross.mT
+        moment += cross @ x.double()
+    return ProjectedStatistics(chosen, gram, moment)
+
+
+class ProjectedSet:
+    r"""The posterior given all data points, of a process that the function's values at a few latents :math:`U` determine.
+
+    .. math:: m_* = \tfrac{1}{\sigma^2} k_{*U} \Sigma^{-1} K_{UN} x, \qquad
+        c_* = k_{**} + \sigma^2 - k_{*U} (K_{UU}^{-1} - \Sigma^{-1}) k_{U*}, \qquad \Sigma = K_{UU} + \tfrac{1}{\sigma^2} K_{UN} K_{NU}
+
+    Where the latents cover those of the data within a length-scale this is close to conditioning on every data point, at a cost that is
+    linear in their number. Factors are computed in float64.
+
+    Args:
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance.
+        statistics: sums over the data, from :func:`projected_statistics` at the same parameters of the kernel.
+
+    Reference:
+        Quiñonero-Candela and Rasmussen, "A unifying view of sparse approximate Gaussian process regression", JMLR 6 (2005), section 5.
+    """
+
+    def __init__(self, kernel: Kernel, noise: Tensor, statistics: ProjectedStatistics) -> None:
+        self.kernel, self.latents = kernel, statistics.latents
+        self.noise = torch.as_tensor(noise).reshape(())
+        prior = covariance(kernel, self.latents.double(), self.latents.double())
+        outer = inducing_cholesky(prior, FINE_JITTER)
+        identity = torch.eye(len(outer), dtype=torch.float64, device=outer.device)
+        # Everything is expressed in features L^-1 k_U*, in which the weights are well-conditioned; K_UU itself is not.
+        self._whiten = torch.linalg.solve_triangular(outer, identity, upper=False)
+        gram = self._whiten @ statistics.gram @ self._whiten.mT / self.noise.double()
+        inner = stable_cholesky(identity + (gram + gram.mT) / 2)
+        moment = self._whiten @ statistics.moment / self.noise.double()
+        self._shrink = torch.linalg.solve_triangular(inner, identity, upper=False)
+        self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or ``noiseless`` of the function."""
+        cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
+        features = cross @ self._whiten.mT
+        left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
+        variance = left.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
+        mean = features.to(latents.dtype) @ self._weights
+        return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)

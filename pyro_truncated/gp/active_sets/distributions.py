@@ -1,17 +1,19 @@
-"""Gaussian process observations given latents, with an active set that the other data points are conditioned on."""
+"""Gaussian process observations given latents and an active set."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from pyro.contrib.gp.kernels import Kernel
 from pyro.distributions import TorchDistribution
+from pyro.poutine.runtime import apply_stack
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributed import world
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
-from pyro_truncated.gp.active_sets.scales import warn_if_scaled
 from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
@@ -19,6 +21,149 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import or_missing
 from pyro_truncated.utils.counts import check_count
+
+
+class ActiveSetScaleWarning(UserWarning):
+    """A plate that subsamples multiplies the log density of an active set, which should count once.
+
+    Example:
+        >>> def model(z, x):
+        ...     with pyro.plate("data", 20, subsample_size=10) as index:
+        ...         likelihood = ActiveSetGaussianProcess(z[index], pyro.contrib.gp.kernels.RBF(1), 0.1, 4, 2)  # no num_data=20
+        ...         pyro.sample("x", likelihood, obs=x[index])
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     pyro.poutine.trace(model).get_trace(torch.randn(20, 1), torch.randn(20, 2)).compute_log_prob()
+        >>> {warning.category.__name__ for warning in caught}
+        {'ActiveSetScaleWarning'}
+    """
+
+
+def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None) -> None:
+    """Warns where the handlers that are open scale the active points of a minibatch like all others.
+
+    A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, also that of the active set, whose points are
+    conditioned on and stand for no others. What is scaled on purpose, by :meth:`Split.weights` for example, differs between data points.
+
+    Args:
+        num_active: size of the active set.
+        batch_size: number of data points of the distribution, ``B``.
+        num_data: ``N`` as the distribution was told, which corrects the plate's scale if it is the plate's; or None.
+
+    Warns:
+        ActiveSetScaleWarning: if all data points have one scale other than 1 in a plate that subsamples, or the plate has another ``N``.
+    """
+    message = _message()
+    apply_stack(message)
+    frame = next((f for f in message["cond_indep_stack"] if f.vectorized and f.dim == -1), None)
+    if num_active == 0 or frame is None or frame.size != batch_size or (frame.full_size or frame.size) == frame.size:
+        return
+    if num_data is not None:
+        if num_data != frame.full_size:
+            _warn(f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points, but the distribution has num_data={num_data}")
+        return
+    scales = torch.as_tensor(message["scale"], dtype=torch.float64)
+    # Of data points that several processes share, each takes an equal share.
+    first, once = scales.flatten()[0], torch.tensor([1.0, 1.0 / world.size()], dtype=torch.float64)
+    if torch.allclose(scales, first.expand_as(scales)) and not bool(torch.isclose(first.cpu(), once).any()):
+        _warn(
+            f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "
+            f"set, too, by {frame.full_size / frame.size:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of "
+            "the plate need the same weights, open poutine.scale(scale=split.weights(num_data)) around all of them before the distribution "
+            "is made."
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, ActiveSetScaleWarning, stacklevel=4)
+
+
+def _message() -> Any:
+    """A message that nobody answers, on which handlers leave their scale and plates."""
+    return {
+        "type": "active_set_scale",
+        "name": "_active_set",
+        "fn": lambda: None,
+        "is_observed": False,
+        "args": (),
+        "kwargs": {},
+        "value": None,
+        "scale": 1.0,
+        "mask": None,
+        "cond_indep_stack": (),
+        "done": False,
+        "stop": False,
+        "continuation": None,
+        "infer": {},
+    }
+
+
+class GivenActiveSet(TorchDistribution):
+    r"""Observations given an active set that is held fixed: :math:`p(x_n \mid x_A, z_n)`, independent over data points.
+
+    Use it where latents of single data points vary on their own, as under :class:`~pyro_truncated.AutoTruncated` or any parallel
+    enumeration: given the active set every state of a data point has a density of its own. Entries that are NaN are missing.
+
+    Example:
+        >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
+        >>> active = ActiveSet(torch.randn(8, 1), torch.randn(8, 3), kernel, noise)
+        >>> candidates = torch.randn(5, 6, 1)  # latents of six data points in five states
+        >>> GivenActiveSet(active, candidates).log_prob(torch.randn(6, 3)).shape
+        torch.Size([5, 6])
+
+    Args:
+        active_set: the posterior given the active points.
+        latents: ``(*batch, Q)``.
+        loc: mean of the outputs, a scalar or ``(D,)``, if the active set holds deviations from it.
+        validate_args: whether to check parameters and values.
+    """
+
+    arg_constraints = {"latents": constraints.independent(constraints.real, 1), "loc": constraints.real}  # noqa: RUF012
+    support = constraints.independent(or_missing(constraints.real), 1)
+    has_rsample = True
+
+    @takes_arrays
+    def __init__(self, active_set: ActiveSet, latents: Tensor, *, loc: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
+        self.active_set, self.latents = active_set, latents
+        self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
+        deviation, variance = active_set.predict(latents)
+        self._mean, self._variance = deviation + self.loc, variance
+        super().__init__(latents.shape[:-1], deviation.shape[-1:], validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> GivenActiveSet:
+        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
+        batch_shape = torch.Size(batch_shape)
+        if batch_shape == self.batch_shape:
+            return self
+        new: GivenActiveSet = self._get_checked_instance(GivenActiveSet, _instance)  # type: ignore[no-untyped-call]
+        new.active_set, new.loc = self.active_set, self.loc
+        new.latents = self.latents.expand(batch_shape + self.latents.shape[-1:])
+        new._mean = self._mean.expand(batch_shape + self._mean.shape[-1:])
+        new._variance = self._variance.expand(batch_shape + self._variance.shape[-1:])
+        super(GivenActiveSet, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    @property
+    def mean(self) -> Tensor:
+        """Predictive mean ``(*batch, D)``."""
+        return self._mean
+
+    @property
+    def variance(self) -> Tensor:
+        """Predictive variance of the observations ``(*batch, D)``."""
+        return self._variance.expand(self.batch_shape + self.event_shape)
+
+    @takes_arrays
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log densities ``(*batch,)`` of observations ``(*batch, D)`` over their observed entries."""
+        if self._validate_args:
+            self._validate_sample(value)
+        return conditional_log_prob(value, self._mean, self._variance)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws observations, independent over data points and outputs."""
+        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        return self._mean + self._variance.sqrt() * torch.randn(shape, dtype=self._mean.dtype, device=self._mean.device)
 
 
 class ActiveSetGaussianProcess(TorchDistribution):

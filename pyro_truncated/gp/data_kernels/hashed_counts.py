@@ -1,4 +1,4 @@
-"""Objects as bags of counted features, keyed by 64-bit hashes: fingerprints, subtrees and paths of graphs, substrings."""
+"""Objects as bags of counted features, keyed by 64-bit hashes."""
 
 from __future__ import annotations
 

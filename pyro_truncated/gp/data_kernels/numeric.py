@@ -1,4 +1,4 @@
-"""Kernels of numeric inputs, whose inducing inputs may also leave the training set; inputs and a kernel made one :class:`DataKernel`."""
+"""Kernels of numeric inputs; a kernel and inputs made one :class:`DataKernel`."""
 
 from __future__ import annotations
 

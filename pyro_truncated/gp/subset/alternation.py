@@ -1,4 +1,4 @@
-"""Subset and hyper-parameters learned in turn, by one objective that never rises; restarts; free inducing inputs.
+"""Alternates between the inducing subset and hyper-parameters, by one objective.
 
 The likelihood of the projected process is no bound, and lets free inducing inputs go to where they fit the noise. Every data point that it
 looks at is then predicted too well, and none of these tells how wide intervals have to be. Some are kept out of sight for that.

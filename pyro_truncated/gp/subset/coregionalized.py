@@ -1,4 +1,4 @@
-r"""Regression of several outputs that are correlated, by an intrinsic model of coregionalisation.
+r"""Regression of correlated outputs by an intrinsic model of coregionalisation.
 
 .. math:: \operatorname{Cov}(f_h(x), f_{h'}(x')) = B_{hh'}\, k(x, x'), \quad B = W W^\top + \operatorname{diag}(v), \quad
     y_{nh} \sim \mathcal N(f_h(x_n), \sigma_h^2)

@@ -1,4 +1,4 @@
-r"""The default choice of an inducing subset: blocks of inputs are exchanged as long as the objective falls.
+r"""The default search for an inducing subset: exchanges of blocks of inputs.
 
 A factor :math:`L` of the kernel matrix need not be triangular: the objective only sees :math:`L L^\top`, so columns may be rotated.
 Removing inputs is one block Householder reflection that moves their directions into the last columns, which are then ignored. Taking a

@@ -1,4 +1,4 @@
-"""What a fit is to do, the time that it takes, and what it has reached when."""
+"""The plan of a fit, its clock and its history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaussian process regression of many outputs on the same inputs, for predictions that leave each data point out."""
+"""Gaussian process regression of many outputs, with leave-one-out predictions."""
 
 from __future__ import annotations
 

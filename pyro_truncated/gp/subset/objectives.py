@@ -1,4 +1,4 @@
-r"""The objective of sparse regression, as a function of inducing inputs and hyper-parameters, with its gradient.
+r"""Objectives of sparse regression and their gradients.
 
 With :math:`\hat K = K_{nI} K_{II}^{-1} K_{In} = L L^\top`, :math:`G = L^\top L`, :math:`B = G + \sigma^2 I` and ``H`` outputs :math:`Y`,
 the objective without its constant :math:`\frac{nH}2 \log 2\pi` is :math:`F = (E_D + E_C + E_V) / 2`, to be minimised:

@@ -1,4 +1,4 @@
-"""Sparse Gaussian processes as Pyro models whose inducing inputs are a subset of the training inputs."""
+"""Sparse Gaussian processes on inducing subsets as Pyro models."""
 
 from __future__ import annotations
 

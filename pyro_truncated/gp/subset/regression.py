@@ -1,4 +1,4 @@
-"""Sparse Gaussian process regression: inducing inputs from the training set and hyper-parameters, learned by one objective."""
+"""Sparse Gaussian process regression on an inducing subset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of a sparse regression at new inputs, and of each training target without its data point.
+"""Predictions of a sparse regression, at new inputs and leave-one-out.
 
 Of an inducing input, its targets and the input itself are left out. It was chosen because the others predict it badly: predictions of all
 other data points look better than those of new ones, the more so the larger the subset.

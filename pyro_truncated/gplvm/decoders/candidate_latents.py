@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.nearest_set import NearestSet
+from pyro_truncated.gp.active_sets.active_set import NearestSet
 from pyro_truncated.gplvm.decoders.latents import OwnLatents, climb_among_neighbors, log_joint
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from pyro_truncated.distributed.owned_rows import rows_of_everyone
 from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of
-from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.nearest_set import NearestSet
-from pyro_truncated.gp.active_sets.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
+from pyro_truncated.gp.active_sets.active_set import ActiveSet, NearestSet, ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.active_sets.splits import Choose
 from pyro_truncated.utils.counts import check_count
 
@@ -34,7 +32,7 @@ class KeptPoints:
     Attributes:
         latents: ``(M, Q)``.
         outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
-        gram: see :class:`~pyro_truncated.gp.active_sets.projected_set.ProjectedStatistics`, or ``None``.
+        gram: see :class:`~pyro_truncated.gp.active_sets.active_set.ProjectedStatistics`, or ``None``.
         moment: see there.
         num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
         examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.

@@ -1,4 +1,4 @@
-r"""Latents of data points under a decoder: where to start, and the most probable ones.
+r"""The most probable latents of data points, and normal distributions around them.
 
 Normal distributions around the most probable latents of data points, and what they say about the outputs.
 
@@ -22,8 +22,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.active_set import conditional_log_prob
-from pyro_truncated.gp.active_sets.nearest_set import NearestSet
+from pyro_truncated.gp.active_sets.active_set import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.

@@ -1,4 +1,4 @@
-"""Gaussian process decoders trained by conditioning each minibatch on a random active set."""
+"""Gaussian process decoders trained on stochastic active sets."""
 
 from __future__ import annotations
 
@@ -539,9 +539,9 @@ class SASDecoder(UniqueModule):
             x: the training data.
             size: number of points to keep, chosen to leave the least variance.
             projected: condition on *all* complete data points, through their projection on the chosen ones
-                (:class:`~pyro_truncated.gp.active_sets.projected_set.ProjectedSet`).
+                (:class:`~pyro_truncated.gp.active_sets.active_set.ProjectedSet`).
             num_neighbors: condition each prediction on so many complete data points, the closest to its latent
-                (:class:`~pyro_truncated.gp.active_sets.nearest_set.NearestSet`).
+                (:class:`~pyro_truncated.gp.active_sets.active_set.NearestSet`).
             choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.splits.least_variance`.
 
         Raises:

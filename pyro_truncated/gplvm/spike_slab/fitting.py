@@ -1,4 +1,4 @@
-"""Training on all data at once: starts, quasi-Newton steps, switches in closed form, births and deaths of dimensions, restarts."""
+"""Training of spike-and-slab models on all data at once."""
 
 from __future__ import annotations
 

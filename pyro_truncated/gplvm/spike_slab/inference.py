@@ -1,4 +1,4 @@
-"""What a trained model says: latents, missing outputs, other views, neighbours in the shared space; its latents as ArviZ data."""
+"""Latents and outputs of new data under a trained model."""
 
 from __future__ import annotations
 

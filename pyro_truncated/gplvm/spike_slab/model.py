@@ -1,4 +1,4 @@
-"""Manifold relevance determination, and the GP-LVM of one view: their parameters, and the bound of their log evidence.
+"""Spike-and-slab GP-LVM and manifold relevance determination.
 
 Views share one latent space; each of them switches latent dimensions on and off.
 """

@@ -1,4 +1,4 @@
-"""Stochastic training: natural-gradient steps for the inducing variables, Adam for everything else; the loss for ``SVI``."""
+"""Stochastic training of spike-and-slab models."""
 
 from __future__ import annotations
 

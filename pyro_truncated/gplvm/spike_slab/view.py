@@ -1,4 +1,4 @@
-"""One view of a latent space: the Gaussian process that maps latents to the outputs of this view, and its kernels."""
+"""One view of a latent space: its Gaussian process and kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Small matrices, row by row in whole vector registers: entries beyond those in use are there, and are zero.
+"""Rows of small matrices in whole vector registers.
 
-Of twelve active latents among 256 states are scored in two thirds of the time of plain loops, which would exceed twice that of independent
-slabs.
+Entries beyond those in use are there, and are zero. With twelve of 256 latents active,
+states are scored in two thirds of the time of plain loops, and these would exceed twice that of independent slabs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels for superpositions by maximum, walking over the active latents of packed states.
+"""Compiled CPU kernels for superpositions by maximum.
 
 As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads. In Gibbs
 sampling of slabs every data point has its own stream of random numbers.

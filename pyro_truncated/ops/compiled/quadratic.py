@@ -1,4 +1,4 @@
-"""Compiled CPU kernels that score packed binary states by walking over their set bits.
+"""Compiled CPU kernels for quadratic functions of packed binary states.
 
 Every function takes and returns tensors on the CPU, computes in float64, and splits the data points into blocks whose number does not
 depend on the number of threads, so sums come out the same however many threads there are.

@@ -1,6 +1,7 @@
-"""Compiled CPU kernels for scenes of occluding objects: what an object at a place says about an image is computed once for all states.
+"""Compiled CPU kernels for scenes of occluding objects.
 
-Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads.
+What an object at a place says about an image is computed once for all states. Per state, work is done only where
+objects overlap. Everything is float64, and sums do not depend on the number of threads.
 
 Arguments that go together are tuples: ``model`` is (features ``(H, T, F)``, masks ``(H, T)``, variance, shape, nodes, weights), where
 shape holds height and width of canvas, template and grid of places, and nodes are empty if objects lie in depth order; ``memory`` is

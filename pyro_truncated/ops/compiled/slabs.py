@@ -1,9 +1,9 @@
-"""Compiled CPU kernels for linear spike-and-slab likelihoods: small Cholesky factors per state, over its active latents only.
+"""Compiled CPU kernels for linear spike-and-slab likelihoods.
 
-Independent slabs take one factor. Correlated ones take two: they are written as ``mean + R c``, with a unit lower triangular ``R`` and
-independent ``c`` of variances ``D``. Such factors take no square roots, and divide by nothing but what tells slabs apart. All is done to
-whole rows, of so many entries as fill registers. As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not
-depend on the number of threads.
+Factors are those of the active latents of a state alone. Independent slabs take one factor. Correlated ones take two:
+they are written as ``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``. Such factors take no
+square roots, and divide by nothing but what tells slabs apart. All is done to whole rows, of so many entries as fill registers. As in
+:mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions of :mod:`pyro_truncated.ops.evolution` in plain torch, for any device: they draw what the compiled ones draw.
+"""The functions of :mod:`pyro_truncated.ops.evolution` in plain torch.
 
 Selection takes lexicographic sorts instead of hash sets.
 """

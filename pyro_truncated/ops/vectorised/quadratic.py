@@ -1,4 +1,4 @@
-"""Quadratic functions, moments and weighted squared residuals of packed states in plain torch, for any device."""
+"""Quadratic functions, moments and squared residuals in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes of occluding objects, and fits of objects at places, in plain torch: for any device, and to test compiled kernels."""
+"""Scenes of occluding objects, and scans of places, in plain torch."""
 
 from __future__ import annotations
 

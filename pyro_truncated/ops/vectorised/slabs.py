@@ -1,4 +1,7 @@
-"""Spike-and-slab likelihoods in plain torch, for any device: batched Cholesky factors over the active latents of every state."""
+"""Spike-and-slab likelihoods in plain torch, for any device.
+
+Cholesky factors over the active latents of every state are taken in batches.
+"""
 
 from __future__ import annotations
 
