@@ -1,6 +1,6 @@
 """The rules of the prose that `make lint` keeps: pages, changelog and docstrings.
 
-A sentence has at most 30 words, the first line of a docstring at most 12. A number begins with a digit. Only the changelog and
+A sentence has at most 30 words, the first line of a docstring 12, the README 80 lines. A number begins with a digit. Only the changelog and
 the results speak of what was. Pages keep all rules. Docstrings break them at most as often as `tests/prose.json` records for each
 folder; `python tests/prose.py --record` lowers the numbers there and never raises one.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LONGEST_SENTENCE = 30  # words
 LONGEST_SUMMARY = 12  # words
+LONGEST_README = 80  # lines
 PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md", "tests/papers/results/*.md")
 HISTORICAL = ("CHANGELOG.md", "tests/papers/results/")  # pages that may say what was
 PACKAGES = ("pyro_truncated", "models")
@@ -101,6 +102,8 @@ def page_findings(root: Path) -> Iterator[str]:
         text = unreleased(text) if name == "CHANGELOG.md" else text
         text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # commands
         yield from (f"{name}: {what}" for what in broken_rules(text, name.startswith(HISTORICAL)))
+        if name == "README.md" and text.count("\n") > LONGEST_README:
+            yield f"{name}: longer than {LONGEST_README} lines"
 
 
 def docstring_findings(root: Path) -> Iterator[tuple[str, str]]:

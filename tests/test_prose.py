@@ -79,6 +79,12 @@ def test_history_is_for_the_changelog_and_the_results(tmp_path):
     assert [what.split(":")[0] for what in page_findings(tmp_path)] == ["README.md"]
 
 
+def test_the_readme_is_short(tmp_path):
+    for number, found in ((80, []), (81, ["README.md: longer than 80 lines"])):
+        (tmp_path / "README.md").write_text("Short.\n" * number)
+        assert list(page_findings(tmp_path)) == found
+
+
 def test_released_sections_of_the_changelog_stay_as_they_are(tmp_path):
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [Unreleased]\n\n- Short.\n\n## [0.2.0] - 2026-11-22\n\n- {LONG}.\n")
     assert list(page_findings(tmp_path)) == []

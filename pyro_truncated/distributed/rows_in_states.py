@@ -2,9 +2,9 @@
 
 Any number of processes can then share them.
 
-A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process;
-zeros mark unknown ones. ``first_position`` is the position of the first row among all data. ``is_spread`` says
-whether other processes have the rest.
+A state with rows is a dictionary. Its ``rows`` are tensors with a row for each of the first data points of this process; zeros mark
+unknown ones. Its ``first_position`` is the position of the first row among all data. Its ``is_spread`` says whether other processes have
+the rest.
 """
 
 from __future__ import annotations

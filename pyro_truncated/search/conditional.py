@@ -25,8 +25,8 @@ _IMPOSSIBLE = -1e30  # stands for a log joint of minus infinity in differences
 class ConditionalSearch(Search):
     r"""Scores neighbours of good states and samples from their full conditionals.
 
-    The log joints of all states that differ from :math:`s` in one latent are, up to a constant, its full conditionals
-    :math:`p(s_l \mid s_{-l}, y_n)`, under any model. A step of ``C`` candidates per data point
+    Up to a constant, the log joints of all states that differ from :math:`s` in one latent are its full conditionals. They are
+    :math:`p(s_l \mid s_{-l}, y_n)` under any model. A step of ``C`` candidates per data point
 
     1. draws states of the population, good ones more often (ranks by log joint are log-uniform), and changes one
     latent or a run of neighbouring latents. The run takes a common value, the values of another state, or values from

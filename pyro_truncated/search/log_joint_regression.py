@@ -108,7 +108,7 @@ class LogJointRegression:
     :math:`c` is the change of a flip in nats. A data point's own effects follow from their posterior, and
     :math:`\tau_h`, at first :math:`c / 2`, from its expected squares.
 
-    These are multiplied by :math:`N / (N - d_h)`, since shared effects have been fitted to them. :math:`d_h = \sum_q
+    These are multiplied by :math:`N / (N - d_h)`, since shared effects have been fitted to them. Here :math:`d_h = \sum_q
     \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` are degrees of freedom for uncorrelated features with sums of
     squares :math:`\lambda_q`. Without the factor :math:`\tau` would be far too small for few data points.
 

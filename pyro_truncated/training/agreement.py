@@ -52,9 +52,9 @@ def reached_on_a_curve(values: Sequence[float]) -> Reached:
     The errors are those around a curve through the values.
 
     The curve is a cubic, or a line through less than ten values. Values of successive steps are correlated. With a correlation
-    :math:`\rho` of neighbours the standard error is that of independent values times :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. Residuals
-    of a cubic through :math:`n` values underestimate :math:`\rho` by about :math:`(4 + 8 \rho) / n`. It is at most 0.8, and zero for
-    less than ten values.
+    :math:`\rho` of neighbours the standard error is that of independent values times :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. Residuals of
+    a cubic through :math:`n` values underestimate :math:`\rho` by about :math:`(4 + 8 \rho) / n`. It is at most 0.8, and zero for less
+    than ten values.
     """
     number = len(values)
     degree = 1 if number <= _FEW else _DEGREE
@@ -97,7 +97,7 @@ def hardly_pays(reached: Sequence[Reached]) -> bool:
 
     The expected gain of restart :math:`K + 1` is the lead of the best divided by :math:`K`, a mean over all orders. Restarts that still
     rise by as much cannot be compared, and more steps of the best are worth more. Of three restarts and more, chance does not count
-    either. On other data the difference of the best two has the standard error :math:`\sigma / \sqrt N`. :math:`\sigma` is the
+    either. On other data the difference of the best two has the standard error :math:`\sigma / \sqrt N`. Here :math:`\sigma` is the
     deviation of the differences of their free energies at the :math:`N` data points.
     """
     if len(reached) < 2:

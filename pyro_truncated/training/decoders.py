@@ -42,9 +42,9 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
 def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     r"""Refits a neural decoder to the present posteriors, unit by unit.
 
-    This is a part of the M-step. Under a normal likelihood with one noise, :math:`y \sim \mathcal N(a + b f(s), \sigma^2)`, the network
-    :math:`f` minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2`. It is fitted to one mean for each distinct state, which is
-    cheap beside steps on all data points.
+    This is a part of the M-step. The likelihood is normal with one noise, :math:`y \sim \mathcal N(a + b f(s), \sigma^2)`. The network
+    :math:`f` minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2`. It is fitted to one mean for each distinct state, which is cheap
+    beside steps on all data points.
 
     A program may use the weights elsewhere, as in a prior or a noise, which one run does not show. So the free energy is evaluated
     afterwards, and all weights are restored if it has fallen.

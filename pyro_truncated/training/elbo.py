@@ -44,8 +44,8 @@ class Truncated_ELBO(Described, ELBO):
     .. math:: \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n), \qquad
               \nabla \mathcal F = \sum_n \sum_{s \in K_n} q_n(s) \nabla \log p(s, y_n).
 
-    The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes
-    populations. ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first.
+    The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. Calling ``loss`` (and ``SVI.evaluate_loss``) never changes
+    populations. Both ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first.
 
     If the guide has other parts (continuous latents beside the discrete ones), the search scores states given draws of these. Loss and
     gradient are those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the same draws. Models that do not take many states at once
@@ -75,8 +75,8 @@ class Truncated_ELBO(Described, ELBO):
             searches others by full conditionals or by flips. It logs its choice, which the ``repr`` of this object shows too.
         search_steps: search steps before each evaluation.
         search_every: evaluations per round of search (1: before each).
-        temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses
-            :math:`q \propto p^{1/\tau}` (annealing). The loss reported is always that of :math:`\tau = 1`.
+        temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses :math:`q \propto
+            p^{1/\tau}` (annealing). The loss reported is always that of :math:`\tau = 1`.
         **kwargs: what :class:`pyro.infer.ELBO` takes.
 
     Raises:

@@ -28,8 +28,8 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
 
     They are in units of their deviation.
 
-    ``None`` for other models. They draw their restarts, have shared latents, several processes or files, with frozen networks,
-    several discrete sites or continuous latents, and with counts or missing values.
+    ``None`` for other models: those with ``draw_start``, shared or continuous latents, several discrete sites, frozen networks,
+    counts or missing values, and data in files or several processes.
     """
     if isinstance(model, (ClosedFormModel, GibbsModel)) or draws_starts(model) or not is_a_network(model, y):
         return None

@@ -24,13 +24,13 @@ class Plan:
         temperature: as a function of the step.
         tolerance: free energies per data point that differ by less are the same.
         generator: source of randomness.
-        is_of_gains: whether the tolerance is twice the expected gain of another restart. That gain is the lead of the best divided by
-            the number of restarts. Best restarts further apart than four tolerances do not agree. Small mixtures (data values times
-            components at most 50 000) have eight restarts at least.
-        is_shared: whether data points share latents. Their restarts are :func:`woken`, and there are eight at least, as a single
-            posterior has few optima and bad ones are met twice.
-        are_compared: whether agreement also needs the same latents. With closed-form M-steps these are active for the same data points.
-            By gradients data points have the same free energies (see :func:`are_alike`).
+        is_of_gains: whether the tolerance is twice the expected gain of another restart. That gain is the lead of the best divided by the
+            number of restarts. Best restarts further apart than four tolerances do not agree. Small mixtures (data values times components
+            at most 50 000) have eight restarts at least.
+        is_shared: whether data points share latents. Their restarts are :func:`woken`. There are eight at least, as bad optima of a single
+            posterior are met twice.
+        are_compared: whether agreement also needs the same latents. With closed-form M-steps these are active for the same data points. By
+            gradients data points have the same free energies (see :func:`are_alike`).
     """
 
     starts: int | None
