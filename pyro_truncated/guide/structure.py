@@ -19,6 +19,7 @@ from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.inspection import dependents, refuse_hidden_latents
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.running_statistics import warning_of_running_statistics
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.counts import naming_empty_plates
@@ -36,7 +37,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
     refuse_shadowed(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
-        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
+        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warning_of_running_statistics():
             return call.trace()
 
 
