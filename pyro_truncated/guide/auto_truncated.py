@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.guide.averaging import average_over_draws, readable
+from pyro_truncated.guide.averaging import average_over_draws, average_where_drawn_, readable, rescored_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
@@ -66,16 +66,14 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         num_states: states per data point, ``S``; all states there are if these are fewer, which makes inference exact. Memory is
             ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
-            samples (with ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its
-            collapsed log joint.
+            samples (with ``pyro.sample``) continuous latents given the states. With the exact one log joints are collapsed.
         init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a
             callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
         max_count: largest value of count sites, one number or by site name: needed where the support is infinite (Poisson) or depends on
             continuous latents or on very many discrete ones; overrides the distribution's own bound where it is smaller.
         vectorize: whether the states are scored together, in a new left-most dimension (``True``), or one after the other (``False``).
-            ``None`` finds out on the first call, from a few states: a model that does not take many states at once (``X @ (s * beta)``,
-            ``s[:, 0]``, ``if z == 1``) is scored by :func:`torch.func.vmap` where that is right, else one state after the other, with one
-            :class:`~pyro_truncated.VectorizationWarning` that names the line.
+            ``None`` finds out on the first call, from a few states: a model that does not take many at once (``s[:, 0]``, ``if z == 1``)
+            is scored in a slower way, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
@@ -85,15 +83,16 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     Attributes:
         populations: where the states of all data points are kept.
-        num_draws: how many draws of the latents of other guides are averaged over, where there are any; 1 for a single one.
+        num_draws: how many draws of the latents of other guides, or of a conditional that is not exact, are averaged over.
+        is_conditional_exact: whether log joints do not differ between draws of the conditional; ``None`` until somebody has looked.
 
     Raises:
         ValueError: on the first call, if there is no discrete site, a count has no bound, or the initial states are misshapen or repeat.
-        NotImplementedError: on the first call, if a discrete site lies in a sequential plate of which the model takes a subsample, or if
-            sites are sampled for some states only.
+        NotImplementedError: on the first call, for a discrete site in a subsampled sequential plate, or sites that some states lack.
     """
 
     num_draws: int = 50
+    is_conditional_exact: bool | None = None
 
     def __init__(
         self,
@@ -215,7 +214,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
             batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
-            return ProductPosterior([batch]) if isinstance(batch, ProductBatch) else batch.rescored()
+            return ProductPosterior([batch]) if isinstance(batch, ProductBatch) else rescored_over_draws(self, batch)
 
     def rescored(self, log_joint: LogJoint) -> Population:
         """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
@@ -229,7 +228,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def refresh_(self, *args: Any, **kwargs: Any) -> Population | ProductPosterior:
         """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay.
 
-        Beside other guides what is stored are averages over :attr:`num_draws` draws of their latents.
+        Beside other guides, or a conditional that is not exact, they are averages over :attr:`num_draws` draws.
         """
         self.setup(*args, **kwargs)
         call = Call(self.model, args, kwargs)
@@ -269,22 +268,23 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search, "several arguments of the model go in as a tuple, guide.infer((x, y))")
         call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
-        guide = AutoTruncated(self.model, self.num_states if num_states is None else num_states, init=init, **self.options)
+        size = self.num_states if num_states is None else num_states
+        guide = AutoTruncated(self.model, size, init=init, whole_states=self.whole_states, **self.options)
         with torch.no_grad(), poutine.block():
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.siblings)
             values = guide.other_values(call)
             refuse_uncovered([] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values])
             guide.batch(call, values).search_(search, steps, is_new=True)
+            average_where_drawn_(guide, call)
         return guide
 
     def scored(self, indices: Tensor | None = None) -> TruncatedPosterior | ProductPosterior:
         """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
 
-        An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now.
-        Beside guides of other latents (in an :class:`~pyro.infer.autoguide.AutoGuideList`) the posterior of the states is different for
-        every draw that these make. What is read, here and by the methods below, is then the average over :attr:`num_draws` of them, under
-        the model as it is now and the arguments it was last called with.
+        An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now. Beside guides of other latents,
+        and with a ``conditional`` that is not exact, the posterior of the states is another one for every draw. What is read, here and by
+        the methods below, is then the average over :attr:`num_draws` of them, under the model and the arguments of its last call.
         """
         if self.product is not None:
             return self._product_posterior(indices)
@@ -371,7 +371,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             batch = self.batch(call, self.other_values(call, median=True))
             if isinstance(batch, ProductBatch):
                 return ProductPosterior([batch])
-            return TruncatedPosterior(batch.rescored(), self.layout, batch.scorer.sizes)
+            return TruncatedPosterior(rescored_over_draws(self, batch), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""

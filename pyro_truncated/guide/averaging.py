@@ -1,9 +1,10 @@
-"""Posteriors of states averaged over draws of the latents that other guides take care of."""
+"""Posteriors of states averaged over draws of the latents that other guides, or a conditional, take care of."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,14 +15,18 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.isolation import spare_random_numbers
 
+# Where a conditional's draws differ much: how many times as many are made, and when they are enough.
+_MOST_DRAWS, _HUNDREDTH = 8, 0.01
+
 
 class OneDrawWarning(UserWarning):
-    """What is read from a guide is the posterior given one draw of the other latents, not the average over draws.
+    """What is read is the posterior given one draw of other latents, not the average over draws.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0).data
@@ -56,18 +61,23 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     so that their free energy is the mean one. No random numbers are used up. Where the others' draws do not differ (``AutoDelta``) one is
     enough.
 
+    A ``conditional`` that is not exact makes draws as well. Each is a state's importance weight
+    :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`; log joints are then
+    :math:`\log \frac1M \sum_m w_m(s)`.
+
     Args:
         guide: the truncated guide.
         call: the model and its arguments.
         subsamples: subsamples of plates, by name; default: those that the model draws.
 
     Returns:
-        The populations, or ``None`` where no other guide makes draws.
+        The populations, or ``None`` where nothing makes draws that differ.
     """
     with spare_random_numbers(), poutine.block():
         values = guide.other_values(call, subsamples=subsamples)
         if not values:
-            return None
+            has_draws = guide.conditional is not None and not guide.is_conditional_exact
+            return _mean_of_weights(guide, guide.batch(call, subsamples)) if has_draws else None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
             batch = guide.batch(call, {**values, **(subsamples or {})})
@@ -81,6 +91,52 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
             values = following
         averaged = (weights / num_draws).log() + (free_energy / num_draws).unsqueeze(-1)
     return dataclasses.replace(population, log_joint=averaged.to(population.log_joint.dtype))
+
+
+def rescored_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
+    """Populations with their log joints in a run of the model, averaged over the draws of a conditional where these differ."""
+    averaged = _mean_of_weights(guide, batch)
+    return batch.rescored() if averaged is None else averaged
+
+
+def _mean_of_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
+    """Populations with log joints averaged over the draws of a conditional; ``None`` where these do not differ.
+
+    There are ``guide.num_draws`` of them, and up to eight times as many until the posteriors of two halves agree to a hundredth.
+    """
+    if guide.conditional is None or guide.is_conditional_exact:
+        return None
+    population = batch.rescored()
+    one, other = population.log_joint.double(), batch.rescored().log_joint.double()
+    if guide.is_conditional_exact is None:
+        guide.is_conditional_exact = _are_equal(one, other, population.log_joint.dtype)
+    if guide.is_conditional_exact:
+        return None
+    num_draws = 2
+    while num_draws < guide.num_draws or (num_draws < _MOST_DRAWS * guide.num_draws and _distance(one, other) > _HUNDREDTH):
+        one, other = (torch.logaddexp(half, batch.rescored().log_joint.double()) for half in (one, other))
+        num_draws += 2
+    mean = torch.logaddexp(one, other) - math.log(num_draws)
+    return dataclasses.replace(population, log_joint=mean.to(population.log_joint.dtype))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Mean total variation between posteriors of log joints ``(N, S)``; data points without a possible state have none."""
+    return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
+
+
+def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether log joints of the same states, computed in some precision, differ by rounding only."""
+    possible = one > -math.inf
+    size = 1.0 + float(one[possible].abs().max()) if bool(possible.any()) else 1.0
+    return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
+
+
+def average_where_drawn_(guide: TruncatedGuide, call: Call) -> None:
+    """Stores averages over the draws of a conditional that is not exact, in the place of log joints given one draw."""
+    averaged = None if guide.conditional is None else average_over_draws(guide, call)
+    if averaged is not None:
+        guide.populations.store_averages_(averaged)
 
 
 @torch.no_grad()
@@ -101,7 +157,7 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
         return average_stored(guide, guide.populations.scored(indices), call)
     population = guide.populations.population(indices)
-    return average_stored(guide, population, call) if _has_siblings(guide, call) else _scored_now(guide, population, call)
+    return average_stored(guide, population, call) if _makes_draws(guide, call) else _scored_now(guide, population, call)
 
 
 def _scored_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
@@ -129,7 +185,7 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
     Warns:
         OneDrawWarning: if some of the data points are out of reach of that call of the model.
     """
-    if not _has_siblings(guide, call):
+    if not _makes_draws(guide, call):
         return population
     done = guide.populations.are_averages.to(guide.populations.words.device)
     wanted = torch.arange(len(done), device=done.device) if population.indices is None else population.indices.long()
@@ -152,11 +208,16 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
     return dataclasses.replace(population, log_joint=log_joint[wanted])
 
 
-def _has_siblings(guide: TruncatedGuide, call: Call | None) -> bool:
+def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
+    """Whether the posterior of the states is another one for every draw, of other guides or of a conditional."""
     if call is None:
-        return guide.siblings is not None
+        return guide.siblings is not None or guide.is_conditional_exact is False
     with spare_random_numbers():
-        return bool(guide.other_values(call))
+        if guide.other_values(call):
+            return True
+    if guide.conditional is not None and guide.is_conditional_exact is None:
+        average_over_draws(guide, call)
+    return guide.conditional is not None and not guide.is_conditional_exact
 
 
 def _averaged_batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[Population]:

@@ -24,6 +24,7 @@ from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.program.running_statistics import warning_of_running_statistics
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.console import note_once, power_of_ten
@@ -41,7 +42,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
     refuse_shadowed(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
-        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
+        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warning_of_running_statistics():
             return call.trace()
 
 

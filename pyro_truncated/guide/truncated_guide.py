@@ -22,13 +22,15 @@ class TruncatedGuide(Protocol):
         master: a reference to the guide list that it is a part of, or ``None``.
         plates: the plates that it sampled in when it last ran.
         populations: where the states of all data points are kept.
-        num_draws: how many draws of the latents of other guides are averaged over.
+        num_draws: how many draws of the latents of other guides, or of a conditional that is not exact, are averaged over.
+        is_conditional_exact: whether log joints are the same for every draw of the conditional; ``None`` if nobody has looked.
     """
 
     master: Any
     plates: Any
     populations: PopulationStore
     num_draws: int
+    is_conditional_exact: bool | None
 
     @property
     def layout(self) -> Layout:

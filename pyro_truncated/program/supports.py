@@ -10,11 +10,13 @@ import torch
 from pyro.distributions import ExtendedBinomial
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent, constraints
+from torch.distributions import Bernoulli, Categorical, Independent, MixtureSameFamily, constraints
 
 from pyro_truncated.program.zero_probabilities import log_prob_with_zeros
 
 HUGE = 2**62
+# What a mixture reaches is what its components reach, each as far as it does.
+MIXTURE: Any = type(MixtureSameFamily(Categorical(torch.ones(1)), Bernoulli(torch.ones(1))).support)
 # All integers: the support of distributions that give probability zero to what they do not reach (ExtendedBinomial).
 INTEGER: Any = ExtendedBinomial.support
 
@@ -28,13 +30,19 @@ def bounds_of(fn: Any) -> Bounds:
         return torch.tensor(0), torch.tensor(1)
     if support is constraints.one_hot:
         return torch.tensor(0), torch.tensor(fn.event_shape[-1] - 1)
-    low, high = getattr(support, "lower_bound", 0), getattr(support, "upper_bound", HUGE)
-    return torch.as_tensor(low).long(), torch.as_tensor(high).long()
+    low, high = (torch.as_tensor(getattr(support, *end)).long() for end in (("lower_bound", 0), ("upper_bound", HUGE)))
+    while not isinstance(fn, MixtureSameFamily) and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    if isinstance(fn, MixtureSameFamily):
+        # What any component reaches.
+        dim = -1 - len(fn.event_shape)
+        low, high = (low.amin(dim) if low.dim() >= -dim else low), (high.amax(dim) if high.dim() >= -dim else high)
+    return low, high
 
 
 def elementwise(support: Any) -> Any:
     """The constraint of single entries."""
-    while isinstance(support, constraints.independent):
+    while isinstance(support, (constraints.independent, MIXTURE)):
         support = support.base_constraint
     return support
 

@@ -30,6 +30,7 @@ from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
 _CANDIDATES = 3
+_REDUCTIONS = "(sum|mean|prod|max|min|amax|amin|all|any|cumsum|cumprod|logsumexp|softmax)"
 # What is slow, by how it looks, and what to write in its place.
 _IDIOMS = (
     (r"\bif\b|\bwhile\b", "torch.where(condition, this, that)"),
@@ -40,11 +41,18 @@ _IDIOMS = (
     ),
     (r"\[\s*:\s*,", "s[..., 0] (for s[:, 0])"),
     (r"\[[^\]:.]+\]", "Vindex(table)[..., z] (for table[z]) and s[..., 0] (for s[0])"),
-    (r"(sum|mean|prod|max|min|cumsum|cumprod|logsumexp|softmax)\(\s*(dim=)?[01]?\s*\)", "reductions that count from the right, s.sum(-1)"),
+    (rf"{_REDUCTIONS}\(\s*(dim=)?-\d\s*\)", "a reduction over a plate that keeps its dimension, s.sum(-1, keepdim=True)"),
+    (
+        rf"{_REDUCTIONS}\(\s*(dim=)?[01]?\s*[,)]",
+        "reductions that count from the right: s.sum(-1) over an event, s.sum(-1, keepdim=True) over a plate",
+    ),
     (r"\b(cat|stack)\(", "torch.cat and torch.stack along a dimension counted from the right, dim=-1"),
     (r"\b(reshape|view|flatten|unsqueeze|squeeze|expand)\(", "shapes counted from the right, s.unsqueeze(-1)"),
 )
-_ANY_IDIOM = "dimensions addressed from the right: s[..., 0], s.sum(-1), (X * coefficients).sum(-1), s @ W.mT, Vindex(table)[..., z]"
+_ANY_IDIOM = (
+    "dimensions addressed from the right: s[..., 0], s.sum(-1) over an event, s.sum(-1, keepdim=True) over a plate, "
+    "(X * coefficients).sum(-1), s @ W.mT, Vindex(table)[..., z]"
+)
 
 
 class VectorizationWarning(UserWarning):
@@ -92,7 +100,8 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
         is_enumerable = most_dims <= log_joint.depth + 1
         culprit = _difference(together, single)
         read = log_joint.layout.read
-        if (culprit is None and not read) or _difference(_terms(log_joint, words, "singly")[0], single) is not None:
+        is_random = _warn_if_random(log_joint, words, *((single, "singly") if culprit is not None or read else (together, "together")))
+        if is_random or (culprit is None and not read):
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
@@ -106,6 +115,20 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
             where, problem = _line_of_read(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
     _warn(scoring, where, problem)
     return scoring, False
+
+
+def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor] | Exception, scoring: Scoring) -> bool:
+    """Whether the same states get other log probabilities when they are scored again; if so, warns of it."""
+    name = _difference(_terms(log_joint, words, scoring)[0], found)
+    if name:
+        warnings.warn(
+            f"site '{name}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
+            "its sample sites (dropout in training mode, torch.randn), so that states are compared under different noise. Call .eval() of "
+            "modules with dropout, and draw noise by pyro.sample.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return name is not None
 
 
 def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bool:

@@ -260,7 +260,9 @@ def test_a_model_that_is_random_beyond_its_sites_is_not_taken_for_one_that_does_
             pyro.sample("y", dist.Normal(z + 0.1 * torch.randn(N), 1.0), obs=y)
 
     guide = AutoTruncated(model, 2)
-    guide.setup(Y)
+    with pytest.warns(UserWarning, match=r"site 'y' gets other log probabilities whenever the same states are scored") as caught:
+        guide.setup(Y)
+    assert not any(issubclass(warning.category, VectorizationWarning) for warning in caught)
     assert guide.is_enumerable
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.guide.averaging import rescored_over_draws
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
@@ -58,7 +59,7 @@ def scored_populations(
     others = {**part.other_values(call, median=True), **(values or {})}
     with poutine.block():
         batch = part.batch(call, others)
-        return part, batch.scorer, batch.rescored()
+        return part, batch.scorer, rescored_over_draws(part, batch)
 
 
 def plain(value: Tensor) -> Tensor:

@@ -1,0 +1,38 @@
+"""Layers whose running statistics change with every run of a model, of which one step makes thousands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+@contextmanager
+def warning_of_running_statistics() -> Iterator[None]:
+    """Warns of layers that run in here in training mode and keep running statistics, such as ``BatchNorm1d``.
+
+    Warns:
+        UserWarning: naming their classes.
+    """
+    found: dict[str, None] = {}
+
+    def note(module: torch.nn.Module, _: Any) -> None:
+        if module.training and getattr(module, "running_mean", None) is not None:
+            found[type(module).__name__] = None
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if found:
+        warnings.warn(
+            f"the model runs {', '.join(found)} in training mode: a step runs the model on thousands of states, each run normalises by the "
+            "states that it happens to hold and updates the running statistics. Call .eval() of these layers, or take LayerNorm.",
+            UserWarning,
+            stacklevel=3,
+        )
