@@ -1,4 +1,4 @@
-"""Arrays that name their axes and entries: pandas' ``DataFrame`` and ``Series``, xarray's ``DataArray``. Neither package is imported."""
+"""Arrays of other packages: pandas, polars, xarray, Pillow. None of them is imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+_FILL_VALUES = ("_FillValue", "missing_value")
 _UNNAMED = re.compile(r"dim_\d+")
 
 
@@ -27,8 +28,8 @@ class Axis:
 
 
 def is_labelled(value: Any) -> bool:
-    """Whether a value is of one of the types above; what is one was made by a package that has been imported."""
-    return _is(value, "pandas", "DataFrame", "Series") or _is(value, "xarray", "DataArray")
+    """Whether a value is an array of pandas, polars, xarray or Pillow; what is one was made by a package that has been imported."""
+    return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is(value, "xarray", "DataArray")
 
 
 def axes_of(value: Any) -> tuple[Axis, ...]:
@@ -38,25 +39,69 @@ def axes_of(value: Any) -> tuple[Axis, ...]:
     """
     if _is(value, "xarray", "DataArray"):
         return tuple(Axis(*_named(dim, value.indexes.get(dim))) for dim in value.dims)
+    if _is(value, "polars", "DataFrame"):
+        return (Axis(None, None), Axis(None, _labels(value.columns)))
+    if _is(value, "polars", "Series"):
+        return (Axis(value.name or None, None),)
+    if not hasattr(value, "axes"):
+        return tuple(Axis(None, None) for _ in np.shape(value))
     return tuple(Axis(*_named(index.name, index)) for index in value.axes)
 
 
 def array_of(value: Any) -> np.ndarray:
-    """The numbers of a labelled array, NaN where they are missing.
+    """The numbers of an array of another package, NaN where they are missing: null, ``pandas.NA``, or the ``_FillValue`` of xarray.
 
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
     """
-    if _is(value, "xarray", "DataArray"):
-        array = np.asarray(value.values)
+    if not _is_pandas(value):
+        array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
     else:
-        types = {str(name): dtype for name, dtype in (value.dtypes.items() if value.ndim == 2 else [(value.name, value.dtype)])}
+        columns = value.dtypes.items() if value.ndim == 2 else [(getattr(value, "name", None), value.dtype)]
+        types = {str(name): dtype for name, dtype in columns}
         others = [f"{name} ({dtype})" for name, dtype in types.items() if getattr(dtype, "kind", "O") not in "biuf"]
         array = np.empty(0) if others else _numbers(value)
     if others:
         raise TypeError(f"a {type(value).__name__} of data must hold numbers; got also {', '.join(others)}")
     return array
+
+
+def _is_pandas(value: Any) -> bool:
+    return _is(value, "pandas", "DataFrame", "Series") or _is(value, "pandas.api.extensions", "ExtensionArray")
+
+
+def _is_polars(value: Any) -> bool:
+    return _is(value, "polars", "DataFrame", "Series")
+
+
+def _is_image(value: Any) -> bool:
+    return _is(value, "PIL.Image", "Image")
+
+
+def _plain(value: Any) -> np.ndarray:
+    """The numbers of an array that has one type."""
+    if _is(value, "xarray", "DataArray"):
+        return _without_fill_values(value)
+    return np.asarray(value.to_numpy() if _is_polars(value) else value)
+
+
+def _without_fill_values(array: Any) -> np.ndarray:
+    """The numbers of a ``DataArray``, NaN where they are the fill value that its attributes, or its encoding without scale, name."""
+    values = np.asarray(array.values)
+    kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
+    fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
+    if not fills or values.dtype.kind not in "biuf":
+        return values
+    is_fill = np.isin(values, np.concatenate(fills))
+    return with_missing(values, is_fill) if is_fill.any() else values
+
+
+def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
+    """A floating point copy with NaN where entries are missing; integers and truth values become double precision."""
+    found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
+    found[is_missing] = np.nan
+    return found
 
 
 def _is(value: Any, package: str, *names: str) -> bool:
