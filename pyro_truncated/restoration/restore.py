@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, noise_levels, per_channel, root_mean_square, told_noise
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
 from pyro_truncated.restoration.first_guesses import checked, filled, floating, nearly_no_noise
 from pyro_truncated.restoration.large_holes import steadied
 from pyro_truncated.restoration.low_rank_groups import with_low_rank_groups
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.patch_sides import shows_which_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.stationary import predicted
@@ -128,7 +128,7 @@ def denoise(
     are the same, one is restored, and repeated.
 
     The noise of photon counts grows with the brightness. With ``noise="poisson"`` Anscombe's transform makes it one everywhere; what is
-    restored goes back by the exact unbiased inverse, see :func:`~pyro_truncated.restoration.counts.mean_of_stabilised`.
+    restored goes back by the exact unbiased inverse, see :func:`~pyro_truncated.restoration.photon_counts.mean_of_stabilised`.
 
     Example::
 
