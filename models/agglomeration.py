@@ -49,7 +49,7 @@ class Agglomeration:
     Args:
         kind: the kind of covariances.
         x: data above their mean, ``(N, D)``.
-        floor: least variance.
+        floor: least variance, of all dimensions or of each.
 
     References:
         Banfield and Raftery, "Model-based Gaussian and non-Gaussian clustering", Biometrics 49, 1993. Fraley, "Algorithms for model-based
@@ -110,7 +110,7 @@ class Agglomeration:
         counts, sums = statistics["counts"], statistics["sums"]
         within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
-        varies = bool(within.diagonal().sum() > self.floor)
+        varies = bool((within.diagonal() > self.floor).any())
         covariance: Tensor = floored(within / freedom if varies else self._products / len(self.x), self.floor)
         return covariance
 
@@ -119,7 +119,7 @@ class Agglomeration:
         kind, number = self.kind.by_itself(), max(_DIRECTIONS, self.kind.least_directions)
         if not kind.is_dense or self.x.shape[1] <= number:
             return Agglomeration(kind, self.x, self.floor)
-        return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor)
+        return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor.mean())
 
 
 class Merging:

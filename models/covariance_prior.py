@@ -22,7 +22,7 @@ class Prior:
     well as from one data point. The constant makes it zero at :math:`S`. What all components share has no prior.
 
     Attributes:
-        floor: least variance.
+        floor: least variance, of all dimensions or of each, ``(D,)``.
         number: ``m``.
         covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where covariances are not dense; without it there is only the floor.
         size: :math:`\frac12 \log |S|` of what the kind of covariances makes of it; without it, it is computed.
@@ -81,8 +81,9 @@ def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict
     """These buffers with what is known from data ``(N, D)`` around their mean."""
     if not number:
         return unknown(kind, number, rows[0])
-    spread = floored(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
-    return {"spread": spread, "pseudo": torch.stack([torch.full_like(floor, number), size_of(kind, spread)])}
+    spread: Tensor = floored(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
+    size = size_of(kind, spread)
+    return {"spread": spread, "pseudo": torch.stack([size.new_tensor(number), size])}
 
 
 def size_of(kind: Covariances, covariance: Tensor) -> Tensor:

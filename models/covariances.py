@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentMultivariateNormal, ComponentNormal
-from pyro_truncated.models.floors import cholesky_of_floored, floored
+from pyro_truncated.models.floors import cholesky_of_floored, floored, variance_floor
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
@@ -24,6 +24,7 @@ class Covariances(abc.ABC):
         supports: where its parameters live, by name.
         is_own: whether every component has its own covariance.
         is_dense: whether that is a matrix ``(D, D)``.
+        has_units: whether every dimension has a unit of its own; else all have one.
         least_directions: how many dimensions data must have.
         pseudo_data: how many data points the prior of a covariance counts for where nobody says it.
     """
@@ -31,6 +32,7 @@ class Covariances(abc.ABC):
     supports: dict[str, constraints.Constraint] = {"scale": constraints.positive}  # noqa: RUF012
     is_own = True
     is_dense = False
+    has_units = True
     least_directions = 1
     pseudo_data = 1.0
 
@@ -77,6 +79,16 @@ class Covariances(abc.ABC):
     @abc.abstractmethod
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
         """The features summed over the data of every component, ``(K, F)``."""
+
+    def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
+        """The least variance of data with variances and mean squares ``(D,)``: of each dimension, or one for all."""
+        unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
+        least: Tensor = variance_floor(*unit, dtype)
+        return least
+
+    def scaled(self, parameters: Parameters, units: Tensor) -> Parameters:
+        """The parameters of data that are multiplied by units ``(D,)``, where every dimension has its own."""
+        return {"scale": parameters["scale"] * units}
 
     @abc.abstractmethod
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,6 +165,8 @@ class Diagonal(Covariances):
 class Spherical(Diagonal):
     """One variance for all dimensions: ``scale (K,)`` holds deviations."""
 
+    has_units = False
+
     def features(self, x: Tensor) -> Tensor:
         """The square length."""
         return x.square().sum(1, keepdim=True)
@@ -198,6 +212,10 @@ class Full(Covariances):
     def matrices(self, parameters: Parameters) -> Tensor:
         """The covariances."""
         return parameters["scale"] @ parameters["scale"].mT
+
+    def scaled(self, parameters: Parameters, units: Tensor) -> Parameters:
+        """The factors, whose rows are multiplied."""
+        return {"scale": parameters["scale"] * units.unsqueeze(-1)}
 
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""

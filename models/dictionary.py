@@ -51,12 +51,13 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
 
     Returns:
         Elements ``(D, H)`` near random data points, noise of the data's standard deviation (not below what the M-step allows), and the
-        smallest entry of a positive dictionary.
+        smallest entries of a positive dictionary, ``(D, 1)``.
     """
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
     deviation = seen.std(correction=0).maximum(_SCALE_FLOOR * unit)
-    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, WEIGHT_FLOOR * unit
+    least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
+    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
 
 
 def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
@@ -243,8 +244,14 @@ def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tens
 
 
 def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
-    """The smallest entry of a positive dictionary, from ``squares`` and ``observed``: a millionth of :func:`data_scale`."""
-    return WEIGHT_FLOOR * data_scale(statistics["squares"].sum(), statistics["observed"].sum())
+    """The smallest entries of a positive dictionary, ``(D, 1)``, from ``squares`` and ``observed`` ``(D,)``.
+
+    They are a millionth of the root mean square of each dimension; where that is zero, of :func:`data_scale`.
+    """
+    squares, observed = statistics["squares"], statistics["observed"]
+    whole = data_scale(squares.sum(), observed.sum())
+    each = (squares / observed.clamp(min=1.0)).sqrt()
+    return WEIGHT_FLOOR * torch.where(each > 0, each, whole).unsqueeze(-1)
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
 from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale, weight_floor
+from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.hidden_means import left_to_background, raised_means, with_returns
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -132,7 +131,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
-        floor = 0.05 * mean.mean().clamp(min=WEIGHT_FLOOR * _unit(y))
+        least = weight_floor({"squares": y.square().nansum(0), "observed": (~y.isnan()).sum(0)}).squeeze(-1)
+        floor = 0.05 * mean.maximum(least)
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
@@ -178,7 +178,11 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         total = sums_of(y)
         names = ("won", "wins", "squares", "observed")
         won, wins, squares, observed = total([statistics[name] for name in names])
-        within = partial(self._within, floor=weight_floor({"squares": squares, "observed": observed}))
+        floor = weight_floor({"squares": squares, "observed": observed})
+
+        def within(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+            return self._within(means, floor[dimensions])
+
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
         claims: dict[str, Tensor] = best_claims(means, statistics, errors_of, total)
         claims = with_returns(means, apart, claims, losses_of, errors_of, within, total)
@@ -219,12 +223,6 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
 def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What every cause, and the background, explains, and what that costs, ``(D, H + 1)``."""
     return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
-
-
-def _unit(y: Tensor) -> Tensor:
-    seen = y[~y.isnan()].double()
-    unit: Tensor = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
-    return unit
 
 
 def _best_concentration(excess: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Variances that are kept above a floor, without which the likelihood of a mixture has no maximum."""
+"""Variances that are kept above a floor, each in its own unit, without which the likelihood of a mixture has no maximum."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ _VARIANCE_FLOOR = 1e-6
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-    """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
+    """Returns the least variance of data of the given variance and mean square, of one dimension or each.
+
+    The mean square tells what is rounding where there is no variance.
+    """
     unit = torch.where(power > 0, power, 1.0)
     return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
 
 
 def floored(covariance: Tensor, floor: Tensor) -> Tensor:
-    """The likeliest covariance with no eigenvalue below the floor."""
+    """Returns the likeliest covariance with no eigenvalue below one, where the unit of every dimension is the root of its floor.
+
+    Args:
+        covariance: ``(..., D, D)``.
+        floor: least variance of all dimensions, or of each, ``(D,)``.
+    """
+    units = floor.sqrt().expand(covariance.shape[-1])
+    squares = units.unsqueeze(-1) * units
+    relative = covariance / squares
     # What is above the floor has a Cholesky factor; eigenvalues take much longer.
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    _, info = torch.linalg.cholesky_ex(covariance - floor * identity)
+    _, info = torch.linalg.cholesky_ex(relative - identity)
     if all(ask(info == 0)):
         return covariance
-    values, vectors = torch.linalg.eigh(covariance)
-    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
+    values, vectors = torch.linalg.eigh(relative)
+    floored: Tensor = (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
     return floored
 
 

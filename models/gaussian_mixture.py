@@ -17,7 +17,6 @@ from pyro_truncated.extend import check_counts, check_observable, names_argument
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown
-from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
@@ -27,13 +26,16 @@ from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, offered
 from pyro_truncated.search import LinearFunctions
 
 _ROWS_PER_COMPONENT = 50
+# Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
+_FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 
 
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
-    do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint. What components
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, of one variance for all dimensions or low rank above
+    that of the mean; of data that do not vary the rounding error counts. Of full and tied covariances these are the eigenvalues in units
+    of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this constraint. What components
     have of their own has a weak prior, from :meth:`initialize` on, as if each had seen a few data points more with the covariance of all
     data in a unit that fits the component. :meth:`log_prior` is a part of losses in training and ``starts`` of ``learn``, but not of losses
     of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
@@ -152,11 +154,33 @@ class GaussianMixture(LinearMixture):
         rows = some_rows(y, max(MOST_ROWS, _ROWS_PER_COMPONENT * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center
-        floor = variance_floor(above.square().mean(), rows.square().mean(), self.loc.dtype)
+        floor = self._kind.floor(above.square().mean(0), rows.square().mean(0), self.loc.dtype)
         self.spread, self.pseudo = known(self._kind, self.pseudo_data, above, floor).values()
-        self._take(Agglomeration(self._kind, above, floor).components(self.num_components, generator))
+        self._take(self._first_components(above, floor, generator))
         self.knows_data.fill_(True)
         return self
+
+    def _first_components(self, above: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
+        """Components to start from, of data above their center.
+
+        Where dimensions have units, distances are in their deviations. Of many dimensions most may be noise, which differs from the rest
+        in nothing but its size: then distances as they are have the word, where they find what is clearly likelier.
+        """
+
+        def start(units: Tensor) -> Gaussians:
+            return Agglomeration(self._kind, above / units, floor / units.square()).components(self.num_components, generator)
+
+        if not self._kind.has_units:
+            return start(floor.new_ones(()))
+        deviation = above.square().mean(0).sqrt()
+        units = torch.where(deviation > 0, deviation, 1.0)
+        first = start(units).scaled(units)
+        if above.shape[1] <= _FEW_DIMENSIONS:
+            return first
+        other, rows = start(torch.ones_like(units)), above[:_ROWS_COMPARED]
+        every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
+        gain = (other.log_joint(rows, every).logsumexp(1) - first.log_joint(rows, every).logsumexp(1)).mean()
+        return other if bool(gain > _CLEAR_GAIN) else first
 
     @names_arguments
     @torch.no_grad()
@@ -213,7 +237,7 @@ class GaussianMixture(LinearMixture):
         return each.sum().to(spreads["scale"].dtype)
 
     def _prior(self, statistics: dict[str, Tensor]) -> Prior:
-        return Prior.of(least_variance(statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
+        return Prior.of(least_variance(self._kind, statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
 
     def _spreads(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._kind.supports}

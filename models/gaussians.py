@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pyro_truncated.models.covariance_prior import Prior
 from pyro_truncated.models.covariances import Covariances, Parameters
-from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 Statistics = dict[str, Tensor]
@@ -39,12 +38,12 @@ def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Stati
     return {**statistics, **{name: statistics[name][groups].sum(1) for name in names_of_own(kind)}}
 
 
-def least_variance(statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
-    """Least variance of a component of the data that statistics are of, which are of the given type."""
+def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
+    """Least variance of a component of the data that statistics are of, which are of the given type; of every dimension, or of all."""
     total = statistics["counts"].sum()
     shift = statistics["sums"].sum(0) / total
     variance = statistics["squares"] / total - shift.square()
-    floor: Tensor = variance_floor(variance.mean().clamp(min=0.0), (variance + (center + shift).square()).mean(), dtype)
+    floor: Tensor = kind.floor(variance.clamp(min=0.0), variance + (center + shift).square(), dtype)
     return floor
 
 
@@ -66,6 +65,10 @@ class Gaussians:
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    def scaled(self, units: Tensor) -> Gaussians:
+        """The components of data that are multiplied by units ``(D,)``, where every dimension has its own."""
+        return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.scaled(self.spreads, units))
 
     def coefficients(self) -> Tensor:
         """Coefficients ``(K, F)`` of the features in the log joints: one, the data, and the squares and products of the kind."""

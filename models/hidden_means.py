@@ -12,7 +12,7 @@ from pyro_truncated.models.dictionary import NEVER_SEEN
 # Above what means are rounded to before they are compared, and far below what a free energy shows.
 _ABOVE = 1e-9
 
-_Limits = Callable[[Tensor], Tensor]
+_Limits = Callable[[Tensor, Tensor | slice], Tensor]
 _Losses = Callable[[Tensor, dict[str, Tensor]], Tensor]
 _Errors = Callable[[Tensor, Tensor], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -53,7 +53,7 @@ def with_returns(
         claims: what :func:`~pyro_truncated.models.dictionary.best_claims` has returned for hidden causes that win nothing.
         losses_of: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
         errors_of: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
-        within: means within their limits.
+        within: means ``(K, ...)`` of dimensions ``(K,)`` within their limits.
         total: sums over the data of all processes.
 
     Returns:
@@ -62,8 +62,8 @@ def with_returns(
     is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
     left = {name: left_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
-    common = within(_per_win(left))
-    asked = within(_per_win(sums)).maximum(common)
+    common = within(_per_win(left), slice(None))
+    asked = within(_per_win(sums), slice(None)).maximum(common)
     gains = (losses_of(common, sums) - losses_of(asked, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
     may_gain = most.squeeze(-1) > 0
@@ -73,7 +73,7 @@ def with_returns(
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
     left = {name: left_to_background(sums[name][where], is_left) for name in ("wins", "won")}
-    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]))
+    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]), where)
     wins, errors = left_to_background(apart["wins"][where], is_left), errors_of(tried, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
     changed = {"wins": wins, "claims": wins * tried}

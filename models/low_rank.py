@@ -18,6 +18,7 @@ _BLOCK = 2**22
 class LowRank(Full):
     """Few directions beside noise: ``factor (K, D, R)``, and ``scale (K,)`` or ``()`` with the deviations of the noise."""
 
+    has_units = False
     supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
 
     def __init__(self, rank: int, *, is_shared: bool) -> None:

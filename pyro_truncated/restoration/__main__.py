@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,15 @@ from pyro_truncated.restoration.restore import denoise, inpaint
 
 # By how much transparency may differ in a file, of 255.
 _NEARLY = 16
+# Pixels of a mask are missing from this far from its white on, of its white: edges of drawn text are grey, and blocks of JPEG are, too.
+_LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
+# White of masks of more than two values lies above this; others may be zeros and ones.
+_MOST_BLACK = 16
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
-    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255; colours have 8 bits"
+    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255, and NaN is missing; colours have 8 bits"
 )
 # Of formats that lose some of the picture.
 _QUALITY = 95
@@ -33,13 +39,17 @@ _QUALITY = 95
 
 @dataclass
 class _Picture:
-    """What was read: pixels from 0 to 255, how opaque they are, whether of 16 bits, a colour profile, and how many pictures there are."""
+    """What was read: pixels from 0 to 255, how opaque they are, whether of 16 bits, a colour profile, how many pictures there are.
+
+    ``notes`` say what was lost in reading.
+    """
 
     pixels: Tensor
     alpha: Image.Image | None = None
     is_deep: bool = False
     profile: bytes | None = None
     num_pictures: int = 1
+    notes: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,16 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         picture = _read(args.image)
-        image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask)
+        image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())
+        has_holes = missing > 0
         _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
-        noise, method = (args.noise, denoise) if args.mask is None else (args.noise or 0.0, inpaint)
-        keeps_seen = args.mask is not None and noise == 0.0
-        pixels, learned = restored_in_parts(
-            image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
-        )
+        noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
+        keeps_seen = has_holes and noise == 0.0
+        with _told_warnings():
+            pixels, learned = restored_in_parts(
+                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
+            )
         lost = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -64,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = f"noise of standard deviation {learned:.1f} (of 255) taken off"
     if keeps_seen:
         done = f"the {100 * missing:.1f} % that are missing filled in"
+    if missing > 0.5:
+        done += ", more than half: with --invert what is white is missing"
     rest = f"; the first of the {picture.num_pictures} pictures in {args.image} alone" if picture.num_pictures > 1 else ""
-    print(f"{args.output}: {done}{lost}{rest}")
+    print(f"{args.output}: {done}{picture.notes}{lost}{rest}")
     return 0
 
 
@@ -80,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, required=True, help="where the restored picture goes, with the transparency and the bits of the damaged one"
     )
-    parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black (0) is missing")
+    parser.add_argument("--mask", type=Path, help="a picture of the same size: what is not nearly white is missing")
+    parser.add_argument("--invert", action="store_true", help="what is not nearly black in the mask is missing")
     parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated, or none with a mask")
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
@@ -93,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def _read(path: Path) -> _Picture:
     """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``, the way up that they are shown, from 0 to 255."""
     with Image.open(path) as opened:
+        notes = "; its colours of 16 bits are read as 8" if _has_deep_colours(opened) else ""
         picture = ImageOps.exif_transpose(opened)
         num_pictures = getattr(opened, "n_frames", 1)
         # Other colours become red, green and blue, of which their profile says nothing.
@@ -102,17 +118,23 @@ def _read(path: Path) -> _Picture:
             return _Picture(pixels, None, is_deep, profile, num_pictures)
         alpha = picture.convert("RGBA").getchannel("A") if picture.has_transparency_data else None
         pixels = torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
-        return _Picture(pixels, alpha, False, profile, num_pictures)
+        return _Picture(pixels, alpha, False, profile, num_pictures, notes)
 
 
 def _of_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     """Grey pixels of more than eight bits, of 255, and whether 65535 is white: in those of 16 bits, and of 32 if any exceeds 255."""
-    least, most = float(pixels.min()), float(pixels.max())
+    seen = pixels[~pixels.isnan()]
+    if not len(seen):
+        raise ValueError("all pixels of the picture are NaN, which marks what is missing")
+    least, most = float(seen.min()), float(seen.max())
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
-    if not 0 <= least <= most <= largest or (mode == "F" and 0 < most <= 1):
+    if mode == "F" and least >= 0 and 0 < most <= 1:
+        raise ValueError("the pixels of a picture lie between 0 and 255; these between 0 and 1: multiply them by 255")
+    if not 0 <= least <= most <= largest:
         raise ValueError(
-            f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}"
+            f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}: "
+            f"scale them, for example by (pixels - {least:g}) * {255 / max(most - least, 1e-300):g}"
         )
     return pixels * (255 / largest), is_deep
 
@@ -148,12 +170,54 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
         return np.array_equal(np.array(written), np.array(picture))
 
 
-def _with_holes(pixels: Tensor, path: Path) -> Tensor:
-    """The pixels, and NaN where a mask is black."""
+def _has_deep_colours(opened: Image.Image) -> bool:
+    """Whether a picture that is not loaded yet has colours of 16 bits, which Pillow reads as 8."""
+    return opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
+
+
+@contextlib.contextmanager
+def _told_warnings() -> Iterator[None]:
+    """Prints warnings in a line each, once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in told):
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _darkness(path: Path) -> tuple[Tensor, float]:
+    """How far the pixels of a mask are from white, ``(height, width)``, of its largest value, and from where on this is no noise.
+
+    Transparent pixels are white.
+    """
     with Image.open(path) as opened:
+        least = _LEAST_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _LEAST_DARKNESS
         picture = ImageOps.exif_transpose(opened)
-        # Fewer bits would make small numbers zero.
-        mask = torch.from_numpy(np.array(picture if picture.mode in _DEEP else picture.convert("L"), dtype=np.float32)) > 0
+        if picture.mode in _DEEP:
+            values = np.array(picture, dtype=np.float32)
+        else:
+            whole = picture.convert("RGBA")
+            white = Image.new("RGBA", whole.size, "white")
+            values = np.array(Image.alpha_composite(white, whole).convert("RGB"), dtype=np.float32)
+    largest = float(values.max())
+    if largest <= _MOST_BLACK and picture.mode not in _DEEP and len(np.unique(values)) > 2:
+        largest = 255.0  # all black, but for the noise of JPEG
+    # Any colour is as far from white as its darkest part.
+    return 1 - torch.from_numpy(values if values.ndim == 2 else values.min(-1)) / (largest or 1.0), least
+
+
+def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
+    """The pixels, and NaN where a mask is not nearly white; inverted, not nearly black.
+
+    Raises:
+        ValueError: for a mask of another size, and one that hides nothing or all.
+    """
+    darkness, least = _darkness(path)
+    mask = darkness >= 1 - least if is_inverted else darkness <= least
+    for hides, what in ((mask.all(), "nothing"), (~mask.any(), "all")):
+        if hides:
+            other = "leave --invert out" if is_inverted else "with --invert what is white is missing"
+            raise ValueError(f"--mask hides {what}: paint black what is missing, and white what is seen, or {other}")
     if mask.shape != pixels.shape[:2]:
         sizes = ["x".join(map(str, reversed(array.shape[:2]))) for array in (pixels, mask)]
         raise ValueError(f"--mask must have the size of the picture, {sizes[0]}; got {sizes[1]}")

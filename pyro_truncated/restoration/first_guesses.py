@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import functional as F
 
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data
 
 # Entries of a window of which noise is estimated, about; and the windows for each of them from which the estimate is sure.
 _ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
@@ -34,7 +34,7 @@ def checked(image: Any) -> Tensor:
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are.
     """
-    array = floating(as_tensors(image))
+    array = floating(as_data("image", image))
     observed = array[~array.isnan()]
     if array.dim() == 0:
         raise ValueError("the image is a single number; it must have one dimension or more")
@@ -45,21 +45,6 @@ def checked(image: Any) -> Tensor:
     if not bool(observed.square().sum().isfinite()):
         raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
     return array
-
-
-def holds_channels(image: Tensor, channels: bool | None) -> bool:
-    """Whether the last dimension holds channels: as said, else if it has three or four entries.
-
-    Raises:
-        ValueError: for something else than ``True``, ``False`` or ``None``, a single dimension of channels, and channels without entries.
-    """
-    if channels not in (None, True, False) or (channels and image.dim() < 2):
-        raise ValueError(f"channels must say whether the last of several dimensions holds channels, True or False; got {channels!r}")
-    holds = image.dim() > 1 and image.shape[-1] in (3, 4) if channels is None else channels
-    unseen = image.isnan().flatten(0, -2).all(0).nonzero().flatten().tolist() if holds else []
-    if unseen:
-        raise ValueError(f"of channels {unseen} no entry is observed: all are NaN; leave them out")
-    return holds
 
 
 def floating(image: Tensor) -> Tensor:
@@ -78,13 +63,19 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
     image = _without_constant_windows(image, num_dims)
     differences = _level_of_differences(image, num_dims)
-    windows = _whole_windows(image, num_dims)
+    windows = whole_windows(image, num_dims)
     if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return max(differences, least)
     return max(_level_of_windows(windows, differences), least)
 
 
-def _whole_windows(image: Tensor, num_dims: int) -> Tensor:
+def windows_are_enough(image: Tensor, num_dims: int) -> bool:
+    """Whether an array without channels has enough whole windows for :func:`_level_of_windows`."""
+    windows = whole_windows(image, num_dims)
+    return len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel()
+
+
+def whole_windows(image: Tensor, num_dims: int) -> Tensor:
     """Windows of an array, of each channel by itself, that have no missing entry, all of them if they are not too many: ``(N, *sides)``."""
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
     side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
@@ -112,7 +103,7 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
     left = torch.where(is_constant, math.nan, image)
     differences = torch.cat([left.diff(dim=dim).flatten() for dim in range(num_dims)])
     seen = differences[~differences.isnan()]
-    is_enough = len(_whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
+    is_enough = len(whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
     return left if is_enough else image
 
 
@@ -199,19 +190,19 @@ def deviation(image: Tensor) -> Tensor:
 def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     """The standard deviation of noise that mixtures are told of arrays without, so small that it hides little.
 
-    That is 4 % of the deviation of the entries that are seen; where trends, steps or unlike channels make these differ by more than the
-    texture does, a quarter of what differs from a smooth array in the channel where that is least, and 2.25 times :func:`noise_level`, at
-    most.
+    It is the least of three levels:
+
+    * 4 % of the deviation of the entries that are seen;
+    * where trends or steps exceed the texture, a quarter of what differs from a smooth array;
+    * 2.25 times :func:`noise_level`.
     """
     rest = (image - smoothed(filled(image, num_dims), num_dims)).abs()
-    planes = (rest if image.dim() > num_dims else rest.unsqueeze(-1)).flatten(0, num_dims - 1)
-    # Of absolute values, which single bright spots change little; a channel that is constant says nothing.
-    sizes = planes.nanmean(0) / _MEAN_ABSOLUTE_VALUE
+    # Of absolute values, which single bright spots change little.
+    texture = float(rest.nanmean()) / _MEAN_ABSOLUTE_VALUE
     all_of_it = float(deviation(image))
-    textures = sizes[sizes > _LEAST_TEXTURE * all_of_it]
-    if not len(textures):
+    if texture <= _LEAST_TEXTURE * all_of_it:
         return _NO_NOISE * all_of_it or 1.0  # of a constant array any level is right but zero
-    return min(_NO_NOISE * all_of_it, _PART_OF_TEXTURE * float(textures.min()), _TIMES_LEVEL * noise_level(image, num_dims))
+    return min(_NO_NOISE * all_of_it, _PART_OF_TEXTURE * texture, _TIMES_LEVEL * noise_level(image, num_dims))
 
 
 def smoothed(image: Tensor, num_dims: int) -> Tensor:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, noise_levels, per_channel, root_mean_square, told_noise
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.first_guesses import checked, filled, floating, holds_channels, nearly_no_noise, noise_level
+from pyro_truncated.restoration.first_guesses import checked, filled, floating, nearly_no_noise
+from pyro_truncated.restoration.large_holes import steadied
 from pyro_truncated.restoration.low_rank_groups import with_low_rank_groups
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.patch_sides import shows_which_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.stationary import predicted
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import ArrayResult, as_data
 from pyro_truncated.utils.counts import check_counts
 
 # Of the last round, of which it is found out which of them suit the image.
@@ -29,8 +33,8 @@ _ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
-    """A restored array, and what it was made with.
+class Restored(ArrayResult):
+    """A restored array, and what it was made with; to NumPy, matplotlib and torch it is the array.
 
     Example:
         >>> restored = denoise(torch.randn(16, 16), progress=False)
@@ -39,13 +43,17 @@ class Restored:
 
     Attributes:
         image: the restored array, in the shape and units of the damaged one.
-        noise: the standard deviation of the noise that was learned, in the same units.
-        model: what was learned of the patches, which have the mean of the array taken off: the model that was asked for, or the mixture
-            (:class:`.PatchMixture`) of the last round, of the largest patches.
+        noise: the standard deviation of the noise that was learned, in the same units; of channels with unlike noise the root of the
+            mean of its squares; of photon counts that of their transform.
+        model: what was learned of the patches, which have the mean of each channel taken off and, with ``channel_noise``, are divided by
+            it: the model that was asked for, or the mixture (:class:`.PatchMixture`) of the last round, of the largest patches.
         guide: its guide, with the posteriors of all patches.
         patches: how patches and array belong together.
         free_energies: the free energy per patch after each pass through the data, of a model that was asked for.
+        channel_noise: the standard deviation of the noise of each channel, ``(C,)``; ``None`` if one level was taken for all.
     """
+
+    array_field = "image"
 
     image: Tensor
     noise: float
@@ -53,17 +61,34 @@ class Restored:
     guide: AutoTruncated
     patches: Patches
     free_energies: list[float]
+    channel_noise: Tensor | None = None
+
+
+class _Settings(NamedTuple):
+    """What an array is restored with, but for its noise and channels, see :func:`denoise`."""
+
+    model: ModelOfPatches | None
+    side: int | None
+    stride: int
+    num_components: int | None
+    rounds: int
+    training: dict[str, Any]
+    generator: torch.Generator | None
+
+    def of_mixtures(self) -> dict[str, Any]:
+        """Those of mixtures."""
+        return {"num_components": self.num_components, "generator": self.generator, "progress": self.training["progress"]}
 
 
 @names_arguments
 def denoise(
     image: Tensor,
-    noise: float | None = None,
+    noise: Noise | str = None,
     *,
     model: ModelOfPatches | None = None,
     side: int | None = None,
     stride: int = 1,
-    channels: bool | None = None,
+    channels: Channels = None,
     num_components: int | None = None,
     rounds: int | None = None,
     passes: int = 20,
@@ -96,9 +121,14 @@ def denoise(
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
     patches that cover it.
 
-    Missing entries (NaN) are filled in; of images without noise two fifths of what is filled in is what groups of similar windows say, see
-    :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`. Channels have noise of their own; if all are the same, one is
-    restored, and repeated.
+    Missing entries (NaN, or masked) are filled in; of images without noise two fifths of what is filled in is what groups of similar
+    windows say, see :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`.
+
+    Every channel has noise and a unit of its own: channels are divided by their noise, restored together, and multiplied again. If all
+    are the same, one is restored, and repeated.
+
+    The noise of photon counts grows with the brightness. With ``noise="poisson"`` Anscombe's transform makes it one everywhere; what is
+    restored goes back by the exact unbiased inverse, see :func:`~pyro_truncated.restoration.photon_counts.mean_of_stabilised`.
 
     Example::
 
@@ -111,13 +141,16 @@ def denoise(
 
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...; a tensor or a NumPy array.
-        noise: standard deviation of its noise, where learning starts, if it is known; default: estimated where there is no texture.
+        noise: standard deviation of its noise, where learning starts, if it is known, or one for each channel; ``"poisson"`` for photon
+            counts, which may be multiplied with one number; default: estimated for each channel where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
         side: side of a patch; default: that of a model that is made already, else by noise, dimensions and what is missing, several for
             mixtures, in the last round by the image.
         stride: distance of neighbouring patches; above 1 faster and worse.
-        channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
+        channels: which dimension holds channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none; default: the last or the first
+            if it has three entries, or four that are no slices of a volume; of two dimensions one that is far shorter than the other;
+            of three one whose planes have unlike noise.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
             :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four; where entries are missing and hardly any noise
             is told, .4 of the first number in two rounds, 1.2 in two, then three.
@@ -133,34 +166,78 @@ def denoise(
 
     Raises:
         ValueError: for an array without dimensions or observed entries, with infinite or too large ones or smaller than a patch, a noise
-            that is not positive, or a model of patches of another size.
+            that is not positive, negative counts, or a model of patches of another size.
         TypeError: for a model that cannot reconstruct its data.
+
+    Warns:
+        VaryingNoiseWarning: if the noise is estimated and grows with the brightness, or counts have other noise than counts have.
     """
     image = checked(image)
-    rounds = rounds if rounds is not None else _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
+    if rounds is None:
+        rounds = _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
     rounds, passes, num_states, batch_size = check_counts(rounds=rounds, passes=passes, num_states=num_states, batch_size=batch_size)
     if num_components is not None:
         (num_components,) = check_counts(num_components=num_components)
-    if noise is not None and not 0.0 < noise < math.inf:
-        raise ValueError(f"noise must be a positive standard deviation; got {noise}")
-    has_channels = holds_channels(image, channels)
-    if has_channels and model is None and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all()):
-        sizes: dict[str, Any] = {"side": side, "stride": stride, "num_components": num_components, "rounds": rounds}
-        one = denoise(image[..., 0], noise, channels=False, generator=generator, progress=progress, **sizes)
-        return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
-    shape = image.shape[:-1] if has_channels else image.shape
-    level = noise if noise is not None else noise_level(image, len(shape))
-    options: dict[str, Any] = {"stride": stride, "channels": image.shape[-1] if has_channels else None}
-    if model is None:
-        sides = [side] if side is not None else sides_of_mixtures(image, level, shape, has_channels)
-        chooses = side is None and not has_channels and rounds > 1 and shows_which_sides(image, level)
-        others = [candidate for candidate in _CANDIDATES if chooses and candidate >= stride]
-        mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
-        usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
-        return _by_mixtures(image, level, usual, candidates, rounds, mixtures, is_known=noise is not None)
-    patches = Patches(shape, side or side_of(model, shape, options["channels"]) or side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
-    return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
+    settings = _Settings(model, side, stride, num_components, rounds, training, generator)
+    axis = channel_axis(image, channels)
+    if axis == 0:
+        found = _denoised(image.movedim(0, -1), noise, settings, has_channels=True)
+        return dataclasses.replace(found, image=found.image.movedim(-1, 0))
+    return _denoised(image, noise, settings, has_channels=axis is not None)
+
+
+def _denoised(image: Tensor, noise: Noise | str, settings: _Settings, *, has_channels: bool) -> Restored:
+    """Restores an array whose channels, if it has any, are its last dimension."""
+    num_dims = image.dim() - has_channels
+    if noise is not None and not isinstance(noise, str):
+        noise = told_noise(noise, image, has_channels=has_channels)
+    if has_channels and settings.model is None and _is_one(image, noise):
+        one = _denoised(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
+        return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
+    if isinstance(noise, str):
+        return _counts_denoised(image, noise, settings, has_channels=has_channels)
+    levels: Any = noise
+    if noise is None:
+        levels = noise_levels(image, num_dims)
+        warn_of_varying_noise(image, num_dims, levels)
+    channels = image.shape[-1] if has_channels else None
+    if not isinstance(levels, Tensor):
+        return _at_level(image, levels, channels, settings, is_known=noise is not None)
+    white = _at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
+    own = white.noise * levels
+    return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
+
+
+def _is_one(image: Tensor, noise: Any) -> bool:
+    """Whether all channels are the same, and their noise."""
+    is_equal = bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
+    return is_equal and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all()))
+
+
+def _counts_denoised(image: Tensor, noise: str, settings: _Settings, *, has_channels: bool) -> Restored:
+    """Restores photon counts by Anscombe's transform and its exact unbiased inverse."""
+    if noise != "poisson":
+        raise ValueError(f"noise must be a positive standard deviation, one for each channel, or 'poisson'; got {noise!r}")
+    gain = gain_of(image)
+    stable = stabilise(image / gain)
+    check_stabilised(stable, image.dim() - has_channels, gain)
+    found = _denoised(stable, 1.0, settings, has_channels=has_channels)
+    return dataclasses.replace(found, image=gain * mean_of_stabilised(found.image))
+
+
+def _at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_known: bool) -> Restored:
+    """Restores an array whose noise has one level."""
+    shape, model, side = image.shape if channels is None else image.shape[:-1], settings.model, settings.side
+    options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
+    if model is None:
+        sides = [side] if side is not None else sides_of_mixtures(image, level, shape, channels is not None)
+        chooses = side is None and channels is None and settings.rounds > 1 and shows_which_sides(image, level)
+        others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
+        usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
+        return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)
+    patches = Patches(shape, side or side_of(model, shape, channels) or side_for_model(image, level, shape), **options)
+    return _by_model(made(model, patches.num_observed), image, level, patches, settings)
 
 
 def _by_mixtures(
@@ -168,18 +245,19 @@ def _by_mixtures(
     level: float,
     patches: list[Patches],
     candidates: list[Patches],
-    rounds: int,
-    options: dict[str, Any],
+    settings: _Settings,
     *,
     is_known: bool,
 ) -> Restored:
-    is_missing, brightness = bool(image.isnan().any()), image.nanmean()
+    rounds, options = settings.rounds, settings.of_mixtures()
+    is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
     first = predicted(above, len(patches[0].shape), level)
     if candidates:
         learned, restored = restored_with_chosen_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
-        is_clean = is_missing and is_known and level <= 1.001 * nearly_no_noise(image, len(patches[0].shape))  # but for rounding
+        clean = torch.as_tensor(per_channel(nearly_no_noise, image, len(patches[0].shape)))
+        is_clean = is_missing and is_known and bool((level <= 1.001 * clean).all())  # but for rounding
         learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
         if not is_missing:
             restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
@@ -189,29 +267,40 @@ def _by_mixtures(
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 
 
-def _by_model(
-    model: Any, image: Tensor, level: float, patches: Patches, generator: torch.Generator | None, training: dict[str, Any]
-) -> Restored:
+def _by_model(model: Any, image: Tensor, level: float, patches: Patches, settings: _Settings) -> Restored:
     # Positive causes explain what is above the darkest entry.
-    base = image[~image.isnan()].min() if getattr(model, "is_positive", False) else image.nanmean()
+    base = _per_channel_least(image, patches) if getattr(model, "is_positive", False) else _per_channel_mean(image, patches)
     y = patches.extract(image - base)
     model.to(y.device)
-    start(model, patches.extract(filled(image, len(patches.shape)) - base), level, generator)
-    training["batch_size"] = min(training["batch_size"], len(y))
-    guide, free_energies = train(model, y, **training)
+    start(model, patches.extract(filled(image, len(patches.shape)) - base), level, settings.generator)
+    batch_size = min(settings.training["batch_size"], len(y))
+    guide, free_energies = train(model, y, **{**settings.training, "batch_size": batch_size})
     restored = patches.assemble(posterior_means(model, guide, y)) + base
     scale = getattr(model, "scale", None)
     noise = float(scale.detach()) if isinstance(scale, Tensor) and scale.dim() == 0 else level
     return Restored(restored.to(image.dtype), noise, model, guide, patches, free_energies)
 
 
+def _per_channel_mean(image: Tensor, patches: Patches) -> Tensor:
+    """The mean of the entries that are seen, or those of all channels."""
+    return image.nanmean() if patches.channels is None else image.flatten(0, -2).nanmean(0)
+
+
+def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
+    """The least entry that is seen, or those of all channels."""
+    filled_up = image.nan_to_num(math.inf)
+    return filled_up.min() if patches.channels is None else filled_up.flatten(0, -2).amin(0)
+
+
 @names_arguments
-def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0, **options: Any) -> Restored:
+def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
     """Fills in the missing entries of an image, a signal or a volume, and keeps the others, up to noise that is taken off.
 
     As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from what covariances near a place predict, see
-    :func:`~pyro_truncated.restoration.stationary.predicted`. Of an array without noise, mixtures are told that what cannot be predicted
-    from the rest of a patch is 4 % of the deviation or less, another model learns it; but the observed entries are kept.
+    :func:`~pyro_truncated.restoration.stationary.predicted`. Large holes of images without noise are filled in twice, a second time
+    beside others that are moved to where the image is seen, see :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array
+    without noise, mixtures are told that what cannot be predicted from the rest of a patch is 4 % of the deviation or less, another model
+    learns it; but the observed entries are kept.
 
     Example:
         >>> image = torch.randn(16, 16)
@@ -225,22 +314,30 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0
     Args:
         image: the damaged array.
         mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN.
-        noise: standard deviation of the noise on the observed entries, which is taken off and where training starts; ``None``: estimated
-            and taken off; default: none, the observed entries are returned as they are.
+        noise: standard deviation of the noise on the observed entries, which is taken off and where training starts, one for each channel,
+            or ``"poisson"``; ``None``: estimated and taken off; default: none, the observed entries are returned as they are.
         **options: as for :func:`denoise`.
 
     Raises:
         ValueError: for a mask of another shape, and what :func:`denoise` refuses.
     """
-    image = checked(image) if mask is None else as_tensors(image)
+    image = checked(image) if mask is None else as_data("image", image)
     if mask is not None:
-        mask = as_tensors(mask).bool()
-        if mask.shape not in (image.shape, image.shape[:-1]):
+        mask = as_data("mask", mask).bool()
+        if mask.shape not in (image.shape, image.shape[:-1], image.shape[1:]):
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
-        mask = mask if mask.dim() == image.dim() else mask.unsqueeze(-1)
+        if mask.dim() < image.dim():
+            mask = mask.unsqueeze(-1 if mask.shape == image.shape[:-1] else 0)
         image = checked(torch.where(mask, floating(image), math.nan))
-    if noise != 0.0:
+    if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)
-    num_dims = image.dim() - holds_channels(image, options.get("channels"))
-    restored = denoise(image, nearly_no_noise(image, num_dims) if options.get("model") is None else None, **options)
-    return dataclasses.replace(restored, image=torch.where(image.isnan(), restored.image, image))
+    axis = channel_axis(image, options.get("channels"))
+    last = image if axis is None else image.movedim(axis, -1)
+    levels = per_channel(nearly_no_noise, last, last.dim() - (axis is not None)) if options.get("model") is None else None
+    options["channels"] = axis is not None
+    restored = denoise(last, levels, **options)
+    filled_in = restored.image
+    if last.dim() - (axis is not None) == 2 and options.get("model") is None:
+        filled_in = steadied(last, filled_in, lambda other: denoise(other, levels, **options).image)
+    filled_in = torch.where(last.isnan(), filled_in, last)
+    return dataclasses.replace(restored, image=filled_in if axis is None else filled_in.movedim(-1, axis))

@@ -1,6 +1,6 @@
-"""Arrays where tensors are expected: NumPy's, pandas' ``DataFrame`` and ``Series``, xarray's ``DataArray``.
+"""Arrays of NumPy, pandas, polars, xarray and Pillow where tensors are expected.
 
-They are converted once, where they come in. Neither pandas nor xarray is imported.
+They are converted once, where they come in. None of these packages but NumPy is imported.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_FILL_VALUES = ("_FillValue", "missing_value")
 _UNNAMED = re.compile(r"dim_\d+")
 
 
@@ -33,8 +34,8 @@ class Axis:
 
 
 def is_labelled(value: Any) -> bool:
-    """Whether a value is of one of the types above; what is one was made by a package that has been imported."""
-    return _is(value, "pandas", "DataFrame", "Series") or _is(value, "xarray", "DataArray")
+    """Whether a value is an array of pandas, polars, xarray or Pillow; what is one was made by a package that has been imported."""
+    return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is(value, "xarray", "DataArray")
 
 
 def axes_of(value: Any) -> tuple[Axis, ...]:
@@ -44,25 +45,69 @@ def axes_of(value: Any) -> tuple[Axis, ...]:
     """
     if _is(value, "xarray", "DataArray"):
         return tuple(Axis(*_named(dim, value.indexes.get(dim))) for dim in value.dims)
+    if _is(value, "polars", "DataFrame"):
+        return (Axis(None, None), Axis(None, _labels(value.columns)))
+    if _is(value, "polars", "Series"):
+        return (Axis(value.name or None, None),)
+    if not hasattr(value, "axes"):
+        return tuple(Axis(None, None) for _ in np.shape(value))
     return tuple(Axis(*_named(index.name, index)) for index in value.axes)
 
 
 def array_of(value: Any) -> np.ndarray:
-    """The numbers of a labelled array, NaN where they are missing.
+    """The numbers of an array of another package, NaN where they are missing: null, ``pandas.NA``, or the ``_FillValue`` of xarray.
 
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
     """
-    if _is(value, "xarray", "DataArray"):
-        array = np.asarray(value.values)
+    if not _is_pandas(value):
+        array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
     else:
-        types = {str(name): dtype for name, dtype in (value.dtypes.items() if value.ndim == 2 else [(value.name, value.dtype)])}
+        columns = value.dtypes.items() if value.ndim == 2 else [(getattr(value, "name", None), value.dtype)]
+        types = {str(name): dtype for name, dtype in columns}
         others = [f"{name} ({dtype})" for name, dtype in types.items() if getattr(dtype, "kind", "O") not in "biuf"]
         array = np.empty(0) if others else _numbers(value)
     if others:
         raise TypeError(f"a {type(value).__name__} of data must hold numbers; got also {', '.join(others)}")
     return array
+
+
+def _is_pandas(value: Any) -> bool:
+    return _is(value, "pandas", "DataFrame", "Series") or _is(value, "pandas.api.extensions", "ExtensionArray")
+
+
+def _is_polars(value: Any) -> bool:
+    return _is(value, "polars", "DataFrame", "Series")
+
+
+def _is_image(value: Any) -> bool:
+    return _is(value, "PIL.Image", "Image")
+
+
+def _plain(value: Any) -> np.ndarray:
+    """The numbers of an array that has one type."""
+    if _is(value, "xarray", "DataArray"):
+        return _without_fill_values(value)
+    return np.asarray(value.to_numpy() if _is_polars(value) else value)
+
+
+def _without_fill_values(array: Any) -> np.ndarray:
+    """The numbers of a ``DataArray``, NaN where they are the fill value that its attributes, or its encoding without scale, name."""
+    values = np.asarray(array.values)
+    kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
+    fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
+    if not fills or values.dtype.kind not in "biuf":
+        return values
+    is_fill = np.isin(values, np.concatenate(fills))
+    return with_missing(values, is_fill) if is_fill.any() else values
+
+
+def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
+    """A floating point copy with NaN where entries are missing; integers and truth values become double precision."""
+    found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
+    found[is_missing] = np.nan
+    return found
 
 
 def _is(value: Any, package: str, *names: str) -> bool:
@@ -95,17 +140,17 @@ T = TypeVar("T")
 def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     """The value with arrays in it, or in its lists, tuples and dictionaries, made tensors; anything else is as it was.
 
-    Arrays are NumPy's, and pandas' and xarray's of numbers.
+    Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked, null, ``pandas.NA`` or the
+    ``_FillValue`` of xarray becomes NaN, which marks missing entries everywhere.
 
     Args:
         value: any value.
         like: floating point arrays take its type, and all arrays its device; without it they keep their own type.
 
     Raises:
-        TypeError: if an array of pandas or xarray holds something other than numbers.
+        TypeError: if an array of another package holds something other than numbers.
     """
-    if is_labelled(value):
-        value = array_of(value)
+    value = as_plain_array(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         tensor = torch.from_numpy(_torchable(value))
         if like is None:
@@ -116,6 +161,50 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     if isinstance(value, Mapping) and any(map(is_array, value.values())):
         return {name: as_tensors(part, like) for name, part in value.items()}
     return value
+
+
+def as_plain_array(value: Any) -> Any:
+    """Arrays of other packages and masked ones as NumPy arrays, NaN where entries are missing; anything else is as it was."""
+    if is_labelled(value):
+        value = array_of(value)
+    if isinstance(value, np.ma.MaskedArray):
+        is_masked = np.ma.getmaskarray(value)
+        return with_missing(value.data, is_masked) if is_masked.any() and value.dtype.kind in "biuf" else value.data
+    return value
+
+
+def as_data(name: str, value: Any) -> Tensor:
+    """Returns the tensor of numbers that an argument holds: a tensor, an array, or a list of numbers.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+
+    Raises:
+        TypeError: naming the argument, if it holds no numbers, or lists of unlike lengths.
+    """
+    found = value if isinstance(value, (list, tuple)) else as_tensors(value)
+    if not isinstance(found, Tensor):
+        try:
+            found = torch.stack([as_data(name, part) for part in value]) if _holds_array(value) else as_tensors(np.asarray(value))
+        except (ValueError, RuntimeError):  # of unlike lengths
+            found = value
+    if not isinstance(found, Tensor):
+        kind = f"an array of {found.dtype}" if isinstance(found, np.ndarray) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
+    return found
+
+
+class ArrayResult:
+    """A result that is one of its tensors to NumPy, matplotlib and torch, ``array_field``."""
+
+    array_field: ClassVar[str]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The array."""
+        tensor: Tensor = getattr(self, self.array_field)
+        array = tensor.detach().cpu().numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
 
 def is_array(value: Any) -> bool:

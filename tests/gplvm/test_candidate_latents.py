@@ -61,6 +61,9 @@ def test_intervals_of_hidden_entries_cover_and_each_output_has_its_noise():
         inside = ((x[600:] - mean).abs() < 1.96 * variance.sqrt())[hide].double().mean()
         # 1800 hidden entries: three standard errors are .015.
         assert 0.92 < float(inside) < 0.98
+        own, spread = decoder.reconstruct(hidden)
+        # Intervals are widened to hold 96.5 % of halves of training points.
+        assert 0.93 < float(((x[600:] - own).abs() < 1.96 * spread.sqrt())[hide].double().mean()) < 0.99
         one = decoder.predict(decoder.infer(hidden, steps=30))
         scores = [(v.log() + (x[600:] - m).square() / v)[hide].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(one[0])))]
         assert scores[0] < scores[1]
@@ -89,3 +92,29 @@ def test_what_makes_no_sense_is_refused():
         found.reconstruct(x[:2].to(torch.complex64))
     again = CandidateLatents(decoder, x.numpy(), generator=torch.Generator().manual_seed(1))
     assert torch.equal(again.infer(x[:2].numpy()), again.infer(x[:2]))
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+def test_the_decoders_own_reconstructions_are_those_of_candidates(missing):
+    decoder, x = untrained(missing=missing)
+    new = circle(3, 4, torch.Generator().manual_seed(2))
+    new[0, 1] = new[2, 3] = math.nan
+    expected = CandidateLatents(decoder, x, generator=torch.Generator().manual_seed(0)).reconstruct(new)
+    state = torch.get_rng_state()
+    for given in (new, new.numpy()):
+        for found, wanted in zip(decoder.reconstruct(given), expected, strict=True):
+            torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert bool((decoder.reconstruct(new, noiseless=True)[1] < expected[1]).all())
+
+
+def test_reconstructions_need_the_training_data():
+    decoder, x = untrained()
+    other = SASDecoder(30, 4)
+    with pytest.raises(RuntimeError, match="condition_"):
+        other.reconstruct(x)
+    other.load_state_dict(decoder.state_dict())
+    with pytest.raises(RuntimeError, match="states do not hold"):
+        other.reconstruct(x)
+    other.condition_(x)
+    torch.testing.assert_close(other.reconstruct(x[:2]), decoder.reconstruct(x[:2]))

@@ -237,7 +237,7 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
     for module, name, value in [
         (patch_sides, "_LEAST_EXTENT", 20),
         (restore, "_CANDIDATES", (4, 6)),
-        (restore, "noise_level", lambda *arguments: 5.0),
+        (restore, "noise_levels", lambda *arguments: 5.0),
         (choice_of_sides, "_BELIEVED", most),
         (choice_of_sides, "with_groups", averaging),
         (choice_of_sides, "level_where_flat", lambda *arguments: flat),

@@ -163,3 +163,72 @@ def test_help_says_what_is_white(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "65535 is white" in " ".join(capsys.readouterr().out.split())
+
+
+def drawn_mask(size=(20, 18)):
+    """A disc with soft edges, as programs draw it: black on white."""
+    rows, columns = np.mgrid[: size[0], : size[1]]
+    distance = np.hypot(rows - 9, columns - 8)
+    return (255 * np.clip((distance - 3) / 3, 0, 1)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "inverted", "transparent", "red", "ones"])
+def test_masks_as_programs_draw_them_hide_the_damage(tmp_path, capsys, kind):
+    soft = drawn_mask() if kind != "jpg" else np.where(drawn_mask() < 128, 0, 255).astype(np.uint8)
+    given = np.full(soft.shape, 100, np.uint8)
+    given[soft < 250] = 255
+    Image.fromarray(given).save(tmp_path / "damaged.png")
+    mask, flags = Image.fromarray(soft), []
+    if kind == "inverted":
+        mask, flags = Image.fromarray(255 - soft), ["--invert"]
+    elif kind == "transparent":
+        mask = Image.new("RGBA", mask.size, "black")
+        mask.putalpha(Image.fromarray(255 - soft))
+    elif kind == "red":
+        mask = Image.fromarray(np.stack([np.full_like(soft, 255), soft, soft], -1))
+    elif kind == "ones":
+        mask = Image.fromarray((soft >= 250).astype(np.uint8))
+    path = tmp_path / f"mask.{'jpg' if kind == 'jpg' else 'png'}"
+    mask.save(path, quality=95)
+    assert main([str(tmp_path / "damaged.png"), "--output", str(tmp_path / "out.png"), "--mask", str(path), *flags, *QUICK]) == 0
+    assert (np.abs(pixels_of(tmp_path / "out.png").astype(int) - 100) < 20).all()
+    assert "are missing filled in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("level", "what", "flags"), [(255, "nothing", []), (0, "all", []), (0, "nothing", ["--invert"]), (255, "all", ["--invert"])]
+)
+@pytest.mark.parametrize("kind", ["png", "jpg"])
+def test_masks_that_hide_nothing_or_all_are_refused(tmp_path, capsys, level, what, flags, kind):
+    Image.fromarray(np.zeros((20, 18), np.uint8)).save(tmp_path / "grey.png")
+    noise = np.random.default_rng(0).integers(0, 5, (20, 18)) * (kind == "jpg")
+    Image.fromarray(np.abs(level - noise).astype(np.uint8)).save(tmp_path / f"mask.{kind}")
+    arguments = [str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / f"mask.{kind}"), *flags]
+    assert main(arguments) == 1
+    assert f"--mask hides {what}" in capsys.readouterr().err
+
+
+def test_more_than_half_missing_is_said(tmp_path, capsys):
+    Image.fromarray(np.arange(240, dtype=np.uint8).reshape(12, 20)).save(tmp_path / "grey.png")
+    Image.fromarray((np.arange(240).reshape(12, 20) % 3 == 0).astype(np.uint8) * 255).save(tmp_path / "mask.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.png"), *QUICK]) == 0
+    assert "more than half: with --invert" in capsys.readouterr().out
+
+
+def test_real_numbers_say_what_to_do_and_nan_is_filled_in(tmp_path, capsys):
+    grey = np.random.default_rng(0).random((12, 13)).astype(np.float32)
+    Image.fromarray(grey).save(tmp_path / "unit.tif")
+    assert main([str(tmp_path / "unit.tif"), "--output", str(tmp_path / "out.tif")]) == 1
+    assert "multiply them by 255" in capsys.readouterr().err
+    holes = 255 * grey
+    holes[:3, :3] = np.nan
+    Image.fromarray(holes).save(tmp_path / "holes.tif")
+    assert main([str(tmp_path / "holes.tif"), "--output", str(tmp_path / "out.png"), *QUICK]) == 0
+    assert "the 5.8 % that are missing filled in" in capsys.readouterr().out
+    assert np.abs(pixels_of(tmp_path / "out.png")[3:] - holes[3:]).max() <= 1
+    Image.fromarray(300 * grey - 20).save(tmp_path / "other.tif")
+    assert main([str(tmp_path / "other.tif"), "--output", str(tmp_path / "out.png")]) == 1
+    assert "scale them" in capsys.readouterr().err
+    Image.fromarray(np.full((12, 13), np.nan, np.float32)).save(tmp_path / "nothing.tif")
+    assert main([str(tmp_path / "nothing.tif"), "--output", str(tmp_path / "out.png")]) == 1
+    assert "all pixels of the picture are NaN" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_of_a_large_image_some_windows_say_how_much_noise_there_is(monkeypatch):
     image = 0.2 * torch.arange(300) + 10 * torch.randn(300, 300, generator=generator())
     every = noise_level(image, 2)
     monkeypatch.setattr(first_guesses, "_MOST_WINDOWS", 2**14)
-    seen = first_guesses._whole_windows(image, 2)
+    seen = first_guesses.whole_windows(image, 2)
     assert 2**13 < len(seen) <= 2**14
     # Of ten draws it is 1.8 to 2.2 % below that of all windows.
     assert noise_level(image, 2) == pytest.approx(every, rel=0.04)

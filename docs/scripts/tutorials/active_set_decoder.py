@@ -49,14 +49,15 @@ ax.set(xticks=[], yticks=[])
 # %%
 # New images, half of them missing
 # --------------------------------
-# ``infer`` finds the latents of new images, ``predict`` decodes. Missing pixels are NaN.
+# Missing pixels are NaN. ``reconstruct`` averages over latents, and says how sure it is: 95 % intervals hold 95 % of the missing pixels.
 
 half = test.clone()
 half[:, 32:] = torch.nan
-mean, variance = decoder.predict(decoder.infer(half))
+mean, variance = decoder.reconstruct(half)
+inside = ((mean - test).abs() < 1.96 * variance.sqrt())[:, 32:].double().mean()
 error = float((mean - test)[:, 32:].square().mean().sqrt())
 by_mean_image = float((x.mean(0) - test)[:, 32:].square().mean().sqrt())
-print(f"lower halves painted in: RMSE {error:.3f}; by the mean image {by_mean_image:.3f}")
+print(f"lower halves painted in: RMSE {error:.3f}; by the mean image {by_mean_image:.3f}; {100 * inside:.0f} % inside")
 
 figure, axes = plt.subplots(3, 10, figsize=(7, 2.2))
 for column in range(10):

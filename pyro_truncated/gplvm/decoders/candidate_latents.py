@@ -18,13 +18,13 @@ of these predictions are learned in the same way, from latents that are found wi
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import NearestSet
 from pyro_truncated.gplvm.decoders.latents import OwnLatents, climb_among_neighbors, log_joint
-from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
@@ -40,6 +40,28 @@ _COVER = 0.965
 _NEIGHBORS = 100
 _STARTS = 3
 _STEPS = 30
+
+
+class Decoder(Protocol):
+    """What candidates ask of a decoder, as :class:`.SASDecoder` has it."""
+
+    num_data: int
+    num_outputs: int
+    loc: Tensor
+    kernel: Any
+    noise_variance: Tensor
+
+    def latents(self, x: Tensor) -> Tensor:
+        """Latents ``(N, Q)`` of the training data."""
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Means and variances of outputs at latents."""
+
+    def infer(self, x: Tensor) -> Tensor:
+        """The most probable latents of data points."""
+
+    def posterior(self) -> Any:
+        """The posterior that predictions are made from."""
 
 
 class CandidateLatents:
@@ -75,7 +97,7 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def __init__(
-        self, decoder: SASDecoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
+        self, decoder: Decoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:

@@ -149,6 +149,14 @@ class SASFunctionDecoder(SASDecoder):
             self._kept = self._sealed(kept, x)
         return self
 
+    def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Refused: outputs are parameters of observations, and data must be complete.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a decoder with its own observation distribution has no reconstruct: use observe(predict(infer(x))[0])")
+
     def posterior(self) -> ActiveSet:
         """The posterior of the functions given the pseudo-targets that are kept.
 

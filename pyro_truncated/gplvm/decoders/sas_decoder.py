@@ -29,6 +29,7 @@ from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
 from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSplit, gather_latents, join_latents
@@ -85,7 +86,7 @@ class SASDecoder(UniqueModule):
             for split in splits.epoch(epoch):
                 svi.step(x, split)
         decoder.condition_(x)  # decoder.fit(x) is all of this, with a learning rate that falls
-        mean, variance = decoder.predict(decoder.infer(x_new))
+        mean, variance = decoder.reconstruct(x_new)  # x_new is NaN where entries are missing
 
     Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`). Each then holds the latents of its own data
     points; owners send the active ones of a step, and get their gradients back. A step of :class:`~pyro.infer.SVI` takes
@@ -126,6 +127,8 @@ class SASDecoder(UniqueModule):
     z_scale: Any
     portion: Portion | None = None
     _kept: KeptPoints | None = None
+    _candidates: CandidateLatents | None = None
+    _training_data: Tensor | None = None
 
     @names_arguments
     def __init__(
@@ -558,6 +561,7 @@ class SASDecoder(UniqueModule):
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
             self._kept = self._sealed(kept, x)
+        self._training_data, self._candidates = x, None
         return self
 
     def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
@@ -628,6 +632,35 @@ class SASDecoder(UniqueModule):
             found.append(climb(posterior, self._log_joint, x[rows], begin, steps, lr))
         return torch.cat(found)
 
+    def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Calibrated means and variances ``(M, D)`` of all outputs of data points, given what is seen of them.
+
+        Latents are averaged over: those of the training data, and the data point's own, see :class:`.CandidateLatents`. Temperature and
+        noise are learned from training data whose halves predict each other; the first call after :meth:`condition_` does it.
+        Variances of :meth:`predict` at latents of :meth:`infer` leave out that these are uncertain.
+
+        Example::
+
+            mean, variance = decoder.fit(x).reconstruct(x_new)
+            low, high = mean - 1.96 * variance.sqrt(), mean + 1.96 * variance.sqrt()  # hold 95 % of what is missing
+
+        Args:
+            x: data points ``(M, D)``, NaN where missing.
+            noiseless: whether variances are those of the functions alone.
+
+        Raises:
+            RuntimeError: before :meth:`condition_`, after loading a state (call it again), or if parameters have changed since.
+            ValueError: for data points of another shape, or infinite ones.
+        """
+        self._kept_points()
+        if self._training_data is None:
+            raise RuntimeError("call condition_(x) first: reconstructions are calibrated on the training data, which states do not hold")
+        if self._candidates is None:
+            generator = torch.Generator(self._training_data.device).manual_seed(0)
+            self._candidates = CandidateLatents(self, self._training_data, generator=generator)
+        mean, variance = self._candidates.reconstruct(x, noiseless=noiseless)
+        return mean.to(self.loc), variance.to(self.loc)
+
     def sample(self, num: int) -> Tensor:
         """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
         z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
@@ -641,6 +674,7 @@ class SASDecoder(UniqueModule):
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores what :meth:`condition_` kept."""
         self._kept = KeptPoints(**state) if state else None
+        self._training_data = self._candidates = None
 
 
 def _rows(x: Tensor, split: Split) -> Tensor:

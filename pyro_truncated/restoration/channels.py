@@ -1,0 +1,133 @@
+"""Channels of arrays: which axis holds them, and the noise of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.restoration.first_guesses import deviation, noise_level, windows_are_enough
+from pyro_truncated.utils.arrays import as_tensors
+
+Channels = bool | Literal["first", "last"] | None
+Noise = float | Sequence[float] | Tensor | None
+
+# Most channels of a signal; a signal has at least their square of entries in time.
+MAX_CHANNELS_OF_SIGNAL = 32
+# Most bands of an image without a word; slices of a volume have equal noise, bands differ by more than this ratio.
+MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
+# Noise below this share of a slice's deviation is not told from a smooth slice.
+MIN_SHARE_OF_NOISE = 0.01
+
+
+def channel_axis(image: Tensor, channels: Channels) -> int | None:
+    """Returns the axis of channels: the first (0), the last (-1), or none.
+
+    By default:
+
+    * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
+    * more dimensions are an image or a volume whose last or first dimension holds one or three channels, or four, unless these
+      are slices of a volume, which are the less alike the further they are apart;
+    * up to 32 planes with noise of unlike strength are bands.
+
+    Args:
+        image: the damaged array.
+        channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none, or ``None`` for the default.
+
+    Raises:
+        ValueError: for another value, a single dimension of channels, and channels without entries.
+    """
+    if not isinstance(channels, (bool, str, type(None))) or channels not in (None, True, False, "first", "last"):
+        raise ValueError(f"channels must be True or 'last', 'first', False or None; got {channels!r}")
+    if channels and image.dim() < 2:
+        raise ValueError(f"channels must be one of several dimensions; channels={channels!r} for an array of shape {tuple(image.shape)}")
+    axis = _default_axis(image) if channels is None else {True: -1, "last": -1, "first": 0, False: None}[channels]
+    if axis is not None:
+        unseen = image.movedim(axis, 0).flatten(1).isnan().all(1).nonzero().flatten().tolist()
+        if unseen:
+            raise ValueError(f"of channels {unseen} no entry is observed: all are NaN; leave them out")
+    return axis
+
+
+def _default_axis(image: Tensor) -> int | None:
+    if image.dim() < 2:
+        return None
+    axes = (-1, 0)
+    if image.dim() == 2:
+        few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
+        return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
+    few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(_others(image, axis)) > 4)
+    found = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
+    if found is None and image.dim() == 3:
+        return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
+    return found
+
+
+def _others(image: Tensor, axis: int) -> list[int]:
+    """Sizes of the other dimensions."""
+    sizes = list(image.shape)
+    del sizes[axis]
+    return sizes
+
+
+def _are_slices(planes: Tensor) -> bool:
+    """Whether four planes are the less alike the further apart they are."""
+    above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
+    flat = above.nan_to_num(0.0).flatten(1).double()
+    distance = torch.cdist(flat, flat)
+    rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
+    return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
+
+
+def _are_bands(planes: Tensor) -> bool:
+    """Whether planes have noise of unlike strength."""
+    if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
+        return False
+    seen = [plane for plane in planes if not bool(plane.isnan().all())]
+    levels = torch.tensor([noise_level(plane, 2) for plane in seen])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in seen])
+    return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
+
+
+def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
+    """Checks a noise level: one number, or one for each channel ``(C,)``, in the type of the image.
+
+    Raises:
+        ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
+    """
+    levels = torch.as_tensor(as_tensors(noise)).to(image)
+    if not bool(((levels > 0) & levels.isfinite()).all()):
+        raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
+    if levels.numel() == 1:
+        return float(levels)
+    if not has_channels or levels.shape != image.shape[-1:]:
+        number = f"{image.shape[-1]} channels" if has_channels else "no channels"
+        raise ValueError(f"noise must be one number or one for each channel; got {levels.numel()} for an array with {number}")
+    return levels
+
+
+def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: int) -> float | Tensor:
+    """Returns a level of an array, or of each of its channels, ``(C,)``."""
+    if image.dim() == num_dims:
+        return level(image, num_dims)
+    return image.new_tensor([level(plane, num_dims) for plane in image.unbind(-1)])
+
+
+def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
+    """Estimates the noise of an array, or of each of its channels, ``(C,)``, see :func:`.noise_level`.
+
+    Channels too small for the estimate by windows share their windows, each divided by its first estimate.
+    """
+    levels = per_channel(noise_level, image, num_dims)
+    if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
+        return levels
+    return levels * noise_level(image / levels, num_dims)
+
+
+def root_mean_square(levels: float | Tensor) -> float:
+    """Returns one level for all channels."""
+    return math.sqrt(torch.as_tensor(levels).double().square().mean())

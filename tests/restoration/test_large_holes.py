@@ -1,0 +1,86 @@
+"""Large holes: what is filled in is checked where the image is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyro_truncated.restoration import inpaint
+from pyro_truncated.restoration.large_holes import biharmonic, steadied
+
+
+def plane(height: int = 40, width: int = 48) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return (20 + 2.0 * rows - 1.5 * columns).double()
+
+
+def with_strip(image: torch.Tensor, side: int = 12) -> torch.Tensor:
+    holed = image.clone()
+    holed[:, -side:] = torch.nan
+    return holed
+
+
+def error(found: torch.Tensor, image: torch.Tensor, holed: torch.Tensor) -> float:
+    return float((found - image)[holed.isnan()].square().mean().sqrt())
+
+
+@pytest.mark.parametrize("where", [slice(10, 30), slice(28, 48), slice(0, 20)])
+def test_surfaces_through_planes_are_planes(where):
+    holed = plane()
+    holed[5:35, where] = torch.nan
+    torch.testing.assert_close(biharmonic(holed), plane(), rtol=1e-8, atol=1e-6)
+
+
+def test_surfaces_have_the_least_squared_laplacian():
+    image = plane(9, 10) + torch.randn(9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    holed = image.clone()
+    holed[2:6, 3:8] = torch.nan
+    found = biharmonic(holed).requires_grad_()
+    second = torch.zeros_like(found)
+    along_rows = torch.cat([second[:1], found.diff(2, 0), second[:1]])
+    along_columns = torch.cat([second[:, :1], found.diff(2, 1), second[:, :1]], 1)
+    (gradient,) = torch.autograd.grad((along_rows + along_columns).square().sum(), found)
+    torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(20, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [None, 2])
+def test_what_fills_seen_pixels_badly_does_not_fill_holes(channels):
+    image = plane() if channels is None else torch.stack([plane(), 50 - 3 * plane()], -1)
+    holed = with_strip(image)
+
+    def bad(other: torch.Tensor) -> torch.Tensor:
+        return torch.where(other.isnan(), 500.0, other)
+
+    found = steadied(holed, bad(holed), bad)
+    # Pixels near to what is seen stay as they were.
+    assert error(found[:, -5:], image[:, -5:], holed[:, -5:]) < 0.05 * error(bad(holed), image, holed)
+    assert torch.equal(found[:, :-9], bad(holed)[:, :-9])
+
+
+def test_what_fills_seen_pixels_well_fills_holes():
+    generator = torch.Generator().manual_seed(0)
+    image = plane() + 30 * torch.randn(40, 48, generator=generator, dtype=torch.float64)
+
+    def good(other: torch.Tensor) -> torch.Tensor:
+        return torch.where(other.isnan(), image + 0.1, other)
+
+    holed = with_strip(image)
+    assert error(steadied(holed, good(holed), good), image, holed) < 3.0
+
+
+def test_small_holes_are_filled_once():
+    image = plane()
+    image[10:16, 10:16] = torch.nan
+    restored = torch.zeros_like(image)
+    assert steadied(image, restored, lambda other: pytest.fail("restored again")) is restored
+
+
+@pytest.mark.slow
+def test_a_strip_at_the_border_is_no_worse_than_a_surface_or_the_mean():
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(48), indexing="ij")
+    image = 100 + 40 * (rows / 9).sin() * (columns / 7).cos() + 5 * torch.randn(40, 48, generator=generator)
+    holed = with_strip(image)
+    found = inpaint(holed, side=5, rounds=3, generator=generator, progress=False).image
+    seen = holed[~holed.isnan()].mean().expand_as(image)
+    assert error(found, image, holed) < 1.05 * min(error(biharmonic(holed), image, holed), error(seen, image, holed))

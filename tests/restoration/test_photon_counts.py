@@ -1,0 +1,93 @@
+"""Photon counts: Anscombe's transform, its exact unbiased inverse, and noise that grows with the brightness."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from pyro_truncated.restoration import VaryingNoiseWarning, denoise, inpaint
+from pyro_truncated.restoration.channels import noise_levels
+from pyro_truncated.restoration.photon_counts import gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
+
+QUICK = {"side": 4, "rounds": 1, "progress": False}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def spots(side: int = 40, peak: float = 40.0) -> torch.Tensor:
+    place = torch.arange(side).double()
+    squares = [(place - a).square().unsqueeze(1) + (place - b).square() for a, b in ((12, 14), (30, 35), (38, 10))]
+    return 1 + peak * sum((-square / 40).exp() for square in squares)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.01, 0.5, 3.0, 70.0, 990.0, 5000.0])
+def test_the_inverse_is_unbiased(mean):
+    counts = torch.arange(8000, dtype=torch.float64)
+    log_density = torch.special.xlogy(counts, torch.tensor(mean)) - mean - torch.lgamma(counts + 1)
+    expected = (log_density.exp() * stabilise(counts)).sum()
+    # Above the table the inverse is that for many photons, whose error is of the order of 1 / mean.
+    torch.testing.assert_close(float(mean_of_stabilised(expected)), mean, rtol=1e-6, atol=1e-4)
+
+
+def test_what_no_count_reaches_becomes_zero():
+    assert float(mean_of_stabilised(torch.tensor(0.3))) == 0.0
+
+
+@pytest.mark.parametrize("gain", [1.0, 8.5, 0.01])
+def test_the_gain_of_counts_is_found(gain):
+    counts = torch.poisson(spots(), generator=generator())
+    assert gain_of(gain * counts) == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("shape", ["grey", "colour", "missing", "integers", "signal"])
+def test_photon_counts_are_restored_in_their_unit(shape):
+    truth = spots()
+    truth = {"colour": torch.stack([truth, 2 * truth, 3 + truth], -1), "signal": truth.flatten()[:400]}.get(shape, truth)
+    counts = torch.poisson(truth, generator=generator())
+    given = counts.long() if shape == "integers" else counts
+    if shape == "missing":
+        given = torch.where(torch.rand(counts.shape, generator=generator(1)) < 0.1, math.nan, counts)
+    quick = {**QUICK, "num_components": 8}
+    found = denoise(given, "poisson", generator=generator(2), **quick).image
+    assert found.shape == truth.shape
+    assert float((found - truth).square().mean()) < 0.4 * float((counts - truth).square().mean())
+    # Where many entries are averaged, a biased inverse would be a quarter off.
+    assert float(found.mean()) == pytest.approx(float(counts.mean()), rel=0.03)
+    if shape == "grey":
+        scaled = denoise(8.5 * counts, "poisson", generator=generator(2), **quick).image
+        torch.testing.assert_close(scaled / 8.5, found)
+        filled = inpaint(counts, torch.rand(counts.shape, generator=generator(1)) < 0.9, "poisson", generator=generator(2), **quick).image
+        assert bool((filled >= 0).all())
+
+
+def test_negative_counts_are_refused_and_others_than_counts_are_told():
+    with pytest.raises(ValueError, match="none below zero"):
+        denoise(torch.randn(16, 16), "poisson")
+    squeezed = 20 * torch.poisson(torch.full((32, 32), 30.0), generator=generator()) + torch.rand(32, 32, generator=generator(1))
+    with pytest.warns(VaryingNoiseWarning, match="Divide the image by"):
+        denoise(squeezed, "poisson", generator=generator(), **QUICK)
+
+
+@pytest.mark.parametrize("kind", ["counts", "scaled", "speckle", "colour"])
+def test_noise_that_grows_with_brightness_is_told(kind):
+    truth = spots(64)
+    counts = torch.poisson(truth, generator=generator())
+    speckle = truth * (1 + 0.2 * torch.randn(truth.shape, generator=generator(), dtype=truth.dtype))
+    noisy = {"counts": counts, "scaled": 0.1 * counts, "speckle": speckle, "colour": torch.stack([counts, counts.mT, counts.flip(0)], -1)}
+    with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
+        warn_of_varying_noise(noisy[kind], 2, noise_levels(noisy[kind], 2))
+
+
+@pytest.mark.parametrize("level", [2.0, 10.0])
+def test_equal_noise_is_not_told(level):
+    noise = level * torch.randn(64, 64, generator=generator(), dtype=torch.float64)
+    texture = torch.arange(64) % 2 * spots(64) / 4  # finer where it is bright
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for noisy in (spots(64), spots(64) + noise, spots(64) + texture + noise):
+            warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))

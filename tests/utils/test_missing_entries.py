@@ -1,0 +1,157 @@
+"""Masked arrays, nulls and fill values are missing entries wherever arrays go in."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+from PIL import Image
+
+from pyro_truncated import SASDecoder, SubsetGPRegression, best_start, learn, models
+from pyro_truncated.gp import CoregionalizedGPRegression, smooth_rbf
+from pyro_truncated.restoration import denoise, inpaint
+from pyro_truncated.search import EvolutionarySearch
+from pyro_truncated.sklearn import (
+    ActiveSetGPLVM,
+    SparseCoding,
+    SpikeSlabGPLVMTransformer,
+    SpikeSlabRegressor,
+    SubsetGPRegressor,
+    TruncatedMixture,
+)
+from pyro_truncated.utils.arrays import as_data, as_tensors
+
+FILL = -32767.0
+RANDOM = np.random.default_rng(0)
+DATA = RANDOM.normal(size=(24, 4))
+HIDDEN = RANDOM.random(DATA.shape) < 0.15
+NAN = np.where(HIDDEN, np.nan, DATA)
+FILLED = np.where(HIDDEN, FILL, DATA)
+
+
+def nullable(values: np.ndarray, hidden: np.ndarray, dtype: str) -> pd.DataFrame:
+    return pd.DataFrame({str(d): pd.array(values[:, d], dtype=dtype) for d in range(values.shape[1])}).mask(hidden)
+
+
+CONTAINERS = {
+    "masked": np.ma.masked_array(FILLED, HIDDEN),
+    "masked everywhere": np.ma.masked_array(FILLED.astype(np.float32), HIDDEN, fill_value=FILL),
+    "nullable": nullable(DATA, HIDDEN, "Float64"),
+    "attributes": xr.DataArray(FILLED, attrs={"_FillValue": FILL}),
+    "two fill values": xr.DataArray(np.where(HIDDEN & (DATA > 0), -1e20, FILLED), attrs={"_FillValue": FILL, "missing_value": [-1e20]}),
+    "encoding": xr.DataArray(FILLED).assign_attrs(units="K"),
+}
+CONTAINERS["encoding"].encoding = {"_FillValue": FILL}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_is_missing_becomes_nan(container):
+    found = as_tensors(CONTAINERS[container])
+    torch.testing.assert_close(found.double(), torch.from_numpy(NAN), equal_nan=True, rtol=1e-6, atol=0)
+    assert as_tensors([CONTAINERS[container], 3])[0].isnan().any()
+    assert as_tensors({"y": CONTAINERS[container]}, torch.zeros(1))["y"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, bool])
+def test_masked_integers_become_floating_point(dtype):
+    values = np.array([[0, 1], [1, 0]], dtype=dtype)
+    found = as_tensors(np.ma.masked_array(values, [[True, False], [False, False]]))
+    torch.testing.assert_close(found, torch.tensor([[torch.nan, 1.0], [1.0, 0.0]], dtype=torch.float64), equal_nan=True)
+    assert as_tensors(np.ma.masked_array(values)).dtype == torch.from_numpy(values).dtype
+    frame = pd.DataFrame({"a": pd.array([None, 1], dtype="Int64"), "b": pd.array([1, 0], dtype="Int64")})
+    torch.testing.assert_close(as_tensors(frame), found, equal_nan=True)
+    torch.testing.assert_close(as_tensors(frame["a"].array), found[:, 0], equal_nan=True)
+
+
+def test_what_is_scaled_in_a_file_is_no_fill_value():
+    decoded = xr.DataArray(np.zeros(3))
+    decoded.encoding = {"_FillValue": 0, "scale_factor": 0.1}
+    assert not bool(as_tensors(decoded).isnan().any())
+
+
+def test_lists_and_images_are_data_and_text_is_not():
+    torch.testing.assert_close(as_data("y", [[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
+    torch.testing.assert_close(as_data("y", [torch.ones(2), np.zeros(2, np.float32)]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    assert as_data("y", Image.new("RGB", (5, 4), (1, 2, 3))).shape == (4, 5, 3)
+    for wrong in ("text", ["a"], [[1.0], [1.0, 2.0]], object(), None):
+        with pytest.raises(TypeError, match="y must be a tensor, an array or a list of numbers"):
+            as_data("y", wrong)
+
+
+def test_polars_are_data():
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame({"a": [1, None, 3], "b": [0.5, 1.5, None]})
+    expected = torch.tensor([[1.0, 0.5], [torch.nan, 1.5], [3.0, torch.nan]], dtype=torch.float64)
+    torch.testing.assert_close(as_tensors(frame).double(), expected, equal_nan=True)
+    torch.testing.assert_close(as_tensors(frame["a"]).double(), expected[:, 0], equal_nan=True)
+
+
+# --- through the public face ---
+
+
+@pytest.mark.parametrize("container", ["masked", "attributes"])
+def test_restoration_fills_what_is_masked(container):
+    def filled(image):
+        return inpaint(image, side=3, rounds=1, generator=torch.Generator().manual_seed(0), progress=False).image
+
+    torch.testing.assert_close(filled(CONTAINERS[container]), filled(NAN))
+    found = denoise(CONTAINERS[container], 1.0, side=3, rounds=1, generator=torch.Generator().manual_seed(0), progress=False).image
+    assert float(found.abs().max()) < 10
+
+
+def test_models_learn_from_what_is_not_masked():
+    def scale(y):
+        torch.manual_seed(0)
+        model = models.BinarySparseCoding(4, 3).double()
+        learn(model, y, starts=1, short_steps=3, steps=3, num_states=8, progress=False)
+        best_start(model, y, EvolutionarySearch(2, 2, 1), num_starts=1, steps=2, num_states=4)
+        return model.scale.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.testing.assert_close(scale(CONTAINERS["masked"]), scale(NAN))
+
+
+@pytest.mark.parametrize("container", ["masked", "nullable", "attributes"])
+def test_estimators_take_what_is_masked_for_missing(container):
+    def codes(X):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            coder = SparseCoding(3, max_iter=3, n_init=1, random_state=0).fit(X)
+        return coder.score_samples(X)
+
+    np.testing.assert_allclose(codes(CONTAINERS[container]), codes(NAN))
+    for space in (ActiveSetGPLVM(1, max_iter=1, random_state=0), SpikeSlabGPLVMTransformer(1, n_inducing=5, max_iter=1, random_state=0)):
+        np.testing.assert_allclose(space.fit(CONTAINERS[container]).embedding_, space.fit(NAN).embedding_)
+
+
+@pytest.mark.parametrize("estimator", [TruncatedMixture(2), SubsetGPRegressor(), SpikeSlabRegressor()])
+@pytest.mark.parametrize("container", ["masked", "nullable", "attributes"])
+def test_estimators_that_take_no_missing_entries_refuse_them(estimator, container):
+    with pytest.raises(ValueError, match="NaN"):
+        estimator.fit(CONTAINERS[container], DATA[:, 0])
+    if not isinstance(estimator, TruncatedMixture):
+        with pytest.raises(ValueError, match="NaN"):
+            estimator.fit(DATA, np.ma.masked_array(FILLED[:, 0], HIDDEN[:, 0]))
+
+
+def test_gaussian_processes_refuse_masked_inputs_and_targets():
+    x, hidden = torch.linspace(0, 6, 24, dtype=torch.float64)[:, None], HIDDEN[:, 0]
+    with pytest.raises(ValueError, match="NaN"):
+        SubsetGPRegression(smooth_rbf(x), np.ma.masked_array(FILLED[:, 0], hidden))
+    with pytest.raises(ValueError, match="NaN"):
+        SubsetGPRegression(np.ma.masked_array(x.numpy(), hidden[:, None]), DATA[:, 0])
+    smooth = torch.cat([x.sin(), x.cos()], 1).numpy()
+    several = CoregionalizedGPRegression(x, np.ma.masked_array(np.where(HIDDEN[:, :2], FILL, smooth), HIDDEN[:, :2]))
+    several.fit(max_iterations=5)
+    assert float(several.predict(x)[0].abs().max()) < 2
+
+
+def test_decoders_infer_from_what_is_not_masked():
+    decoder = SASDecoder(24, 4, 1, num_active=5, batch_size=12).double()
+    decoder.fit(CONTAINERS["masked"], epochs=1, progress=False, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(decoder.infer(CONTAINERS["masked"]), decoder.infer(torch.from_numpy(NAN)))
