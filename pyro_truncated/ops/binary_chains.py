@@ -227,21 +227,44 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
         unary: their log likelihoods, ``(N, T, S)``.
         transitions: of ``M`` chains.
         sums: the messages.
-        gain: how much the log likelihood of a member changes with each flip, ``(rows, S, M)``.
+        gain: how much the log likelihood changes with each flip of the first ``P`` members, ``(rows, P, M)``.
         rows: which steps, counted through all sequences: ``n * T + t``.
-        size: number of candidates of each step, ``P``.
+        size: number of candidates of each step, ``C``.
 
     Returns:
-        Candidates ``(1, rows, P)``.
+        Candidates ``(1, rows, C)``.
     """
     _check(words, unary, transitions)
-    expected = (rows.stop - rows.start, words.shape[2], transitions.log_prob.shape[1])
-    if gain.shape != expected:
-        raise ValueError(f"gain must have shape (rows, S, M) = {expected}; got {tuple(gain.shape)}")
+    expected = (rows.stop - rows.start, transitions.log_prob.shape[1])
+    if gain.dim() != 3 or gain.shape[::2] != expected or gain.shape[1] > words.shape[2]:
+        raise ValueError(f"gain must have shape (rows, P, M) with (rows, M) = {expected} and P members; got {tuple(gain.shape)}")
     onward = unary.double() + sums.backward
     kernels = backend("binary_chains", words)
     found = kernels.flips(words, sums.log_weights(), gain, sums.forward, onward, *transitions, rows, size)
     return Flips(*(part.unsqueeze(0) for part in found))
+
+
+def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
+    """Log mass of states, members or not, relative to the sum over the sets; of members their log posterior probability.
+
+    Args:
+        words: members ``(N, T, S, W)``.
+        unary: their log likelihoods, ``(N, T, S)``.
+        transitions: of ``M`` chains.
+        sums: the messages.
+        states: packed states ``(N, T, C, W)``.
+        likelihood: their log likelihoods, ``(N, T, C)``.
+
+    Returns:
+        Logarithms ``(N, T, C)``; NaN where no path through the sets is possible.
+    """
+    _check(words, unary, transitions)
+    _check(states, likelihood, transitions)
+    onward = unary.double() + sums.backward
+    kernel = backend("binary_chains", words).masses
+    of_members = kernel(words, unary, words, sums.forward, onward, *transitions)
+    of_states: Tensor = kernel(states, likelihood, words, sums.forward, onward, *transitions)
+    return of_states - of_members.logsumexp(-1, keepdim=True)
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:

@@ -182,6 +182,14 @@ def test_scores_are_what_a_state_adds(kind: str) -> None:
             also[n, t] = likelihood[n, t, state]
             larger = chains.free_energy(more, torch.cat([unary, also], 2), moves)[n]
             torch.testing.assert_close(larger, torch.logaddexp(sums.free_energy()[n], sums.free_energy()[n] + log_mass), **CLOSE)
+    every = StateSpace([2] * 4).enumerate().expand(3, 5, -1, -1)
+    masses = chains.masses(words, unary, moves, sums, every, likelihood)
+    is_part = (moves.kind >= 0).unsqueeze(-1)
+    torch.testing.assert_close(
+        torch.where(is_part, masses.gather(2, words[..., 0]), 0.0), torch.where(is_part, sums.log_weights(), 0.0), **CLOSE
+    )
+    is_flip = mass > -math.inf
+    torch.testing.assert_close(masses.gather(2, candidates)[is_flip], mass[is_flip], **CLOSE)
     # Paths with exactly one step outside of the sets are disjoint.
     with_one = torch.logaddexp(torch.zeros(()), mass.flatten(1).logsumexp(1)) + sums.free_energy()
     full = StateSpace([2] * 4).enumerate().expand(3, 5, -1, -1)

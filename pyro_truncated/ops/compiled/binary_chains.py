@@ -113,6 +113,13 @@ def flips(
     return member, latent, score
 
 
+def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.vectorised.binary_chains.masses`."""
+    out = torch.empty(unary.shape, dtype=torch.float64)
+    _masses(*_arrays(words, unary, others, forward, onward, kind), *_tables(log_prob, words.shape[-1]), out.numpy())
+    return out
+
+
 def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
@@ -468,6 +475,29 @@ def _draw_paths(words, forward, kind, uniform, constant, previous, current, both
                 path[r, n, t] = following
 
 
+@parallel_kernel(cost=HEAVY)
+def _masses(words, unary, members, forward, onward, kind, constant, previous, current, both, forbidden, out):
+    num_data, num_steps, num_candidates, num_words = words.shape
+    size = members.shape[2]
+    for row in prange(num_data * num_steps):
+        n, t = row // num_steps, row % num_steps
+        near, scratch, right, zero = np.zeros(size), np.empty(size), np.zeros(num_candidates), np.zeros(max(size, num_candidates))
+        k = kind[n, t]
+        if k < 0:
+            _set_first(out[n, t])
+            continue
+        zero_state = np.zeros((1, num_words), np.int64)
+        others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+        num = others.shape[0]
+        _near(others, message, previous[k], constant[k], near)
+        _message(words[n, t], unary[n, t], current[k], both[k], forbidden[k], True, near[:num], others, scratch[:num], out[n, t])
+        k = kind[n, t + 1] if t + 1 < num_steps else -1
+        if k >= 0:
+            _near(members[n, t + 1], onward[n, t + 1], current[k], constant[k], near)
+            _message(words[n, t], zero, previous[k], both[k], forbidden[k], False, near, members[n, t + 1], scratch, right)
+            out[n, t] += right
+
+
 @njit(cache=True, nogil=True)
 def _chance_on(others, scratch, best, on):
     """Probability that each latent is on in a neighbouring step, given the weights of its members."""
@@ -511,7 +541,7 @@ def _flips(
         _near(before, message, previous[k], constant[k], left)
         if following >= 0:
             _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
-        for i in range(size):
+        for i in range(gain.shape[1]):
             if log_weight[n, t, i] == -np.inf:
                 continue
             best = _log_pairs(both[k], forbidden[k], True, left[:num_before], before, states[i], scratch[:num_before])

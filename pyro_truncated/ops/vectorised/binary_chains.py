@@ -195,6 +195,19 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
     return path
 
 
+def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
+    """What states ``(N, T, C, W)`` add to the sum over sets ``others``, up to a constant of each step: logarithms ``(N, T, C)``."""
+    steps, out = _Steps(others, log_prob, kind), torch.empty(unary.shape, dtype=torch.float64, device=unary.device)
+    for t in range(kind.shape[1]):
+        states = unpack_bits(words[:, t], log_prob.shape[1], torch.float64)
+        before = forward[:, t - 1] if t else forward.new_zeros(len(kind), 1)
+        mass = _from_left(steps, t, before, steps.bits(t - 1), states) + unary[:, t]
+        if t + 1 < kind.shape[1]:
+            mass = mass + _from_right(steps, t, onward[:, t + 1], states, None)
+        out[:, t] = _ended(mass, steps.is_part(t))
+    return out
+
+
 def flips(
     words: Tensor, log_weight: Tensor, gain: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, rows: slice, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,6 +218,7 @@ def flips(
     after, following = (t + 1).clamp(max=num_steps - 1), torch.where(t + 1 < num_steps, kind[n, (t + 1).clamp(max=num_steps - 1)], -1)
     num_latents = log_prob.shape[1]
     states, before, next_states = (unpack_bits(words[n, step], num_latents, torch.float64) for step in (t, (t - 1).clamp(min=0), after))
+    states = states[:, : gain.shape[1]]
     message = forward[n, (t - 1).clamp(min=0)]
     is_first = (t == 0).view(-1, 1)
     before = torch.where(is_first.unsqueeze(-1), 0.0, before)
@@ -219,11 +233,11 @@ def flips(
     ratio = _ratio(left.mT.softmax(-1) @ before, chances[k], on)
     ahead = _ratio(right.softmax(-1) @ next_states, chances[later].mT, on)
     ratio = torch.where((following >= 0).view(-1, 1, 1), ratio * ahead, ratio)
-    score = (log_weight[n, t].unsqueeze(-1) + gain + ratio.log()).masked_fill((kind[n, t] < 0).view(-1, 1, 1), -torch.inf)
+    score = (log_weight[n, t, : gain.shape[1]].unsqueeze(-1) + gain + ratio.log()).masked_fill((kind[n, t] < 0).view(-1, 1, 1), -torch.inf)
     score = score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
     latent = torch.arange(num_latents, device=words.device)
     bit = torch.where(latent // 64 == torch.arange(words.shape[-1], device=words.device).unsqueeze(-1), 1 << (latent % 64), 0).mT
-    flipped = (words[n, t].unsqueeze(2) ^ bit).flatten(1, 2)
+    flipped = (words[n, t, : gain.shape[1]].unsqueeze(2) ^ bit).flatten(1, 2)
     score, order = score.sort(dim=1, descending=True, stable=True)
     ordered = flipped.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
     is_old = repeated(torch.cat([words[n, t], ordered], 1))[:, words.shape[2] :]
