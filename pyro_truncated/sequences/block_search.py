@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class BlockSearch(Described):
     r"""Proposes the likeliest configurations of random blocks of chains at all steps of a sequence.
 
-    Flips of single steps get stuck where several chains explain the same thing over a stretch of time. A step of this search takes the best
-    path, chooses ``k`` chains, and computes the exact posterior of their :math:`2^k` joint configurations at every step, given the others on
-    this path. The best configurations of each step become candidates.
+    Flips of single steps get stuck where several chains explain the same thing over a stretch of time. A step of this search takes the
+    best path, chooses ``k`` chains, and computes the exact posterior of their :math:`2^k` joint configurations at every step, given the
+    others on this path. The best configurations of each step become candidates.
 
     Example:
         >>> BlockSearch(num_chains=4)
@@ -55,7 +55,9 @@ class BlockSearch(Described):
         place = likely.topk(min(self.num_candidates, likely.shape[2]), dim=2).indices
         words = _with_block(path.unsqueeze(2), block, place)
         known = posterior.log_likelihood(path.unsqueeze(2))
-        at_path = (posterior.space.unpack(path, torch.int64).gather(2, block.unsqueeze(1).expand(-1, path.shape[1], -1)) << _order(block)).sum(2)
+        at_path = (
+            posterior.space.unpack(path, torch.int64).gather(2, block.unsqueeze(1).expand(-1, path.shape[1], -1)) << _order(block)
+        ).sum(2)
         return words, known + scores.gather(2, place) - scores.gather(2, at_path.unsqueeze(2))
 
 

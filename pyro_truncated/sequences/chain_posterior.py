@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Self
@@ -105,11 +104,11 @@ class ChainPosterior:
         self.temperature, self._messages = float(temperature), None
         return self
 
-    def improve_(self, steps: int = 20) -> Self:
+    def improve_(self, steps: int = 20, *, first_forward: bool = True) -> Self:
         """Sweeps over flips of the members, forward and backward in turn, while the bound rises; at most so many steps."""
         bound = -math.inf
         for step in range(0 if self.is_complete else steps):
-            self.sweep_(*self._flips(self.num_states), forward=step % 2 == 0)
+            self.sweep_(*self._flips(self.num_states), forward=(step % 2 == 0) == first_forward)
             now = float(self.messages.free_energy().sum())
             if step % 2 and not now > bound + _MIN_GAIN_NATS * len(self.words):
                 break
@@ -233,7 +232,7 @@ class ChainPosterior:
         r"""A lower bound of the log evidence that counts paths outside of the sets, ``(N,)``.
 
         Paths with exactly one step outside are disjoint, so
-        :math:`\log p(y) \ge \log(e^{\mathcal F} + \sum_t \sum_{s \notin K_t} e^{\mathrm{score}_t(s)})`; the sum is over all flips of members.
+        :math:`\log p(y) \ge \log(e^{\mathcal F} + \sum_t \sum_{s \notin K_t} e^{\mathrm{score}_t(s)})`, with the flips of all members.
         It is tight where the gap is small, and sees no other mode.
         """
         size = self.num_states * self.space.num_latents
