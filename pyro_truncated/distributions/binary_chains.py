@@ -137,7 +137,8 @@ class BinaryChains(TorchDistribution):
         Raises:
             ValueError: if chains differ between sequences, or the batch has more than one dimension.
         """
-        if len(self.batch_shape) > 1 or any(any(part.stride()[: len(self.batch_shape)]) for part in (self.initial, self.transition)):
+        is_shared = self.batch_shape.numel() <= 1 or not (self.initial.stride(0) or self.transition.stride(0))
+        if len(self.batch_shape) > 1 or not is_shared:
             raise ValueError(f"sequences of a batch (N,) must share their chains; got a batch of shape {tuple(self.batch_shape)}")
         place = (0,) * len(self.batch_shape)
         kind = torch.ones(max(1, self.batch_shape.numel()), self.num_steps, dtype=torch.int64, device=self.initial.device)

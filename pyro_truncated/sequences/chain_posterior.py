@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Self
 
@@ -69,6 +70,13 @@ class ChainPosterior:
             self._set(words, self._scored(words))
         else:
             self._start()
+        blocked = int((self.free_energy() == -math.inf).sum())
+        if blocked:
+            warnings.warn(
+                f"no path of positive probability crosses the sets of {blocked} of {len(self.words)} sequences: their bound is -inf. "
+                "Transitions of probability zero exclude it, or the data contradict them; larger sets or positive transitions help.",
+                stacklevel=2,
+            )
 
     @property
     def is_complete(self) -> bool:
