@@ -131,6 +131,23 @@ class BinaryChains(TorchDistribution):
         """Variance of each chain at each step, ``(*batch, T, M)``."""
         return self.mean * (1 - self.mean)
 
+    def flattened(self) -> BinaryChains:
+        """The same sequences in a batch ``(N,)``."""
+        if len(self.batch_shape) == 1:
+            return self
+        number = self.batch_shape.numel()
+        lengths = None if self.lengths is None else self.lengths.reshape(number)
+        if any(
+            part.stride()[: len(self.batch_shape)].count(0) < sum(size > 1 for size in self.batch_shape)
+            for part in (self.initial, self.transition)
+        ):
+            initial, transition = self.initial.reshape(number, -1), self.transition.reshape(number, -1, 2, 2)
+        else:
+            place = (0,) * len(self.batch_shape)
+            initial = self.initial[place].expand(number, -1)
+            transition = self.transition[place].expand(number, -1, -1, -1)
+        return BinaryChains(initial, transition, self.num_steps, lengths, validate_args=False)
+
     def transitions(self) -> Transitions:
         """The chains as sums over sets of states take them, with a row for each sequence of a batch ``(N,)``.
 

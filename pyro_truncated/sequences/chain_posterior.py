@@ -50,6 +50,7 @@ class ChainPosterior:
             ``flip_gains`` and ``block_scores`` as :class:`LinearGaussianSteps` has, which are cheaper than to score the states.
         transitions: of the chains, see :class:`~pyro_truncated.ops.binary_chains.Transitions`.
         num_states: states of each step, ``S``.
+        words: sets ``(N, T, S, W)`` to begin with; a state that a step repeats counts once.
 
     Attributes:
         space: the states of a step.
@@ -59,7 +60,9 @@ class ChainPosterior:
     """
 
     @names_arguments
-    def __init__(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions, num_states: int = 32) -> None:
+    def __init__(
+        self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions, num_states: int = 32, *, words: Tensor | None = None
+    ) -> None:
         self.log_likelihood, self.transitions = log_likelihood, transitions
         self.space = StateSpace([2] * transitions.log_prob.shape[1])
         self.num_states = min(check_count("num_states", num_states), self.space.size)
@@ -68,8 +71,11 @@ class ChainPosterior:
         if self.is_complete:
             words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
             self._set(words, self._scored(words))
-        else:
+        elif words is None:
             self._start()
+        else:
+            is_repeated = ops.repeated(words.flatten(0, 1)).view(words.shape[:3])
+            self._set(words, self._scored(words).masked_fill(is_repeated, -math.inf))
         blocked = int((self.free_energy() == -math.inf).sum())
         if blocked:
             warnings.warn(
@@ -226,6 +232,14 @@ class ChainPosterior:
         uniform = torch.rand(shape, dtype=torch.float64, generator=generator, device=device).to(self.words.device)
         places = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)
         return self._values(self._at(places.movedim(0, -1)).movedim(2, 0))
+
+    def draw_with_log_prob(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        r"""One path of each sequence from the posterior, ``(N, T, M)``, and its log probability :math:`\log q`, ``(N,)``."""
+        uniform = torch.rand((1, *self.words.shape[:2]), dtype=torch.float64, generator=generator, device=self.words.device)
+        place = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)[0].unsqueeze(-1)
+        words = self._at(place)
+        log_joint = chains.free_energy(words, self._tempered(self.unary.gather(2, place)), self.transitions)
+        return self._values(words.squeeze(2)), log_joint - self.messages.free_energy()
 
     def effective_states(self) -> Tensor:
         """Exponential of the entropy of each step's posterior, ``(N, T)``."""
