@@ -4,6 +4,7 @@ from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.binary_vae import BinaryVAE
 from pyro_truncated.models.discrete_sparse_coding import DiscreteSparseCoding
 from pyro_truncated.models.exponential_family_maximal_causes import ExponentialFamilyMaximalCauses
+from pyro_truncated.models.factorial_hmm import FactorialHMM
 from pyro_truncated.models.gated_decoder import GatedDecoder
 from pyro_truncated.models.gaussian_mixture import GaussianMixture
 from pyro_truncated.models.max_spike_slab_sparse_coding import MaxSpikeSlabSparseCoding
@@ -18,6 +19,7 @@ __all__ = [
     "BinaryVAE",
     "DiscreteSparseCoding",
     "ExponentialFamilyMaximalCauses",
+    "FactorialHMM",
     "GatedDecoder",
     "GaussianMixture",
     "MaxSpikeSlabSparseCoding",

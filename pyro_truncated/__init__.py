@@ -79,6 +79,7 @@ _SUBPACKAGES = (
     "gplvm",
     "models",
     "restoration",
+    "sequences",
     "sklearn",
     "testing",
 )

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from pyro_truncated.distributions.binary_chains import BinaryChains
 from pyro_truncated.distributions.checked_later import checked_later
 from pyro_truncated.distributions.component import Component, categorical
 from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
@@ -26,6 +27,7 @@ __all__ = [
     "ActiveSetGaussianProcess",
     "ActiveSetPosterior",
     "BernoulliMaximum",
+    "BinaryChains",
     "Canvas",
     "Component",
     "ComponentLowRankNormal",

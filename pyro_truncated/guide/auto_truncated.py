@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.averaging import average_over_draws, average_where_drawn_, readable, rescored_over_draws
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
@@ -26,9 +27,11 @@ from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
@@ -155,7 +158,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """Whether populations of whole states have been loaded."""
         return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 
-    def _start_product(self, product: ProductLayout) -> None:
+    def _start_product(self, product: ProductLayout | ChainLayout) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):
             self.populations = ProductStore(self.num_states, len(product.groups))
@@ -200,7 +203,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
         """The batch of a call of the model, see :meth:`batch_of`; other latents and subsamples of plates may be given by name."""
         scorer = self.scorer(call, values)
-        batch = Batch(self.populations, scorer) if isinstance(scorer, LogJoint) else ProductBatch(self.populations, scorer)
+        batch = _KINDS[type(scorer)](self.populations, scorer)
         batch.check()
         self._last_call = call
         return batch
@@ -214,7 +217,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
             batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
-            return ProductPosterior([batch]) if isinstance(batch, ProductBatch) else rescored_over_draws(self, batch)
+            return rescored_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
     def rescored(self, log_joint: LogJoint) -> Population:
         """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
@@ -290,21 +293,21 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
-    def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior:
+    def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior | ChainReadings:
         """What can be read from the sets of all nodes, under the model as it is now and the arguments it was last called with."""
         if indices is not None:
             raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         with torch.no_grad(), spare_random_numbers():
-            return ProductPosterior(list(self._batches_of_draws(self._last_call)))
+            return _reader(list(self._batches_of_draws(self._last_call)))
 
-    def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch]:
+    def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
         """Batches under draws of the latents of other guides, up to :attr:`num_draws`; one where the draws do not differ."""
         values = self.other_values(call)
         for _ in range(self.num_draws if values else 1):
             batch = self.batch(call, values)
-            assert isinstance(batch, ProductBatch)
+            assert isinstance(batch, (ProductBatch, ChainBatch))
             yield batch
             following = self.other_values(call, subsamples=batch.scorer.subsamples)
             if all(torch.equal(values[name], following[name]) for name in values):
@@ -369,12 +372,22 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return self.scored()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))
-            if isinstance(batch, ProductBatch):
-                return ProductPosterior([batch])
+            if not isinstance(batch, Batch):
+                return _reader([batch])
             return TruncatedPosterior(rescored_over_draws(self, batch), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
         self.setup(*args, **kwargs)
+        if isinstance(self.product, ChainLayout):
+            return ChainProgramRun(self, Call(self.model, args, kwargs)).sample()
         run = ProgramRun if self.product is None else ProductProgramRun
         return run(self, Call(self.model, args, kwargs)).sample()
+
+
+_KINDS: dict[type, Callable[..., Any]] = {LogJoint: Batch, ProductScorer: ProductBatch, ChainScorer: ChainBatch}
+
+
+def _reader(batches: list[Any]) -> ProductPosterior | ChainReadings:
+    """What is read from batches of one kind."""
+    return ChainReadings(batches) if isinstance(batches[0], ChainBatch) else ProductPosterior(batches)

@@ -15,6 +15,7 @@ from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import is_subsampled
@@ -64,11 +65,18 @@ def find_layout(
     return layout, dependencies
 
 
-def find_product(call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> ProductLayout | None:
-    """The nodes of a model's factor graph, or ``None`` where populations hold whole states.
+def find_product(
+    call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int
+) -> ProductLayout | ChainLayout | None:
+    """The nodes of a model's factor graph, or a site of chains, or ``None`` where populations hold whole states.
 
     That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
+    chains = ChainLayout.of(trace, layout, dependencies.dependents(set(layout.sites)))
+    if chains is not None:
+        with spare_random_numbers(), torch.no_grad():
+            ChainScorer(call, chains).refuse_coupled_steps()
+        return chains
     is_partial = any(is_subsampled(frame) for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates)
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None

@@ -26,6 +26,7 @@ from pyro_truncated.guide.structure import (
 )
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional, Scoring
+from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
@@ -82,7 +83,7 @@ class WholeModelGuide(AutoGuide):
         # Must not become a submodule: its parameters belong to the model or to other guides.
         self._conditional = (conditional,)
         self._layout: Layout | None = None
-        self._product: ProductLayout | None = None
+        self._product: ProductLayout | ChainLayout | None = None
         self._scoring: Scoring = "together"
         self._is_enumerable = True
         self._inherited: Siblings | None = None
@@ -191,11 +192,11 @@ class WholeModelGuide(AutoGuide):
         self.prototype_trace, self._layout, self._product = None, None, None
 
     @property
-    def product(self) -> ProductLayout | None:
+    def product(self) -> ProductLayout | ChainLayout | None:
         """The nodes of the model's factor graph if each has a set of states, ``None`` if populations hold whole states."""
         return self._product
 
-    def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer:
+    def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer | ChainScorer:
         """A scorer of states for the data points that a call of the model selects.
 
         Args:
@@ -217,6 +218,8 @@ class WholeModelGuide(AutoGuide):
                 "AutoGuideList, or give it a conditional.",
                 stacklevel=3,
             )
+        if isinstance(self._product, ChainLayout):
+            return ChainScorer(call, self._product, values)
         if self._product is not None:
             return ProductScorer(call, self._product, values)
         return LogJoint(

@@ -1,0 +1,286 @@
+"""Factorial hidden Markov model: binary causes with transitions of their own, and linear Gaussian observations."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Self
+
+import pyro
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.distributions import BinaryChains, LinearSuperposition
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_real
+from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
+from pyro_truncated.models.difference_start import difference_dictionary
+from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
+
+# EM has converged when it rises by less, in nats per step of the sequences.
+_CONVERGED_NATS = 1e-3
+# Restarts agree if their bounds differ by less, in nats per step.
+_AGREEMENT_NATS = 0.02
+# Transitions that the M-step adds to those that are expected, so that none becomes impossible.
+_PSEUDO_COUNT = 1e-3
+
+
+class FactorialHMM(UniqueModule):
+    r"""Factorial hidden Markov model with binary causes and Gaussian noise.
+
+    .. math:: s_{1m} \sim \mathrm{Bernoulli}(p_m), \quad s_{tm} \sim A_m(s_{t-1,m}, \cdot), \quad
+        y_t \sim \mathcal N(W s_t + b, \sigma^2 I).
+
+    Data are ``N`` sequences of up to ``T`` steps, ``(N, T, D)``. Entries that are NaN are missing; shorter sequences are filled with
+    NaN. Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`, which :meth:`fit` decides: a cause is
+    on at most half of the time.
+
+    Example:
+        >>> y = torch.randn(2, 30, 6)
+        >>> model = FactorialHMM(6, 3)
+        >>> posterior = model.fit(y, num_states=4, max_restarts=1)
+        >>> model.marginals(posterior, y).shape
+        torch.Size([2, 30, 3])
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of binary causes ``M``.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, M)``.
+        bias: offset :math:`b`, ``(D,)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        initial: probability :math:`p` that a cause is on at the first step, ``(M,)``.
+        transition: transition probabilities :math:`A`, ``(M, 2, 2)``.
+
+    Reference:
+        Ghahramani and Jordan, "Factorial Hidden Markov Models", Machine Learning 29, 1997.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor
+    initial: Tensor
+    transition: Tensor
+
+    @names_arguments
+    def __init__(self, num_observed: int, num_latents: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        check_counts(num_observed=num_observed, num_latents=num_latents)
+        self.num_observed, self.num_latents = num_observed, num_latents
+        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.bias = PyroParam(torch.zeros(num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.initial = PyroParam(torch.full((num_latents,), 0.5, dtype=dtype), constraints.unit_interval)  # type: ignore[assignment]
+        table = torch.full((num_latents, 2, 2), 0.5, dtype=dtype)
+        self.transition = PyroParam(table, constraints.simplex)  # type: ignore[assignment]
+
+    @takes_arrays
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_steps: int | None = None) -> Tensor:
+        """The model of sequences ``(N, T, D)``; without data it generates one sequence of ``num_steps`` steps."""
+        size, num_steps = (1, num_steps or 1) if y is None else y.shape[:2]
+        initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
+        with pyro.plate("sequences", size, subsample_size=batch_size) as index:
+            rows = selected_rows(y, index)
+            lengths = None if rows is None else _lengths(rows)
+            states = pyro.sample("s", BinaryChains(initial, transition, num_steps, lengths))
+            likelihood = LinearSuperposition(states, weight, scale, bias).to_event(1)
+            return pyro.sample("y", likelihood, obs=rows)  # type: ignore[no-any-return]
+
+    @names_arguments
+    @torch.no_grad()
+    @takes_arrays
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """Starts from differences of neighbouring steps, see :func:`.difference_dictionary`; causes are on half of the time.
+
+        Args:
+            y: sequences ``(N, T, D)``.
+            generator: source of randomness.
+        """
+        y = self._checked(y)
+        weight, deviation = difference_dictionary(y, self.num_latents, generator)
+        bias = y.double().flatten(0, 1).nanmean(0).nan_to_num() - 0.5 * weight.sum(1)
+        half = weight.new_full((self.num_latents,), 0.5)
+        self._set(weight, bias, deviation.clamp(min=1e-6), half, half.view(-1, 1, 1).expand(-1, 2, 2))
+        return self
+
+    @torch.no_grad()
+    @takes_arrays
+    def posterior(self, y: Tensor, num_states: int = 32, steps: int = 20) -> ChainPosterior:
+        """The truncated posterior of sequences under the parameters as they are; steps without any observation are passed by.
+
+        Args:
+            y: sequences ``(N, T, D)``.
+            num_states: states of each step.
+            steps: sweeps, at most.
+        """
+        y = self._checked(y)
+        observed = _observed(y)
+        likelihood, transitions = self._terms(y, observed)
+        return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
+
+    @names_arguments
+    @torch.no_grad()
+    @takes_arrays
+    def fit(
+        self,
+        y: Tensor,
+        num_states: int = 8,
+        *,
+        max_restarts: int = 6,
+        max_steps: int = 100,
+        final_states: int = 32,
+        generator: torch.Generator | None = None,
+    ) -> ChainPosterior:
+        """Learns all parameters by EM.
+
+        Each restart begins with differences of neighbouring steps and learns without dynamics: transitions that keep their values would
+        lock wrong paths in. Restarts end when the best two agree. EM with dynamics goes on from the best one.
+
+        Args:
+            y: sequences ``(N, T, D)``.
+            num_states: states of each step while learning.
+            max_restarts: how many restarts, at most.
+            max_steps: EM steps of a restart, and of the training with dynamics, at most.
+            final_states: states of each step of the posterior that is returned.
+            generator: source of randomness.
+
+        Returns:
+            The truncated posterior of the data.
+        """
+        check_counts(num_states=num_states, max_restarts=max_restarts, max_steps=max_steps, final_states=final_states)
+        y = self._checked(y)
+        tolerance = _AGREEMENT_NATS * int((_observed(y).kind >= 0).sum())
+        solutions: list[tuple[float, dict[str, Any], ChainPosterior]] = []
+        for _ in range(max_restarts):
+            self.initialize(y, generator)
+            bound, posterior = self._ascend(y, num_states, max_steps, dynamics=False)
+            solutions.append((bound, copy.deepcopy(self.state_dict()), posterior))
+            solutions.sort(key=lambda one: -one[0])
+            if len(solutions) > 1 and solutions[0][0] - solutions[1][0] < tolerance:
+                break
+        _, state, posterior = solutions[0]
+        self.load_state_dict(state)
+        self._ascend(y, num_states, max_steps, dynamics=True, posterior=posterior)
+        self._turn_mostly_on()
+        return self.posterior(y, final_states)
+
+    def _ascend(
+        self, y: Tensor, num_states: int, max_steps: int, *, dynamics: bool, posterior: ChainPosterior | None = None
+    ) -> tuple[float, ChainPosterior]:
+        """EM steps until the bound hardly rises; one sweep over the sets each."""
+        observed, bound = _observed(y), -math.inf
+        tolerance = _CONVERGED_NATS * int((observed.kind >= 0).sum())
+        for step in range(max_steps):
+            likelihood, transitions = self._terms(y, observed)
+            if posterior is None:
+                posterior = ChainPosterior(likelihood, transitions, num_states)
+            else:
+                posterior.rescored_(likelihood, transitions)
+            posterior.improve_(1, first_forward=step % 2 == 0)
+            before, bound = bound, float(posterior.free_energy().sum())
+            if step % 2 and bound - before < tolerance:
+                break
+            self.maximize(self.sufficient_statistics(posterior, y), dynamics=dynamics)
+        assert posterior is not None
+        return bound, posterior
+
+    @torch.no_grad()
+    def sufficient_statistics(self, posterior: ChainPosterior, y: Tensor) -> dict[str, Tensor]:
+        """Sums over all steps that :meth:`maximize` needs.
+
+        Returns:
+            Those of :meth:`.LinearSuperposition.statistics`; expected values at the first step, ``first (M, 2)``, and expected
+            ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
+        """
+        y = self._checked(y)
+        observed = _observed(y)
+        is_part = (observed.kind >= 0).flatten()
+        population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
+        part = Population(population.space, population.words[is_part], population.log_joint[is_part])
+        statistics: dict[str, Tensor] = LinearSuperposition.statistics(part, rows.double())
+        counts = posterior.expected_transitions()
+        first, transitions = observed.expected_transitions(self.initial.double(), self.transition.double(), counts)
+        seen = statistics["observed"].clamp(min=1.0)
+        power = (statistics["squares"] - statistics["sums"].square() / seen).clamp(min=0.0).sum()
+        return {**statistics, "first": first, "transitions": transitions, "power": power}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor], *, dynamics: bool = True) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        Dictionary and offset are those of :func:`.best_dictionary_and_offset`, and :math:`\sigma^2` is the mean expected squared
+        residual. Transition probabilities are expected numbers of transitions over their row sums. Without dynamics, every step has the
+        mean activity, whatever the step before.
+        """
+        weight, bias = best_dictionary_and_offset(self.weight.double(), self.bias.double(), statistics)
+        superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
+        scale = best_scale(superposition.square_error(statistics).sum(), statistics["power"], statistics["observed"].sum())
+        first, transitions = statistics["first"] + _PSEUDO_COUNT, statistics["transitions"] + _PSEUDO_COUNT
+        if dynamics:
+            initial, table = first[:, 1] / first.sum(-1), transitions / transitions.sum(-1, keepdim=True)
+        else:
+            total = first + transitions.sum(-2)
+            initial = total[:, 1] / total.sum(-1)
+            table = torch.stack([1 - initial, initial], -1).unsqueeze(1).expand(-1, 2, 2)
+        self._set(weight, bias, scale, initial, table)
+
+    @torch.no_grad()
+    @takes_arrays
+    def marginals(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
+        """Posterior probability that each cause is on at each step, ``(N, T, M)``, those without observation too."""
+        y = self._checked(y)
+        return _observed(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
+        """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in."""
+        return (self.marginals(posterior, y) @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
+
+    def _terms(self, y: Tensor, observed: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
+        likelihood = LinearGaussianSteps(_at(y, observed), self.weight, self.scale, self.bias)
+        return likelihood, observed.transitions(self.initial.double(), self.transition.double())
+
+    def _set(self, weight: Tensor, bias: Tensor, scale: Tensor, initial: Tensor, transition: Tensor) -> None:
+        self.weight, self.bias, self.scale = weight.to(self.weight), bias.to(self.bias), scale.to(self.scale)
+        floor = PRIOR_FLOOR
+        self.initial = initial.clamp(floor, 1 - floor).to(self.initial)
+        transition = transition.clamp(min=floor)
+        self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()
+
+    def _turn_mostly_on(self) -> None:
+        """Takes the complement of causes that are on more than half of the time; the likelihood of the data stays."""
+        table = self.transition
+        is_on = table[:, 0, 1] > table[:, 1, 0]
+        bias = self.bias + (self.weight * is_on).sum(1)
+        weight = torch.where(is_on, -self.weight, self.weight)
+        initial = torch.where(is_on, 1 - self.initial, self.initial)
+        self._set(weight, bias, self.scale, initial, torch.where(is_on.view(-1, 1, 1), table.flip(-1, -2), table))
+
+    def _checked(self, y: Tensor) -> Tensor:
+        check_real(y)
+        if y.dim() != 3 or y.shape[2] != self.num_observed or not y.shape[0] * y.shape[1]:
+            raise ValueError(f"y must have shape (N, T, {self.num_observed}), one row per sequence; got {tuple(y.shape)}")
+        if bool(y.isinf().any()):
+            raise ValueError("y must hold finite numbers, or NaN where an entry is missing; got infinity")
+        return y
+
+
+def _lengths(y: Tensor) -> Tensor:
+    """Number of steps of each sequence, up to the last one with an observation."""
+    step = torch.arange(1, y.shape[1] + 1, device=y.device)
+    return ((~y.isnan().all(-1)) * step).amax(1)
+
+
+def _observed(y: Tensor) -> ObservedSteps:
+    return ObservedSteps.of(~y.isnan().all(-1))
+
+
+def _at(y: Tensor, observed: ObservedSteps) -> Tensor:
+    """Observations at the observed steps, NaN beyond the end."""
+    rows = y.gather(1, observed.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
+    return rows.masked_fill((observed.kind < 0).unsqueeze(-1), torch.nan)

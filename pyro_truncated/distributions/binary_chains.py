@@ -1,0 +1,169 @@
+"""Independent binary Markov chains as one distribution over whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.ops.binary_chains import Transitions, safe_log
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.counts import check_count
+
+
+class BinaryChains(TorchDistribution):
+    r"""``M`` independent binary Markov chains over ``T`` steps, one event ``(T, M)``.
+
+    .. math:: p(s) = \prod_m p_m(s_{1m}) \prod_{t=2}^T A_m(s_{t-1,m}, s_{tm}).
+
+    Shorter sequences have ``lengths``: steps beyond the end hold zeros and no probability.
+
+    Example:
+        >>> switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+        >>> chains = BinaryChains(torch.full((3,), 0.5), switch.expand(3, 2, 2), num_steps=4)
+        >>> chains.sample().shape
+        torch.Size([4, 3])
+        >>> chains.log_prob(torch.zeros(4, 3)).exp()
+        tensor(0.0484)
+
+    Args:
+        initial: probability that a chain is on at the first step, ``(*batch, M)``.
+        transition: probability of the column's value after the row's, ``(*batch, M, 2, 2)``.
+        num_steps: number of steps ``T``.
+        lengths: number of steps of each sequence, ``(*batch,)`` integers from 0 to ``T``; default: all have ``T``.
+        validate_args: whether to check parameters and values.
+
+    Raises:
+        ValueError: if shapes do not fit, a parameter is no probability, or a length is out of range.
+    """
+
+    arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
+        "initial": constraints.independent(constraints.unit_interval, 1),
+        "transition": constraints.independent(constraints.simplex, 2),
+    }
+    support = constraints.independent(constraints.boolean, 2)
+
+    initial: Tensor
+    transition: Tensor
+
+    @names_arguments
+    def __init__(
+        self,
+        initial: Tensor,
+        transition: Tensor,
+        num_steps: int,
+        lengths: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.num_steps = check_count("num_steps", num_steps)
+        if initial.dim() < 1 or transition.shape[-3:] != (initial.shape[-1], 2, 2):
+            raise ValueError(
+                "initial must have shape (*batch, M) and transition (*batch, M, 2, 2); "
+                f"got {tuple(initial.shape)} and {tuple(transition.shape)}"
+            )
+        batch_shape = torch.broadcast_shapes(initial.shape[:-1], transition.shape[:-3], () if lengths is None else lengths.shape)
+        self.num_chains = initial.shape[-1]
+        self.initial = initial.expand(*batch_shape, -1)
+        self.transition = transition.expand(*batch_shape, -1, -1, -1)
+        self.lengths = None if lengths is None else lengths.expand(batch_shape)
+        if lengths is not None and (lengths.is_floating_point() or bool(((lengths < 0) | (lengths > num_steps)).any())):
+            raise ValueError(f"lengths must be integers from 0 to num_steps = {num_steps}; got {lengths}")
+        event_shape = torch.Size((self.num_steps, self.num_chains))
+        super().__init__(batch_shape, event_shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> BinaryChains:
+        """The same chains for a larger batch."""
+        batch_shape = torch.Size(batch_shape)
+        larger = self._get_checked_instance(BinaryChains, _instance)
+        larger.num_steps, larger.num_chains = self.num_steps, self.num_chains
+        larger.initial = self.initial.expand(*batch_shape, -1)
+        larger.transition = self.transition.expand(*batch_shape, -1, -1, -1)
+        larger.lengths = None if self.lengths is None else self.lengths.expand(batch_shape)
+        super(BinaryChains, larger).__init__(batch_shape, self.event_shape, validate_args=False)
+        larger._validate_args = self._validate_args
+        return larger
+
+    @property
+    def is_part(self) -> Tensor:
+        """Which steps are part of their sequence, ``(*batch, T)``."""
+        steps = torch.arange(self.num_steps, device=self.initial.device)
+        if self.lengths is None:
+            return (steps >= 0).expand(*self.batch_shape, -1)
+        return steps < self.lengths.to(steps.device).unsqueeze(-1)
+
+    @names_arguments
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probabilities of sequences ``(*batch, T, M)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        on = value != 0
+        first = torch.where(on[..., 0, :], safe_log(self.initial), safe_log(1 - self.initial))
+        table = safe_log(self.transition).unsqueeze(-4)
+        after = [torch.where(on[..., 1:, :], table[..., i, 1], table[..., i, 0]) for i in range(2)]
+        steps = torch.cat([first.unsqueeze(-2), torch.where(on[..., :-1, :], after[1], after[0])], -2).sum(-1)
+        return torch.where(self.is_part, steps, 0.0).sum(-1)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws sequences ``(*sample_shape, *batch, T, M)`` of zeros and ones."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        uniform = torch.rand(*shape, *self.event_shape, dtype=self.initial.dtype, device=self.initial.device)
+        chance, steps = self.initial, []
+        for t in range(self.num_steps):
+            steps.append(uniform[..., t, :] < chance)
+            chance = torch.where(steps[-1], self.transition[..., 1, 1], self.transition[..., 0, 1])
+        return (torch.stack(steps, -2) & self.is_part.unsqueeze(-1)).to(self.initial.dtype)
+
+    @property
+    def mean(self) -> Tensor:
+        """Probability that each chain is on at each step, ``(*batch, T, M)``."""
+        chance, steps = self.initial, []
+        for _ in range(self.num_steps):
+            steps.append(chance)
+            chance = chance * self.transition[..., 1, 1] + (1 - chance) * self.transition[..., 0, 1]
+        return torch.where(self.is_part.unsqueeze(-1), torch.stack(steps, -2), 0.0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of each chain at each step, ``(*batch, T, M)``."""
+        return self.mean * (1 - self.mean)
+
+    def flattened(self) -> BinaryChains:
+        """The same sequences in a batch ``(N,)``."""
+        if len(self.batch_shape) == 1:
+            return self
+        number = self.batch_shape.numel()
+        lengths = None if self.lengths is None else self.lengths.reshape(number)
+        if any(
+            part.stride()[: len(self.batch_shape)].count(0) < sum(size > 1 for size in self.batch_shape)
+            for part in (self.initial, self.transition)
+        ):
+            initial, transition = self.initial.reshape(number, -1), self.transition.reshape(number, -1, 2, 2)
+        else:
+            place = (0,) * len(self.batch_shape)
+            initial = self.initial[place].expand(number, -1)
+            transition = self.transition[place].expand(number, -1, -1, -1)
+        return BinaryChains(initial, transition, self.num_steps, lengths, validate_args=False)
+
+    def transitions(self) -> Transitions:
+        """The chains as sums over sets of states take them, with a row for each sequence of a batch ``(N,)``.
+
+        Raises:
+            ValueError: if chains differ between sequences, or the batch has more than one dimension.
+        """
+        is_shared = self.batch_shape.numel() <= 1 or not (self.initial.stride(0) or self.transition.stride(0))
+        if len(self.batch_shape) > 1 or not is_shared:
+            raise ValueError(f"sequences of a batch (N,) must share their chains; got a batch of shape {tuple(self.batch_shape)}")
+        place = (0,) * len(self.batch_shape)
+        kind = torch.ones(max(1, self.batch_shape.numel()), self.num_steps, dtype=torch.int64, device=self.initial.device)
+        kind[:, 0] = 0
+        return Transitions(start_and_transition(self.initial[place], self.transition[place]), kind.masked_fill(~self.is_part, -1))
+
+
+def start_and_transition(initial: Tensor, transition: Tensor) -> Tensor:
+    """Log probabilities ``(2, M, 2, 2)``: of the first step, whatever there was before, and of a transition."""
+    first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
+    return safe_log(torch.stack([first, transition]))

@@ -1,0 +1,274 @@
+"""A guide on a site of binary chains: its free energy and gradient, its search, what is read from it, and the program it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.plates import enter
+from pyro_truncated.guide.product_store import ProductStore
+from pyro_truncated.guide.program import ProgramRun, search_asked_for
+from pyro_truncated.ops import binary_chains as chains
+from pyro_truncated.ops.binary_chains import Transitions
+from pyro_truncated.program.chain_scorer import ChainScorer, places_of_states
+from pyro_truncated.program.sites import trim
+from pyro_truncated.search.automatic import AutomaticSearch
+from pyro_truncated.search.base import Search, check_search
+from pyro_truncated.sequences import BlockSearch, ChainPosterior
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.counts import check_count
+
+# Chains of a block whose joint configurations are scored by runs of the model.
+_BLOCK_CHAINS = 4
+_SWEEPS_PER_STEP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainBatch:
+    r"""The sets of all steps of the sequences that a run of the model selects, with the scorer of this run.
+
+    Attributes:
+        populations: where the sets are kept, a row for each step.
+        scorer: log likelihoods of states and transitions of this run.
+    """
+
+    populations: ProductStore
+    scorer: ChainScorer
+    is_idle = False
+    indices = None
+
+    def check(self) -> None:
+        """Checks that the sets are of these data, and are where the model is.
+
+        Raises:
+            ValueError: if there are sets of other steps, or they are on another device.
+
+        Warns:
+            ChangedDataWarning: if the data are others than last time.
+        """
+        (store,) = self.populations.stores
+        if self.scorer.device != store.words.device:
+            raise ValueError(
+                f"the populations are on {store.words.device}, the model's states on {self.scorer.device}; "
+                f"call guide.to({str(self.scorer.device)!r})"
+            )
+        if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
+            raise ValueError(
+                f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "
+                f"{self.scorer.product.num_steps} steps. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
+            )
+        self.populations.seen.compare(self.scorer)
+
+    # --- the sets ---
+
+    def _shape(self) -> tuple[int, int]:
+        return self.scorer.num_data, self.scorer.product.num_steps
+
+    def _stored(self) -> Population:
+        return self.populations.stores[0].take(self.scorer.rows)
+
+    def words(self) -> Tensor:
+        """The sets ``(N, T, S, W)``."""
+        return self._stored().words.unflatten(0, self._shape())
+
+    def _unary(self, words: Tensor) -> Tensor:
+        return self.scorer.log_likelihood(words).masked_fill(~places_of_states(words), -math.inf)
+
+    def posterior(self, words: Tensor | None = None) -> ChainPosterior:
+        """The posterior on the stored sets, or on others, in this run of the model."""
+        words = self.words() if words is None else words
+        with torch.no_grad():
+            moves = self.scorer.transitions()
+            moves = Transitions(moves.log_prob.detach(), moves.kind)
+            return ChainPosterior(self.scorer, moves, words.shape[2], words=words)
+
+    def outside(self) -> Tensor:
+        """The log probability of what is observed and does not depend on the chains; of new data without priors of parameters."""
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
+
+    def rescored(self) -> list[Population]:
+        """The sets with their log joints in this run of the model; nothing is stored."""
+        return self._populations(self.posterior())
+
+    def _populations(self, posterior: ChainPosterior) -> list[Population]:
+        return [dataclasses.replace(posterior.population(), indices=self.scorer.rows)]
+
+    def rescore_(self) -> list[Population]:
+        """Stores and returns the sets with their log joints in this run of the model."""
+        populations = self.rescored()
+        self.populations.store_(populations)
+        return populations
+
+    # --- the free energy and its gradient ---
+
+    def free_energy(self) -> Tensor:
+        """The scaled free energy, differentiable in whatever the model is."""
+        words = self.words()
+        return self.scorer.scale * chains.free_energy(words, self._unary(words), self.scorer.transitions()).sum() + self.outside()
+
+    def mean_free_energy(self, particles: int) -> Tensor:
+        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
+
+    def draws(self, particles: int) -> Iterator[ChainBatch]:
+        """Batches of the same data, this one first, each with its own draws of the latents that no guide covers."""
+        yield self
+        for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
+            yield dataclasses.replace(self, scorer=ChainScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples))
+
+    def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
+        r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
+
+        Args:
+            temperature: one; chains have no other.
+            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+
+        Raises:
+            NotImplementedError: for another temperature.
+        """
+        if temperature != 1.0:
+            raise NotImplementedError("sets of states of binary chains are trained at temperature one")
+        number = particles if self.scorer.layout.other_latents else 1
+        total = 0.0
+        for batch in self.draws(particles):
+            with torch.enable_grad():
+                bound = batch.free_energy()
+                if bound.requires_grad:
+                    (-bound / number).backward()
+            total -= float(bound.detach()) / number
+        self.rescore_()
+        return total
+
+    # --- the search ---
+
+    @torch.no_grad()
+    def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
+        """Improves the sets in place, and returns them with their log joints.
+
+        A step sweeps over flips of the members, forward and backward. Then a block of chains takes all its configurations at all
+        steps, which mends what is wrong over a stretch of time; by default nothing else proposes. Any other search proposes for each step.
+
+        Args:
+            search: proposes states of a step.
+            steps: number of search steps.
+            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+
+        Raises:
+            TypeError: if ``search`` is none.
+        """
+        check_search(search)
+        self.populations.seen.is_new |= is_new
+        (store,) = self.populations.stores
+        generator = torch.Generator().manual_seed(store.next_search_().next())
+        blocks = BlockSearch(_BLOCK_CHAINS, generator=generator)
+        with poutine.block():
+            stored = self._stored()
+            is_scored = not bool(stored.log_joint.isnan().any())
+            posterior = self.posterior() if is_scored else self._start(stored.num_states)
+            for _ in range(steps):
+                posterior.improve_(_SWEEPS_PER_STEP).search_(blocks)
+                if not isinstance(search, AutomaticSearch):
+                    posterior.search_(search)
+            populations = self._populations(posterior)
+            self.populations.store_(populations)
+        return populations
+
+    def _start(self, num_states: int) -> ChainPosterior:
+        moves = self.scorer.transitions()
+        return ChainPosterior(self.scorer, Transitions(moves.log_prob.detach(), moves.kind), num_states)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainReadings:
+    """What can be read from sets of all steps: every result has the plates of the site in front, then steps and chains.
+
+    Attributes:
+        batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
+    """
+
+    batches: Sequence[ChainBatch]
+
+    @cached_property
+    def posteriors(self) -> list[ChainPosterior]:
+        """The posterior of each batch."""
+        return [batch.posterior() for batch in self.batches]
+
+    @property
+    def populations(self) -> list[Population]:
+        """The sets of all steps with their log joints, under the first draw."""
+        return [self.posteriors[0].population()]
+
+    def free_energy(self) -> Tensor:
+        """The bound of each sequence, ``(N,)`` in float64."""
+        return torch.stack([posterior.free_energy() for posterior in self.posteriors]).mean(0)
+
+    def marginals(self) -> dict[str, Tensor]:
+        """The probability that each chain is on, ``(*plates, T, M)``."""
+        return self._named(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
+
+    def mode(self) -> dict[str, Tensor]:
+        """The best path of each sequence, ``(*plates, T, M)``; under several draws that of the first."""
+        return self._named(self.posteriors[0].mode())
+
+    def median(self) -> dict[str, Tensor]:
+        """The best path, shaped as the model's site."""
+        scorer = self.batches[0].scorer
+        (value,) = self.mode().values()
+        return {scorer.product.site.name: value.reshape(*scorer.layout.spread(scorer.sizes), *value.shape[-2:])}
+
+    def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Independent paths, ``(num_samples, *plates, T, M)``."""
+        number = check_count("num_samples", num_samples)
+        chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        pairs = zip(self.posteriors, chosen.tolist(), strict=True)
+        drawn = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
+        return self._named(drawn, 1)
+
+    def _named(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
+        scorer = self.batches[0].scorer
+        site = scorer.product.site
+        return {site.name: values.reshape(*values.shape[:start], *scorer.sizes, *values.shape[start + 1 :]).to(site.dtype)}
+
+
+class ChainProgramRun(ProgramRun):
+    r"""One run of a guide on a site of chains: a path drawn by messages, with its log probability :math:`\log q`.
+
+    Since :math:`\log p(s, y) - \log q(s) = \mathcal F` for every path, any ELBO of Pyro's returns the free energy without noise.
+    """
+
+    def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+        layout, scorer = self._layout, batch.scorer
+        site = scorer.product.site
+        asked = search_asked_for(name=site.name)
+        with torch.no_grad():
+            if asked is not None:
+                batch.search_(asked.search, asked.steps)
+            posterior = batch.posterior()
+            path, log_prob = posterior.draw_with_log_prob()
+        result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
+        shape = layout.spread(scorer.sizes)
+        value = trim(path.to(site.dtype).reshape(*shape, *path.shape[1:]), site.event_dim, site.depth)
+        log_prob = trim(log_prob.reshape(shape), 0, site.depth)
+        infer = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
+        with ExitStack() as stack:
+            for frame in site.frames:
+                if frame.vectorized:
+                    enter(stack, plates[frame.name])
+            stack.enter_context(poutine.scale(scale=scorer.scale_beyond_plates))
+            # The auxiliary site says that this guide is truncated, and has the log probability of the path.
+            path_site = dist.Delta(torch.zeros_like(log_prob, dtype=torch.int64), log_density=log_prob)
+            pyro.sample(self._guide.index_name, path_site, infer=infer)
+            zero = torch.zeros_like(log_prob)
+            result[site.name] = pyro.sample(site.name, dist.Delta(value, log_density=zero, event_dim=site.event_dim))
+        return result

@@ -1,0 +1,326 @@
+r"""Exact sums over sequences of binary chains, restricted to a set of packed states at every step.
+
+A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with transitions of their own, and a table of log
+likelihoods of the states that are kept. The sum over the product :math:`K_1 \times \dots \times K_T` of the sets,
+
+.. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_T \in K_T} \prod_t p(s_t \mid s_{t-1})\, p(y_t \mid s_t),
+
+is a lower bound of the log evidence, and exact where the sets are full. Words have shape ``(N, T, S, W)`` and log likelihoods
+``(N, T, S)``; a member whose log likelihood is minus infinity is as good as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.fields import WORD_BITS
+
+
+class Transitions(NamedTuple):
+    """Log transition probabilities of ``M`` binary chains, of several kinds, and which one leads into each step.
+
+    The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
+
+    Attributes:
+        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's; minus infinity is legal.
+        kind: kind of the transition into each step, ``(N, T)`` int64; negative beyond the end of a sequence.
+    """
+
+    log_prob: Tensor
+    kind: Tensor
+
+
+class Messages(NamedTuple):
+    r"""Messages along sequences, normalised at every step.
+
+    Attributes:
+        forward: :math:`\log p(s_t \mid y_1, \dots, y_t)` within the sets, ``(N, T, S)``.
+        backward: logarithm of :math:`p(y_{t+1}, \dots, y_T \mid s_t)` within the sets, up to a constant of each step, ``(N, T, S)``.
+        log_norm: :math:`c_t = \log p(y_t \mid y_1, \dots, y_{t-1})` within the sets, ``(N, T)``.
+    """
+
+    forward: Tensor
+    backward: Tensor
+    log_norm: Tensor
+
+    def free_energy(self) -> Tensor:
+        r"""The bound :math:`\mathcal F = \sum_t c_t` of every sequence, ``(N,)``."""
+        return self.log_norm.sum(1)
+
+    def log_weights(self) -> Tensor:
+        """Log posterior probabilities of the members of every step, ``(N, T, S)``; minus infinity where no path is possible."""
+        joint = self.forward + self.backward
+        total = joint.logsumexp(-1, keepdim=True)
+        return torch.where(total > -torch.inf, joint - total, joint)
+
+
+class Flips(NamedTuple):
+    """Candidates that differ from a member of their step in one latent.
+
+    Attributes:
+        member: position of the member, ``(N, T, P)``.
+        latent: the latent, ``(N, T, P)``.
+        log_mass: what the candidate adds, relative to the sum over the sets: a logarithm, ``(N, T, P)``; minus infinity of none.
+    """
+
+    member: Tensor
+    latent: Tensor
+    log_mass: Tensor
+
+    def words(self, words: Tensor) -> Tensor:
+        """The candidates ``(N, T, P, W)``, of members ``(N, T, S, W)``."""
+        states = words.gather(2, self.member.unsqueeze(-1).expand(*self.member.shape, words.shape[-1]))
+        word = torch.arange(words.shape[-1], device=words.device)
+        bit = torch.ones_like(self.latent) << self.latent % WORD_BITS
+        return states ^ torch.where(self.latent.unsqueeze(-1) // WORD_BITS == word, bit.unsqueeze(-1), 0)
+
+
+def safe_log(probability: Tensor) -> Tensor:
+    """Logarithm of probabilities whose gradient is zero, not NaN, where they are zero."""
+    is_zero = probability == 0
+    logarithm: Tensor = torch.where(is_zero, 1.0, probability).log()
+    return logarithm.masked_fill(is_zero, -torch.inf)
+
+
+def forward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
+    """Messages ``forward`` and ``log_norm`` of :class:`Messages`."""
+    _check(words, unary, transitions)
+    return backend("binary_chains", words).messages(words, unary, *transitions, forward=True)  # type: ignore[no-any-return]
+
+
+def backward_messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Tensor:
+    """Messages ``backward`` of :class:`Messages`."""
+    _check(words, unary, transitions)
+    return backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]  # type: ignore[no-any-return]
+
+
+def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages:
+    """Messages in both directions.
+
+    Args:
+        words: distinct packed states of every step, ``(N, T, S, W)``.
+        unary: their log likelihoods, ``(N, T, S)``.
+        transitions: of ``M`` chains.
+
+    Raises:
+        ValueError: if shapes do not fit, NaN is among the log likelihoods, or a sequence has a step beyond its end.
+    """
+    forward, log_norm = forward_messages(words, unary, transitions)
+    backward = backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]
+    return Messages(forward, backward, log_norm)
+
+
+def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tensor:
+    r"""The bound :math:`\mathcal F` of every sequence, ``(N,)`` in float64.
+
+    Differentiable once in ``unary``, by posterior probabilities, and in ``transitions.log_prob``, by expected numbers of transitions.
+
+    Raises:
+        ValueError: as :func:`messages`.
+    """
+    _check(words, unary, transitions)
+    return _FreeEnergy.apply(words, unary, *transitions)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
+    r"""Expected numbers of transitions of each kind and chain, summed over all sequences.
+
+    They are the gradient of the bounds with respect to ``transitions.log_prob``, and divided by their row sums the M-step.
+
+    Args:
+        words: as for :func:`messages`.
+        unary: likewise.
+        transitions: likewise.
+        sums: the messages.
+        weight: factor of each sequence, ``(N,)``; default: one.
+
+    Returns:
+        ``(K, M, 2, 2)`` in float64.
+    """
+    weight = torch.ones(len(words), dtype=torch.float64, device=words.device) if weight is None else weight.double()
+    onward = unary.double() + sums.backward
+    number, previous, current, both = backend("binary_chains", words).expected_pairs(words, sums.forward, onward, *transitions, weight)
+    off_off = number.unsqueeze(-1) - previous - current + both
+    counts: Tensor = torch.stack([off_off, current - both, previous - both, both], -1).unflatten(-1, (2, 2))
+    # Numbers below zero are so by rounding.
+    return counts.clamp(min=0.0) if bool((weight >= 0).all()) else counts
+
+
+def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
+    """The most probable path of each product of sets, by the Viterbi algorithm.
+
+    Returns:
+        Positions ``(N, T)`` of the members along the path, zero beyond the end, and the log joints of the paths ``(N,)``.
+    """
+    _check(words, unary, transitions)
+    return backend("binary_chains", words).best_path(words, unary, *transitions)  # type: ignore[no-any-return]
+
+
+def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
+    """Independent paths from the posterior on the product of sets, by backward sampling.
+
+    Args:
+        words: as for :func:`messages`.
+        forward: the messages of :func:`forward_messages`.
+        transitions: of ``M`` chains.
+        uniform: uniform random numbers ``(R, N, T)``.
+
+    Returns:
+        Positions ``(R, N, T)`` of the members along the paths.
+    """
+    _check(words, forward, transitions)
+    if uniform.dim() != 3 or uniform.shape[1:] != words.shape[:2]:
+        raise ValueError(f"uniform must have shape (R, N, T) with (N, T) = {tuple(words.shape[:2])}; got {tuple(uniform.shape)}")
+    return backend("binary_chains", words).draw_paths(words, forward, *transitions, uniform)  # type: ignore[no-any-return]
+
+
+def select(
+    words: Tensor, unary: Tensor, transitions: Transitions, size: int, ahead: Tensor, *, forward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Chooses the best sets, one step after the other, among candidates of every step.
+
+    Given the sets of both neighbours a state adds to :math:`e^{\mathcal F}` exactly what the messages of the neighbours and its own
+    likelihood say, so the best ``size`` distinct states are the best set. The pass takes new messages from where it comes from, and from
+    where it goes the messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice is exact coordinate
+    ascent, and the bound never falls. If they are all candidates, choices look ahead: a better stretch may begin that costs
+    something at first, and the bound may fall.
+
+    Args:
+        words: candidates ``(N, T, C, W)``, the members first.
+        unary: their log likelihoods, ``(N, T, C)``.
+        transitions: of ``M`` chains.
+        size: number of states to choose, ``S``.
+        ahead: messages ``(N, T, R)`` of the first ``R`` candidates: those of :func:`backward_messages` for a pass forward, else those of
+            :func:`forward_messages`.
+        forward: whether the pass goes forward.
+
+    Returns:
+        Positions ``(N, T, S)`` of the chosen candidates, the best first and -1 where there are too few; their messages ``(N, T, S)`` in the
+        direction of the pass; and its normalisation ``(N, T)``, which forward is ``log_norm`` of :class:`Messages`.
+        Where nothing is possible the first candidates are chosen.
+    """
+    _check(words, unary, transitions)
+    if ahead.dim() != 3 or ahead.shape[:2] != words.shape[:2] or not 0 < ahead.shape[2] <= words.shape[2]:
+        raise ValueError(f"ahead must be messages (N, T, R) of the first of {words.shape[2]} candidates; got {tuple(ahead.shape)}")
+    if size < 1:
+        raise ValueError(f"size must be a positive number of states; got {size}")
+    return backend("binary_chains", words).select(words, unary, *transitions, size, ahead, forward)  # type: ignore[no-any-return]
+
+
+def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
+    r"""The states of largest mass that differ from a member of their step in one latent, and are no members.
+
+    With weights :math:`w_j` of the states of the step before, given a member, and :math:`a_m = \sum_j w_j s'_{jm}`, the left factor of a
+    member with latent ``m`` flipped is that of the member times
+
+    .. math:: (1 - a_m) \frac{A_m(0, 1 - s_m)}{A_m(0, s_m)} + a_m \frac{A_m(1, 1 - s_m)}{A_m(1, s_m)},
+
+    and the right factor likewise, so all flips of a member cost about as much as the member. Exact, unless transitions of probability zero
+    exclude a neighbour from the member but not from its flip, whose mass is then too small.
+
+    Args:
+        words: members ``(N, T, S, W)``.
+        unary: their log likelihoods, ``(N, T, S)``.
+        transitions: of ``M`` chains.
+        sums: the messages.
+        gain: how much the log likelihood changes with each flip of the first ``P`` members, ``(rows, P, M)``.
+        rows: which steps, counted through all sequences: ``n * T + t``.
+        size: number of candidates of each step, ``C``.
+
+    Returns:
+        Candidates ``(1, rows, C)``.
+    """
+    _check(words, unary, transitions)
+    expected = (rows.stop - rows.start, transitions.log_prob.shape[1])
+    if gain.dim() != 3 or gain.shape[::2] != expected or gain.shape[1] > words.shape[2]:
+        raise ValueError(f"gain must have shape (rows, P, M) with (rows, M) = {expected} and P members; got {tuple(gain.shape)}")
+    onward = unary.double() + sums.backward
+    kernels = backend("binary_chains", words)
+    found = kernels.flips(words, sums.log_weights(), gain, sums.forward, onward, *transitions, rows, size)
+    return Flips(*(part.unsqueeze(0) for part in found))
+
+
+def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
+    """Log mass of states, members or not, relative to the sum over the sets; of members their log posterior probability.
+
+    Args:
+        words: members ``(N, T, S, W)``.
+        unary: their log likelihoods, ``(N, T, S)``.
+        transitions: of ``M`` chains.
+        sums: the messages.
+        states: packed states ``(N, T, C, W)``.
+        likelihood: their log likelihoods, ``(N, T, C)``.
+
+    Returns:
+        Logarithms ``(N, T, C)``; NaN where no path through the sets is possible.
+    """
+    _check(words, unary, transitions)
+    _check(states, likelihood, transitions)
+    onward = unary.double() + sums.backward
+    kernel = backend("binary_chains", words).masses
+    of_members = kernel(words, unary, words, sums.forward, onward, *transitions)
+    of_states: Tensor = kernel(states, likelihood, words, sums.forward, onward, *transitions)
+    return of_states - of_members.logsumexp(-1, keepdim=True)
+
+
+def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
+    r"""Exact posteriors of the joint configurations of ``k`` chains at every step, by Kronecker products at :math:`k 2^k` a step.
+
+    Args:
+        unary: log likelihood of every configuration, ``(N, T, 2**k)``; bit ``i`` of its position is the value of ``block[i]``.
+        transitions: of ``M`` chains.
+        block: the chains, ``(N, k)`` int64.
+
+    Returns:
+        Log probabilities ``(N, T, 2**k)``.
+    """
+    if unary.dim() != 3 or block.dim() != 2 or unary.shape[2] != 2 ** block.shape[1]:
+        raise ValueError(f"unary must have shape (N, T, 2**k) for blocks (N, k) = {tuple(block.shape)}; got {tuple(unary.shape)}")
+    return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
+
+
+class _FreeEnergy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
+        forward, log_norm = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=True)
+        ctx.save_for_backward(words, unary, log_prob, kind, forward, log_norm)
+        remember_context(ctx)
+        return log_norm.sum(1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        words, unary, log_prob, kind, forward, log_norm = ctx.saved_tensors
+        transitions = Transitions(log_prob, kind)
+        backward = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=False)[0]
+        sums = Messages(forward, backward, log_norm)
+        weights = sums.log_weights().exp() * (kind >= 0).unsqueeze(-1) * grad.double().view(-1, 1, 1)
+        counts = expected_transitions(words, unary, transitions, sums, grad)
+        return None, weights.to(unary.dtype), counts.to(log_prob.dtype), None
+
+
+def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
+    """Refuses what does not fit together.
+
+    Raises:
+        ValueError: naming it.
+    """
+    log_prob, kind = transitions
+    if words.dim() != 4 or words.dtype != torch.int64:
+        raise ValueError(f"words must be packed states (N, T, S, W) of type int64; got {words.dtype} of shape {tuple(words.shape)}")
+    if unary.shape != words.shape[:3]:
+        raise ValueError(f"unary must have shape {tuple(words.shape[:3])}, one number for each state; got {tuple(unary.shape)}")
+    if log_prob.dim() != 4 or log_prob.shape[2:] != (2, 2) or -(-log_prob.shape[1] // WORD_BITS) != words.shape[-1]:
+        raise ValueError(
+            f"log_prob must have shape (K, M, 2, 2) with M chains that fill {words.shape[-1]} words; got {tuple(log_prob.shape)}"
+        )
+    if kind.shape != words.shape[:2] or kind.dtype != torch.int64:
+        raise ValueError(f"kind must be int64 of shape (N, T) = {tuple(words.shape[:2])}; got {kind.dtype} of shape {tuple(kind.shape)}")
+    if bool((kind >= len(log_prob)).any()) or bool(((kind[:, 1:] >= 0) & (kind[:, :-1] < 0)).any()):
+        raise ValueError(f"kind must be below {len(log_prob)}, and negative only beyond the end of a sequence")
+    if bool(unary.isnan().any()) or bool((unary == torch.inf).any()):
+        raise ValueError("unary must be log likelihoods, finite or minus infinity; got NaN or infinity")

@@ -1,0 +1,634 @@
+"""Compiled CPU kernels for messages along binary chains on sets of packed states; everything is float64.
+
+A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
+from pyro_truncated.ops.compiled.walk import as_array, trailing_zeros
+from pyro_truncated.ops.pair_terms import pair_terms
+
+# Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
+_LOST_NATS = 45.0
+
+
+class _Tables(NamedTuple):
+    """Terms of transitions by the octets of a state, and masks of forbidden ones."""
+
+    constant: np.ndarray  # (K,)
+    previous: np.ndarray  # (K, octets, 256)
+    current: np.ndarray
+    both: np.ndarray
+    forbidden: np.ndarray  # (K, 4, W): from 0 to 0, 0 to 1, 1 to 0, 1 to 1
+
+
+def _tables(log_prob: Tensor, num_words: int) -> _Tables:
+    terms = pair_terms(log_prob)
+    num_kinds, num_latents = terms.both.shape
+    num_octets = -(-num_latents // 8)
+    bits = (np.arange(256) >> np.arange(8)[:, None] & 1).astype(np.float64)
+
+    def by_octet(coefficients: Tensor) -> np.ndarray:
+        filled = np.zeros((num_kinds, 8 * num_octets))
+        filled[:, :num_latents] = coefficients.numpy()
+        return filled.reshape(num_kinds, num_octets, 8) @ bits
+
+    flags = np.zeros((num_kinds, 4, 64 * num_words), np.uint8)
+    flags[:, :, :num_latents] = terms.forbidden.flatten(2).mT.numpy()
+    forbidden = np.packbits(flags, axis=-1, bitorder="little").view(np.int64)
+    if not forbidden.any():
+        forbidden = np.zeros((num_kinds, 0, num_words), np.int64)
+    return _Tables(terms.constant.numpy(), by_octet(terms.previous), by_octet(terms.current), by_octet(terms.both), forbidden)
+
+
+def _arrays(*tensors: Tensor) -> list[np.ndarray]:
+    return [tensor.contiguous().numpy() if tensor.dtype == torch.int64 else as_array(tensor) for tensor in tensors]
+
+
+def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.forward_messages` and :func:`pyro_truncated.ops.binary_chains.backward_messages`."""
+    out = torch.empty(unary.shape, dtype=torch.float64)
+    log_norm = torch.zeros(kind.shape, dtype=torch.float64)
+    _messages(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), forward, out.numpy(), log_norm.numpy())
+    return out, log_norm
+
+
+def select(
+    words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, size: int, ahead: Tensor, forward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.select`."""
+    chosen = torch.empty((*kind.shape, size), dtype=torch.int64)
+    out = torch.empty(chosen.shape, dtype=torch.float64)
+    log_norm = torch.zeros(kind.shape, dtype=torch.float64)
+    arguments = _arrays(words, unary, kind, ahead)
+    _select(*arguments, *_tables(log_prob, words.shape[-1]), forward, chosen.numpy(), out.numpy(), log_norm.numpy())
+    return chosen, out, log_norm
+
+
+def expected_pairs(
+    words: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.vectorised.binary_chains.expected_pairs`."""
+    num_kinds, num_latents = log_prob.shape[:2]
+    number = torch.zeros(len(kind), num_kinds, dtype=torch.float64)
+    previous, current, both = torch.zeros(3, len(kind), num_kinds, num_latents, dtype=torch.float64)
+    sums = (number.numpy(), previous.numpy(), current.numpy(), both.numpy())
+    _expected_pairs(*_arrays(words, forward, onward, kind, weight), *_tables(log_prob, words.shape[-1]), *sums)
+    return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
+
+
+def best_path(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.best_path`."""
+    path, value = torch.zeros(kind.shape, dtype=torch.int64), torch.zeros(len(kind), dtype=torch.float64)
+    _best_path(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), path.numpy(), value.numpy())
+    return path, value
+
+
+def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, uniform: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.binary_chains.draw_paths`."""
+    path = torch.zeros(uniform.shape, dtype=torch.int64)
+    _draw_paths(*_arrays(words, forward, kind, uniform), *_tables(log_prob, words.shape[-1]), path.numpy())
+    return path
+
+
+def flips(
+    words: Tensor, log_weight: Tensor, gain: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, rows: slice, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.binary_chains.best_flips`."""
+    first, last = rows.start, rows.stop
+    member, latent = torch.zeros(2, last - first, size, dtype=torch.int64)
+    score = torch.full((last - first, size), -torch.inf, dtype=torch.float64)
+    arguments = _arrays(words, log_weight, gain, forward, onward, kind)
+    tables, chances = _tables(log_prob, words.shape[-1]), as_array(log_prob.double().exp())
+    _flips(*arguments, *tables, chances, first, member.numpy(), latent.numpy(), score.numpy())
+    return member, latent, score
+
+
+def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.vectorised.binary_chains.masses`."""
+    out = torch.empty(unary.shape, dtype=torch.float64)
+    _masses(*_arrays(words, unary, others, forward, onward, kind), *_tables(log_prob, words.shape[-1]), out.numpy())
+    return out
+
+
+def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
+    out = torch.empty(unary.shape, dtype=torch.float64)
+    _block_posteriors(*_arrays(unary, kind, block), as_array(log_prob.double().exp()), out.numpy())
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _by_octets(table, state):
+    """The sum of a table's entries over the octets of a state ``(W,)``."""
+    total = 0.0
+    for octet in range(table.shape[0]):
+        total += table[octet, (state[octet >> 3] >> (8 * (octet & 7))) & 255]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _is_forbidden(masks, previous, current):
+    for w in range(masks.shape[1]):
+        a, b = previous[w], current[w]
+        if (~a & ~b & masks[0, w]) | (~a & b & masks[1, w]) | (a & ~b & masks[2, w]) | (a & b & masks[3, w]):
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _log_pairs(both, masks, forward, near, others, state, out):
+    """Adds to ``near`` what a state and each of the others have in common; returns the largest.
+
+    Going forward the others are of the step before.
+    """
+    best = -np.inf
+    num_words, num_octets = others.shape[1], both.shape[0]
+    for j in range(others.shape[0]):
+        x = near[j]
+        if x > -np.inf:
+            if masks.shape[0] > 0 and (_is_forbidden(masks, others[j], state) if forward else _is_forbidden(masks, state, others[j])):
+                x = -np.inf
+            else:
+                for w in range(num_words):
+                    common = others[j, w] & state[w]
+                    for octet in range(8 * w, min(8 * w + 8, num_octets)):
+                        x += both[octet, common & 255]
+                        common >>= 8
+        out[j] = x
+        best = max(best, x)
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _log_sum(values, best):
+    if best == -np.inf:
+        return best
+    total = 0.0
+    for j in range(values.shape[0]):
+        below = values[j] - best
+        if below > -_LOST_NATS:
+            total += np.exp(below)
+    return best + np.log(total)
+
+
+@njit(cache=True, nogil=True)
+def _log_factor(both, masks, forward, near, others, state, scratch):
+    """Logarithm of the sum over the others' weights times transition probabilities, up to what depends on ``state`` alone."""
+    return _log_sum(scratch, _log_pairs(both, masks, forward, near, others, state, scratch))
+
+
+@njit(cache=True, nogil=True)
+def _normalize(values):
+    """Subtracts the log sum from values and returns it; impossible ones stay."""
+    best = -np.inf
+    for value in values:
+        best = max(best, value)
+    total = _log_sum(values, best)
+    if total > -np.inf:
+        for i in range(values.shape[0]):
+            values[i] -= total
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _set_first(values):
+    values[:] = -np.inf
+    values[0] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def _near(others, message, terms, constant, near):
+    """Weights of the members of a neighbouring step, with the terms of the transition that depend on them alone."""
+    for j in range(others.shape[0]):
+        near[j] = message[j] + constant + _by_octets(terms, others[j])
+
+
+@njit(cache=True, nogil=True)
+def _message(states, own, terms, both, masks, forward, near, others, scratch, out):
+    """What the members of a neighbouring step send to states, plus ``own``; impossible states get minus infinity."""
+    for i in range(states.shape[0]):
+        out[i] = own[i]
+        if out[i] > -np.inf:
+            out[i] += _by_octets(terms, states[i]) + _log_factor(both, masks, forward, near, others, states[i], scratch)
+
+
+@parallel_kernel(cost=HEAVY)
+def _messages(words, unary, kind, constant, previous, current, both, forbidden, forward, out, log_norm):
+    num_data, num_steps, size, num_words = words.shape
+    for n in prange(num_data):
+        near, scratch, onward = np.zeros(size), np.empty(size), np.zeros(size)
+        zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
+        for step in range(num_steps):
+            t = step if forward else num_steps - 1 - step
+            if kind[n, t] < 0:
+                _set_first(out[n, t])
+            elif forward:
+                k = kind[n, t]
+                others, message = (words[n, t - 1], out[n, t - 1]) if t > 0 else (zero_state, zero)
+                _near(others, message, previous[k], constant[k], near)
+                states = words[n, t]
+                _message(
+                    states,
+                    unary[n, t],
+                    current[k],
+                    both[k],
+                    forbidden[k],
+                    True,
+                    near[: len(others)],
+                    others,
+                    scratch[: len(others)],
+                    out[n, t],
+                )
+                log_norm[n, t] = _normalize(out[n, t])
+            elif t + 1 == num_steps or kind[n, t + 1] < 0:
+                out[n, t] = 0.0
+            else:
+                k, others = kind[n, t + 1], words[n, t + 1]
+                for j in range(size):
+                    onward[j] = unary[n, t + 1, j] + out[n, t + 1, j]
+                _near(others, onward, current[k], constant[k], near)
+                _message(words[n, t], zero, previous[k], both[k], forbidden[k], False, near, others, scratch, out[n, t])
+                log_norm[n, t] = _normalize(out[n, t])
+
+
+@njit(cache=True, nogil=True)
+def _equal(a, b):
+    difference = 0
+    for w in range(a.shape[0]):
+        difference |= a[w] ^ b[w]
+    return difference == 0
+
+
+@njit(cache=True, nogil=True)
+def _best_distinct(score, states, chosen, kept):
+    """Writes the positions of the best distinct states into ``chosen``, the best first, and their words into ``kept``; -1 fills up.
+
+    Where all are impossible the first ones are chosen. Scores are overwritten.
+    """
+    size = chosen.shape[0]
+    chosen[:] = -1
+    count = 0
+    while count < size:
+        best = 0
+        for c in range(1, score.shape[0]):
+            if score[c] > score[best]:
+                best = c
+        if score[best] == -np.inf:
+            break
+        is_new = True
+        for i in range(count):
+            is_new = is_new and not _equal(kept[i], states[best])
+        if is_new:
+            chosen[count], kept[count] = best, states[best]
+            count += 1
+        score[best] = -np.inf
+    if count == 0:
+        for i in range(min(size, score.shape[0])):
+            chosen[i], kept[i] = i, states[i]
+        count = min(size, score.shape[0])
+    for i in range(count, size):
+        kept[i] = states[chosen[0]]
+
+
+@parallel_kernel(cost=HEAVY)
+def _select(words, unary, kind, ahead, constant, previous, current, both, forbidden, forward, chosen, out, log_norm):
+    num_data, num_steps, num_candidates, num_words = words.shape
+    size, width = chosen.shape[2], ahead.shape[2]
+    for n in prange(num_data):
+        largest = max(size, width)
+        near, scratch, own = np.zeros(largest), np.empty(largest), np.zeros(largest)
+        left, right, score = np.empty(num_candidates), np.empty(num_candidates), np.empty(num_candidates)
+        kept, before, zero_state = (
+            np.zeros((size, num_words), np.int64),
+            np.zeros((size, num_words), np.int64),
+            np.zeros((1, num_words), np.int64),
+        )
+        for step in range(num_steps):
+            t = step if forward else num_steps - 1 - step
+            if kind[n, t] < 0:
+                _set_first(out[n, t])
+                chosen[n, t] = -1
+                chosen[n, t, 0] = 0
+                continue
+            k = kind[n, t]
+            if t == 0:
+                others = zero_state
+                own[0] = 0.0
+            elif forward:
+                others = before
+                own[:size] = out[n, t - 1]
+            else:
+                others = words[n, t - 1, :width]
+                own[:width] = ahead[n, t - 1]
+            num = others.shape[0]
+            _near(others, own, previous[k], constant[k], near)
+            _message(words[n, t], unary[n, t], current[k], both[k], forbidden[k], True, near[:num], others, scratch[:num], left)
+            right[:] = 0.0
+            if t + 1 < num_steps and kind[n, t + 1] >= 0:
+                k = kind[n, t + 1]
+                if forward:
+                    others = words[n, t + 1, :width]
+                    own[:width] = unary[n, t + 1, :width] + ahead[n, t + 1]
+                else:
+                    others = before
+                    for i in range(size):
+                        c = chosen[n, t + 1, i]
+                        own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
+                num = others.shape[0]
+                _near(others, own, current[k], constant[k], near)
+                score[:] = 0.0
+                _message(words[n, t], score, previous[k], both[k], forbidden[k], False, near[:num], others, scratch[:num], right)
+            score[:] = left + right
+            _best_distinct(score, words[n, t], chosen[n, t], kept)
+            message = left if forward else right
+            for i in range(size):
+                c = chosen[n, t, i]
+                out[n, t, i] = message[c] if c >= 0 else -np.inf
+            log_norm[n, t] = _normalize(out[n, t])
+            kept, before = before, kept
+
+
+@parallel_kernel(cost=HEAVY)
+def _expected_pairs(
+    words, forward, onward, kind, weight, constant, previous_terms, current_terms, both_terms, forbidden, number, previous, current, both
+):
+    num_data, num_steps, size, num_words = words.shape
+    for n in prange(num_data):
+        near, zero, pairs = np.zeros(size), np.zeros(size), np.empty((size, size))
+        zero_state = np.zeros((1, num_words), np.int64)
+        for t in range(num_steps):
+            k = kind[n, t]
+            if k < 0 or weight[n] == 0.0:
+                continue
+            others, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+            num = others.shape[0]
+            _near(others, message, previous_terms[k], constant[k], near)
+            best = -np.inf
+            for i in range(size):
+                own = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
+                if own > -np.inf:
+                    _log_pairs(both_terms[k], forbidden[k], True, near[:num], others, words[n, t, i], pairs[i, :num])
+                    pairs[i] += own
+                else:
+                    pairs[i] = -np.inf
+                for j in range(num):
+                    best = max(best, pairs[i, j])
+            if best == -np.inf:
+                continue
+            total = 0.0
+            for i in range(size):
+                for j in range(num):
+                    below = pairs[i, j] - best
+                    pairs[i, j] = np.exp(below) if below > -_LOST_NATS else 0.0
+                    total += pairs[i, j]
+            number[n, k] += weight[n]
+            for i in range(size):
+                for j in range(num):
+                    share = weight[n] * pairs[i, j] / total
+                    if share != 0.0:
+                        for w in range(num_words):
+                            _add_bits(previous[n, k], w, others[j, w], share)
+                            _add_bits(current[n, k], w, words[n, t, i, w], share)
+                            _add_bits(both[n, k], w, others[j, w] & words[n, t, i, w], share)
+
+
+@njit(cache=True, nogil=True)
+def _add_bits(sums, w, word, share):
+    """Adds to the sums of the latents that are on."""
+    while word != 0:
+        sums[64 * w + trailing_zeros(word)] += share
+        word &= word - 1
+
+
+@parallel_kernel(cost=HEAVY)
+def _best_path(words, unary, kind, constant, previous, current, both, forbidden, path, value):
+    num_data, num_steps, size, num_words = words.shape
+    for n in prange(num_data):
+        near, scratch, message, zero = np.zeros(size), np.empty(size), np.zeros(size), np.zeros(size)
+        zero_state = np.zeros((1, num_words), np.int64)
+        origin = np.zeros((num_steps, size), np.int32)
+        last = -1
+        for t in range(num_steps):
+            k = kind[n, t]
+            if k < 0:
+                break
+            last = t
+            others, weights = (words[n, t - 1], message) if t > 0 else (zero_state, zero)
+            num = others.shape[0]
+            _near(others, weights, previous[k], constant[k], near)
+            for i in range(size):
+                best = _log_pairs(both[k], forbidden[k], True, near[:num], others, words[n, t, i], scratch[:num])
+                for j in range(num):
+                    if scratch[j] == best:
+                        origin[t, i] = j
+                        break
+                message[i] = unary[n, t, i] + _by_octets(current[k], words[n, t, i]) + best
+        if last < 0:
+            continue
+        best_last = 0
+        for i in range(size):
+            if message[i] > message[best_last]:
+                best_last = i
+        value[n] = message[best_last]
+        path[n, last] = best_last
+        for t in range(last, 0, -1):
+            path[n, t - 1] = origin[t, path[n, t]]
+
+
+@parallel_kernel(cost=HEAVY)
+def _draw_paths(words, forward, kind, uniform, constant, previous, current, both, forbidden, path):
+    num_draws, num_data, num_steps = uniform.shape
+    size = words.shape[2]
+    for n in prange(num_data):
+        near, scratch = np.zeros(size), np.empty(size)
+        for r in range(num_draws):
+            following = -1
+            for t in range(num_steps - 1, -1, -1):
+                if kind[n, t] < 0:
+                    continue
+                if following < 0:
+                    scratch[:] = forward[n, t]
+                else:
+                    k = kind[n, t + 1]
+                    _near(words[n, t], forward[n, t], previous[k], constant[k], near)
+                    _log_pairs(both[k], forbidden[k], True, near, words[n, t], words[n, t + 1, following], scratch)
+                _normalize(scratch)
+                left = uniform[r, n, t]
+                following = 0
+                for i in range(size):
+                    chance = np.exp(scratch[i])
+                    if chance > 0.0:
+                        following = i
+                        left -= chance
+                        if left < 0.0:
+                            break
+                path[r, n, t] = following
+
+
+@parallel_kernel(cost=HEAVY)
+def _masses(words, unary, members, forward, onward, kind, constant, previous, current, both, forbidden, out):
+    num_data, num_steps, num_candidates, num_words = words.shape
+    size = members.shape[2]
+    for row in prange(num_data * num_steps):
+        n, t = row // num_steps, row % num_steps
+        near, scratch, right, zero = np.zeros(size), np.empty(size), np.zeros(num_candidates), np.zeros(max(size, num_candidates))
+        k = kind[n, t]
+        if k < 0:
+            _set_first(out[n, t])
+            continue
+        zero_state = np.zeros((1, num_words), np.int64)
+        others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+        num = others.shape[0]
+        _near(others, message, previous[k], constant[k], near)
+        _message(words[n, t], unary[n, t], current[k], both[k], forbidden[k], True, near[:num], others, scratch[:num], out[n, t])
+        k = kind[n, t + 1] if t + 1 < num_steps else -1
+        if k >= 0:
+            _near(members[n, t + 1], onward[n, t + 1], current[k], constant[k], near)
+            _message(words[n, t], zero, previous[k], both[k], forbidden[k], False, near, members[n, t + 1], scratch, right)
+            out[n, t] += right
+
+
+@njit(cache=True, nogil=True)
+def _chance_on(others, scratch, best, on):
+    """Probability that each latent is on in a neighbouring step, given the weights of its members."""
+    on[:] = 0.0
+    total = 0.0
+    for j in range(others.shape[0]):
+        below = scratch[j] - best
+        if below > -_LOST_NATS:
+            share = np.exp(below)
+            total += share
+            for w in range(others.shape[1]):
+                _add_bits(on, w, others[j, w], share)
+    on /= total
+
+
+@njit(cache=True, nogil=True)
+def _ratio(on, from_off, from_on, value):
+    """By how much a sum over a neighbour's values grows if a latent's value is changed; weights go with the old transitions."""
+    ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
+    return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
+
+
+@parallel_kernel(cost=HEAVY)
+def _flips(
+    words, log_weight, gain, forward, onward, kind, constant, previous, current, both, forbidden, chances, first, member, latent, score
+):
+    _, num_steps, size, num_words = words.shape
+    num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
+    for row in prange(num_rows):
+        n, t = (first + row) // num_steps, (first + row) % num_steps
+        k = kind[n, t]
+        if k < 0:
+            continue
+        states, following = words[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
+        left, right, scratch = np.zeros(size), np.zeros(size), np.empty(size)
+        on, ratio = np.zeros(num_latents), np.ones(num_latents)
+        kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
+        zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
+        before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
+        num_before = before.shape[0]
+        _near(before, message, previous[k], constant[k], left)
+        if following >= 0:
+            _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
+        for i in range(gain.shape[1]):
+            if log_weight[n, t, i] == -np.inf:
+                continue
+            best = _log_pairs(both[k], forbidden[k], True, left[:num_before], before, states[i], scratch[:num_before])
+            _chance_on(before, scratch[:num_before], best, on)
+            for m in range(num_latents):
+                value = (states[i, m >> 6] >> (m & 63)) & 1
+                ratio[m] = _ratio(on[m], chances[k, m, 0], chances[k, m, 1], value)
+            if following >= 0:
+                best = _log_pairs(both[following], forbidden[following], False, right, words[n, t + 1], states[i], scratch)
+                _chance_on(words[n, t + 1], scratch, best, on)
+                for m in range(num_latents):
+                    value = (states[i, m >> 6] >> (m & 63)) & 1
+                    ratio[m] *= _ratio(on[m], chances[following, m, :, 0], chances[following, m, :, 1], value)
+            for m in range(num_latents):
+                if ratio[m] <= 0.0:
+                    continue
+                log_mass = log_weight[n, t, i] + gain[row, i, m] + np.log(ratio[m])
+                if not log_mass > score[row, num_kept - 1]:
+                    continue
+                state[:] = states[i]
+                state[m >> 6] ^= np.int64(1) << (m & 63)
+                is_new = True
+                for j in range(size):
+                    is_new = is_new and not (log_weight[n, t, j] > -np.inf and _equal(states[j], state))
+                for j in range(num_kept):
+                    is_new = is_new and not (score[row, j] > -np.inf and _equal(kept[j], state))
+                if is_new:
+                    j = num_kept - 1
+                    while j > 0 and score[row, j - 1] < log_mass:
+                        score[row, j], member[row, j], latent[row, j] = score[row, j - 1], member[row, j - 1], latent[row, j - 1]
+                        kept[j] = kept[j - 1]
+                        j -= 1
+                    score[row, j], member[row, j], latent[row, j] = log_mass, i, m
+                    kept[j] = state
+
+
+@njit(cache=True, nogil=True)
+def _step(vector, chances, block):
+    """One step of all chains of a block, in place: ``chances[m, i, j]`` is that of ``j`` at the far end, given ``i`` here."""
+    for i in range(block.shape[0]):
+        chance, bit = chances[block[i]], 1 << i
+        for c in range(vector.shape[0]):
+            if not c & bit:
+                off, on = vector[c], vector[c | bit]
+                vector[c] = off * chance[0, 0] + on * chance[1, 0]
+                vector[c | bit] = off * chance[0, 1] + on * chance[1, 1]
+
+
+@njit(cache=True, nogil=True)
+def _times(vector, unary, out):
+    """The normalised product of a vector and likelihoods; of likelihoods alone, where it vanishes."""
+    best = unary.max()
+    if best == -np.inf:
+        best = 0.0
+    total = 0.0
+    for c in range(vector.shape[0]):
+        out[c] = vector[c] * np.exp(unary[c] - best)
+        total += out[c]
+    if total == 0.0:
+        out[:] = np.exp(unary - best)
+        total = max(out.sum(), 1e-300)
+    out /= total
+
+
+@parallel_kernel(cost=HEAVY)
+def _block_posteriors(unary, kind, block, chances, out):
+    num_data, num_steps, size = unary.shape
+    for n in prange(num_data):
+        vector = np.zeros(size)
+        vector[0] = 1.0
+        last = -1
+        for t in range(num_steps):
+            if kind[n, t] < 0:
+                out[n, t] = 0.0
+                continue
+            last = t
+            _step(vector, chances[kind[n, t]], block[n])
+            _times(vector, unary[n, t], out[n, t])
+            vector[:] = out[n, t]
+        vector[:] = 1.0 / size
+        for t in range(last, -1, -1):
+            if t < last:
+                _times(vector, unary[n, t + 1], vector)
+                _step(vector, chances[kind[n, t + 1]].transpose(0, 2, 1), block[n])
+            total = 0.0
+            for c in range(size):
+                out[n, t, c] *= vector[c]
+                total += out[n, t, c]
+            for c in range(size):
+                out[n, t, c] = np.log(out[n, t, c] / total) if out[n, t, c] > 0.0 and total > 0.0 else -np.inf

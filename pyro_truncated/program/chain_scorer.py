@@ -1,0 +1,200 @@
+"""One site of binary chains in a program: log likelihoods of states of each step, and the transitions between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.distributions.binary_chains import BinaryChains
+from pyro_truncated.ops.binary_chains import Transitions
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.probe import Probe
+from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.program.sites import log_density as sum_log_density
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.budget import rows_per_block
+
+
+class ChainLayout:
+    """A program with one discrete site, of binary chains: every step of a sequence has a set of states.
+
+    Args:
+        layout: the discrete sites of the program.
+        chains: the distribution of the site in a run.
+        dependents: names of the sites whose densities depend on it.
+
+    Attributes:
+        layout: the discrete sites of the program.
+        site: the site of chains.
+        dependents: names of the sites whose densities depend on it.
+        node_layouts: that of the program: the site is one node.
+        groups: the steps of all sequences, whose sets are rows of one population.
+        num_steps: steps of each sequence, ``T``.
+    """
+
+    def __init__(self, layout: Layout, chains: BinaryChains, dependents: set[str]) -> None:
+        self.layout, self.dependents = layout, frozenset(dependents)
+        (self.site,) = layout.sites.values()
+        self.num_steps, num_chains = chains.num_steps, chains.num_chains
+        self.node_layouts = (layout,)
+        self.groups = (_Steps(self.site.name, StateSpace([2] * num_chains), layout.num_data * self.num_steps),)
+
+    @classmethod
+    def of(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
+        """That of a program whose only discrete site has binary chains, in the plates of its data; ``None`` of others."""
+        (name, site), *others = layout.sites.items()
+        fn = trace.nodes[name]["fn"]
+        return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn, dependents)
+
+    def summary(self, num_states: int) -> list[str]:
+        """One line: how many sets there are, and how large they are."""
+        (steps,) = self.groups
+        size = min(num_states, steps.space.size)
+        kind = "all" if size == steps.space.size else f"{size} of"
+        exact = " (exact)" if size == steps.space.size else ""
+        number = f"{self.layout.num_data} sequence{'s' * (self.layout.num_data > 1)} of {self.num_steps} steps"
+        return [f"{self.site.name}: {number}, {kind} {steps.space.readable_size} states of each step{exact}"]
+
+
+class _Steps:
+    """Rows of a population: the steps of all sequences.
+
+    Args:
+        name: name of the site.
+        space: the states of a step.
+        num_data: number of rows.
+    """
+
+    def __init__(self, name: str, space: StateSpace, num_data: int) -> None:
+        self.sites, self.space, self.num_data = [name], space, num_data
+
+
+class ChainScorer(Probe):
+    """Log likelihoods of states of all steps in a run of the model, and the chains' transitions.
+
+    The i-th candidates of all steps make the i-th path, so that one run of the model on ``C`` paths scores all candidates.
+
+    Args:
+        call: the Pyro model and its arguments.
+        product: the site of chains.
+        values: fixed values by site name: other latents, subsamples of plates.
+    """
+
+    def __init__(self, call: Call, product: ChainLayout, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(call, product.layout, values)
+        self.product = product
+        if self.is_vectorized:
+            raise NotImplementedError("binary chains take one draw of the other latents at a time: use num_particles one after the other")
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Which rows of the population this run selects, ``None`` for all in order."""
+        if self.chosen is None:
+            return None
+        steps = torch.arange(self.product.num_steps)
+        return (self.chosen.cpu().unsqueeze(-1) * self.product.num_steps + steps).flatten().to(self.device)
+
+    def transitions(self) -> Transitions:
+        """The transitions in this run, with a row for each sequence; differentiable."""
+        chains: BinaryChains = self.nodes[self.product.site.name]["fn"]
+        if chains.batch_shape.numel() != self.num_data:
+            chains = chains.expand(self.layout.spread(self.sizes))
+        return chains.flattened().transitions()
+
+    @torch.no_grad()
+    def __call__(self, words: Tensor) -> Tensor:
+        """Log likelihoods of candidates, within the memory budget."""
+        num_data, num_steps, num_candidates, _ = words.shape
+        size = rows_per_block(32 * num_data * num_steps * self.product.groups[0].space.num_latents)
+        parts = [self.log_likelihood(part) for part in words.split(size, 2)] if num_candidates else []
+        return torch.cat(parts, 2)
+
+    def log_likelihood(self, words: Tensor) -> Tensor:
+        """Log likelihoods ``(N, T, C)`` in float64 of states ``(N, T, C, W)``, differentiable in whatever the model is.
+
+        Raises:
+            ValueError: if a log density is NaN or ``+inf``; the message names the site.
+            NotImplementedError: for a site that has no density of its own for each step.
+        """
+        site, (num_data, num_steps, num_candidates, _) = self.product.site, words.shape
+        states = self.product.groups[0].space.unpack(words, self.dtypes[site.name]).movedim(2, 0)
+        plates = self.layout.spread(self.sizes)
+        value = states.reshape(num_candidates, *plates, *states.shape[2:])
+        with pyro.validation_enabled(False):
+            nodes = sample_nodes(self.run({**self.values, site.name: value}))
+        total = torch.zeros(num_candidates, num_data, num_steps, dtype=torch.float64, device=words.device)
+        for name in sorted(self.product.dependents & nodes.keys() - {site.name} - self.uncovered):
+            total = total + self._by_step(nodes[name], num_candidates)
+        return total.movedim(0, 2)
+
+    def _by_step(self, node: Any, num_candidates: int) -> Tensor:
+        """The log density of a site, ``(C, N, T)``."""
+        fn, opened, plates = node["fn"], 0, self.layout.spread(self.sizes)
+        while isinstance(fn, torch.distributions.Independent):
+            opened, fn = opened + fn.reinterpreted_batch_ndims, fn.base_dist
+        log_prob = fn.log_prob(node["value"], *node["args"], **node["kwargs"])
+        shape = log_prob.shape[log_prob.dim() - opened :]
+        if not opened or shape[0] != self.product.num_steps:
+            raise NotImplementedError(
+                f"the density of site '{node['name']}' cannot be told apart by the {self.product.num_steps} steps of "
+                f"'{self.product.site.name}': let the steps be the left-most dimension of its event, as in "
+                "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)"
+            )
+        log_prob = log_prob.flatten(log_prob.dim() - opened + 1).sum(-1) if opened > 1 else log_prob
+        if not bool((log_prob.detach() < math.inf).all()):
+            kind = "NaN" if bool(log_prob.isnan().any()) else "+inf"
+            raise ValueError(f"the log density of site '{node['name']}' is {kind} for some states")
+        mask = node["mask"]
+        mask = mask.unsqueeze(-1) if isinstance(mask, Tensor) else mask
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, mask).double()
+        log_prob = log_prob.expand(num_candidates, *plates, self.product.num_steps)
+        return log_prob.reshape(num_candidates, self.num_data, self.product.num_steps)
+
+    @torch.no_grad()
+    def refuse_coupled_steps(self) -> None:
+        """Checks that the likelihood of a step depends on the state of this step alone, on two paths and their mixtures.
+
+        Raises:
+            NotImplementedError: naming the sites.
+        """
+        generator = torch.Generator().manual_seed(0)
+        space, num_steps = self.product.groups[0].space, self.product.num_steps
+        words = space.random((self.num_data, num_steps, 2), 0.5, generator).to(self.device)
+        is_odd = (torch.arange(num_steps, device=self.device) % 2 == 1).view(1, -1, 1)
+        mixed = torch.where(is_odd, words[:, :, 1], words[:, :, 0])
+        scores = self.log_likelihood(torch.cat([words, mixed.unsqueeze(2)], 2))
+        expected = torch.where(is_odd.squeeze(-1), scores[..., 1], scores[..., 0])
+        dtype = torch.float32 if torch.float32 in self.dtypes.values() else torch.float64
+        if not torch.allclose(scores[..., 2], expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 1e-9):
+            names = sorted(self.product.dependents - {self.product.site.name})
+            raise NotImplementedError(
+                f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Put what depends on the "
+                "step before into the states, or use AutoTruncated(..., whole_states=True)"
+            )
+
+    def is_inside(self, node: Any) -> bool:
+        """Whether a site's density depends on the chains, or is theirs."""
+        return node["name"] in self.product.dependents or node["name"] == self.product.site.name
+
+    def outside(self, *, with_parameters: bool = True) -> Tensor:
+        """Scaled log density of what is observed and does not depend on the chains: a part of the objective.
+
+        Args:
+            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
+        """
+        nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
+        return sum_log_density((n for n in nodes if not self.is_inside(n) and (n["is_observed"] or is_delta(n))), self.device)
+
+
+def places_of_states(words: Tensor) -> Tensor:
+    """Which places ``(N, T, S)`` of sets hold a state that no earlier place holds."""
+    return ~ops.repeated(words.flatten(0, 1)).view(words.shape[:3])

@@ -1,0 +1,372 @@
+"""The truncated posterior of binary chains: a set of joint states at every step, and exact sums over the paths through them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.ops import binary_chains as chains
+from pyro_truncated.ops.binary_chains import Messages, Transitions
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.sequences.block_search import BlockSearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.counts import check_count
+
+# Flips of the best members of a step are proposed.
+_NUM_PARENTS = 8
+# Sweeps go on while they raise the bound by more than this, in nats per sequence.
+_MIN_GAIN_NATS = 1e-3
+
+
+class ChainPosterior:
+    r"""The exact posterior of binary chains, restricted to a set of states at every step.
+
+    With sets :math:`K_t` of ``S`` joint states it is the posterior on :math:`K_1 \times \dots \times K_T`, and its free energy
+
+    .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_T \in K_T} \prod_t p(s_t \mid s_{t-1})\, p(y_t \mid s_t)
+
+    a lower bound of the log evidence, which no change of the sets lowers. It starts from a greedy pursuit at each step and a pass
+    that connects the steps. Where all states of a step fit, it is exact.
+
+    Example:
+        >>> y, weight = torch.randn(1, 20, 3), torch.randn(3, 5)
+        >>> switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).expand(5, 2, 2)
+        >>> prior = BinaryChains(torch.full((5,), 0.3), switch, num_steps=20)
+        >>> posterior = ChainPosterior(LinearGaussianSteps(y, weight, torch.tensor(0.5)), prior.transitions(), num_states=8)
+        >>> posterior.improve_().marginals().shape
+        torch.Size([1, 20, 5])
+
+    Args:
+        log_likelihood: maps packed states ``(N, T, C, W)`` to their log likelihoods ``(N, T, C)``, for any ``C``. It may have
+            ``flip_gains`` and ``block_scores`` as :class:`LinearGaussianSteps` has, which are cheaper than to score the states.
+        transitions: of the chains, see :class:`~pyro_truncated.ops.binary_chains.Transitions`.
+        num_states: states of each step, ``S``.
+        words: sets ``(N, T, S, W)`` to begin with; a state that a step repeats counts once.
+
+    Attributes:
+        space: the states of a step.
+        words: the sets, ``(N, T, S, W)``.
+        unary: their log likelihoods, ``(N, T, S)``; minus infinity of places that no state has.
+        temperature: divides the log likelihoods while the sets are searched; one by default.
+    """
+
+    @names_arguments
+    def __init__(
+        self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions, num_states: int = 32, *, words: Tensor | None = None
+    ) -> None:
+        self.log_likelihood, self.transitions = log_likelihood, transitions
+        self.space = StateSpace([2] * transitions.log_prob.shape[1])
+        self.num_states = min(check_count("num_states", num_states), self.space.size)
+        self.temperature = 1.0
+        self._messages: Messages | None = None
+        if self.is_complete:
+            words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
+            self._set(words, self._scored(words))
+        elif words is None:
+            self._start()
+        else:
+            is_repeated = ops.repeated(words.flatten(0, 1)).view(words.shape[:3])
+            self._set(words, self._scored(words).masked_fill(is_repeated, -math.inf))
+        blocked = int((self.free_energy() == -math.inf).sum())
+        if blocked:
+            warnings.warn(
+                f"no path of positive probability crosses the sets of {blocked} of {len(self.words)} sequences: their bound is -inf. "
+                "Transitions of probability zero exclude it, or the data contradict them; larger sets or positive transitions help.",
+                stacklevel=2,
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every set holds all states, so that the posterior is exact."""
+        return self.num_states >= self.space.size
+
+    @property
+    def messages(self) -> Messages:
+        """Messages along the sequences at the present temperature."""
+        if self._messages is None:
+            self._messages = chains.messages(self.words, self._tempered(self.unary), self.transitions)
+        return self._messages
+
+    def free_energy(self) -> Tensor:
+        """The bound of every sequence, ``(N,)``, at temperature one."""
+        if self.temperature == 1.0:
+            return self.messages.free_energy()
+        return chains.forward_messages(self.words, self.unary, self.transitions)[1].sum(1)
+
+    def rescored_(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions) -> Self:
+        """The same sets under other parameters."""
+        self.log_likelihood, self.transitions = log_likelihood, transitions
+        scores = self._scored(self.words)
+        # A place without a state holds a copy of another one.
+        is_state = torch.ones_like(self.unary, dtype=torch.bool) if self.is_complete else self.unary > -math.inf
+        self._set(self.words, scores.masked_fill(~is_state, -math.inf))
+        return self
+
+    def at_temperature_(self, temperature: float) -> Self:
+        """Sets the temperature of the log likelihoods in the search."""
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be a positive number; got {temperature}")
+        self.temperature, self._messages = float(temperature), None
+        return self
+
+    def improve_(self, steps: int = 20, *, first_forward: bool = True) -> Self:
+        """Sweeps over flips of the members, forward and backward in turn, while the bound rises; at most so many steps."""
+        bound = -math.inf
+        for step in range(0 if self.is_complete else steps):
+            self.sweep_(*self._flips(self.num_states), forward=(step % 2 == 0) == first_forward)
+            now = float(self.messages.free_energy().sum())
+            if step % 2 and not now > bound + _MIN_GAIN_NATS * len(self.words):
+                break
+            bound = now if step % 2 else bound
+        return self
+
+    def sweep_(self, words: Tensor, unary: Tensor, *, forward: bool) -> Self:
+        """Keeps the best states of each step among members and candidates, one step after the other; the bound never falls.
+
+        Args:
+            words: candidates ``(N, T, C, W)``; they may repeat each other and members.
+            unary: their log likelihoods ``(N, T, C)``.
+            forward: whether to go forward.
+        """
+        sums = self.messages
+        joined, scores = torch.cat([self.words, words], 2), torch.cat([self.unary, unary], 2)
+        ahead = sums.backward if forward else sums.forward
+        self._set(*self._selected(joined, scores, ahead, forward))
+        return self
+
+    def look_ahead_(self, words: Tensor, unary: Tensor, *, forward: bool) -> Tensor:
+        """The same with messages over all candidates from where the pass goes; sequences whose bound would fall keep their sets.
+
+        Returns:
+            By how much the bound has risen at the present temperature, ``(N,)``.
+        """
+        bound = self.messages.free_energy()
+        joined, scores = torch.cat([self.words, words], 2), torch.cat([self.unary, unary], 2)
+        scores = scores.masked_fill(ops.repeated(joined.flatten(0, 1)).view(scores.shape), -math.inf)
+        if forward:
+            ahead = chains.backward_messages(joined, self._tempered(scores), self.transitions)
+        else:
+            ahead = chains.forward_messages(joined, self._tempered(scores), self.transitions)[0]
+        before = self.words, self.unary
+        self._set(*self._selected(joined, scores, ahead, forward))
+        gain = self.messages.free_energy() - bound
+        is_better = (gain > 0).view(-1, 1, 1)
+        if not bool(is_better.all()):
+            self._set(torch.where(is_better.unsqueeze(-1), self.words, before[0]), torch.where(is_better, self.unary, before[1]))
+        return gain.clamp(min=0.0).nan_to_num()
+
+    def search_(self, search: Search | BlockSearch, steps: int = 1) -> Self:
+        """Improves the sets by a search.
+
+        Of a :class:`.Search` the states of a step are a data point, and the score of a state is what it adds to the sum over all paths.
+        """
+        for step in range(0 if self.is_complete else steps):
+            forward = step % 2 == 0
+            if isinstance(search, BlockSearch):
+                self.look_ahead_(*search.propose(self), forward=forward)
+            else:
+                words = self._proposed(search)
+                scores = self._scored(words)
+                self.sweep_(words, scores, forward=forward).sweep_(words, scores, forward=not forward)
+        return self
+
+    def anneal_(self, temperature: float, search: BlockSearch | None = None, *, stages: int = 10, steps: int = 4) -> Self:
+        """Searches blocks and flips while the temperature falls geometrically to one.
+
+        Args:
+            temperature: the first one. Of Gaussian noise it is the ratio of variances.
+            search: proposes blocks; default: :class:`BlockSearch`.
+            stages: number of temperatures.
+            steps: blocks that are tried at each.
+        """
+        search = BlockSearch() if search is None else search
+        for stage in range(stages if not self.is_complete else 0):
+            self.at_temperature_(temperature ** (1 - stage / max(1, stages - 1)))
+            for step in range(steps):
+                self.look_ahead_(*search.propose(self), forward=step % 2 == 0)
+                self.improve_(2)
+        return self.at_temperature_(1.0)
+
+    def population(self) -> Population:
+        r"""The sets as populations of ``N * T`` data points, steps of a sequence in order.
+
+        Log joints are :math:`\log q_t + c_t`: weights are posterior probabilities, and free energies sum to that of the sequence. Steps
+        beyond the end of a sequence have one state of log joint zero.
+        """
+        sums = self.messages
+        log_joint = (sums.log_weights() + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
+        return Population(self.space, self.words.flatten(0, 1), log_joint)
+
+    def marginals(self) -> Tensor:
+        """Posterior probability that each chain is on, ``(N, T, M)``; zero beyond the end of a sequence."""
+        marginals = self.population().marginals().unflatten(0, self.words.shape[:2])
+        return marginals * (self.transitions.kind >= 0).unsqueeze(-1)
+
+    def expected_transitions(self) -> Tensor:
+        """Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)``."""
+        return chains.expected_transitions(self.words, self._tempered(self.unary), self.transitions, self.messages)
+
+    def best_words(self) -> Tensor:
+        """The best path of each sequence, ``(N, T, W)``."""
+        place, _ = chains.best_path(self.words, self._tempered(self.unary), self.transitions)
+        return self._at(place.unsqueeze(-1)).squeeze(2)
+
+    def mode(self) -> Tensor:
+        """The best path of each sequence through its sets, ``(N, T, M)``."""
+        return self._values(self.best_words())
+
+    def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent paths from the posterior, ``(num_samples, N, T, M)``."""
+        check_count("num_samples", num_samples)
+        shape = (num_samples, *self.words.shape[:2])
+        device = self.words.device if generator is None else generator.device
+        uniform = torch.rand(shape, dtype=torch.float64, generator=generator, device=device).to(self.words.device)
+        places = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)
+        return self._values(self._at(places.movedim(0, -1)).movedim(2, 0))
+
+    def draw_with_log_prob(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        r"""One path of each sequence from the posterior, ``(N, T, M)``, and its log probability :math:`\log q`, ``(N,)``."""
+        uniform = torch.rand((1, *self.words.shape[:2]), dtype=torch.float64, generator=generator, device=self.words.device)
+        place = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)[0].unsqueeze(-1)
+        words = self._at(place)
+        log_joint = chains.free_energy(words, self._tempered(self.unary.gather(2, place)), self.transitions)
+        return self._values(words.squeeze(2)), log_joint - self.messages.free_energy()
+
+    def effective_states(self) -> Tensor:
+        """Exponential of the entropy of each step's posterior, ``(N, T)``."""
+        return self.population().effective_states().unflatten(0, self.words.shape[:2])
+
+    def best_additions(self) -> Tensor:
+        """How many nats the best single flip would add to the bound, ``(N, T)``."""
+        masses = self._best_flips(1, self.num_states).log_mass.view(*self.words.shape[:2])
+        return torch.log1p(masses.exp())
+
+    def certificate(self) -> Tensor:
+        r"""A lower bound of the log evidence that counts paths outside of the sets, ``(N,)``.
+
+        Paths with exactly one step outside are disjoint, so
+        :math:`\log p(y) \ge \log(e^{\mathcal F} + \sum_t \sum_{s \notin K_t} e^{\mathrm{score}_t(s)})`, with the flips of all members.
+        It is tight where the gap is small, and sees no other mode.
+        """
+        size = self.num_states * self.space.num_latents
+        masses = self._best_flips(size, self.num_states).log_mass.view(len(self.words), -1)
+        return self.free_energy() + torch.log1p(masses.exp().sum(1))
+
+    def _start(self) -> None:
+        """Greedy words of each step, their best neighbours and the words of the steps beside it, connected by a pass in each direction."""
+        kind = self.transitions.kind
+        chances = self.transitions.log_prob.double().exp()
+        switch = chances[..., 0, 1] / (chances[..., 0, 1] + chances[..., 1, 0]).clamp(min=1e-300)
+        logits = switch.clamp(1e-6, 1 - 1e-6).logit()[kind.clamp(min=0)]
+        words, gain = self._pursuit(logits)
+        nearest = gain.topk(min(self.num_states, gain.shape[-1]), dim=-1).indices
+        shape = (*nearest.shape, words.shape[-1])
+        flipped = chains.Flips(torch.zeros_like(nearest), nearest, nearest).words(words.unsqueeze(2))
+        beside = [words.roll(shift, 1) for shift in (1, -1)]
+        candidates = torch.cat([words.unsqueeze(2), flipped.view(shape), *(other.unsqueeze(2) for other in beside)], 2)
+        scores = self._scored(candidates)
+        scores = scores.masked_fill(ops.repeated(candidates.flatten(0, 1)).view(scores.shape), -math.inf)
+        ahead = chains.backward_messages(candidates, scores, self.transitions)
+        self._set(*self._selected(candidates, scores, ahead, True))
+        self.sweep_(candidates, scores, forward=False)
+
+    def _pursuit(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The words ``(N, T, W)`` of a greedy ascent from zero at each step, and what flips would change there, ``(N, T, M)``."""
+        words = torch.zeros(*logits.shape[:2], 1, self.space.num_words, dtype=torch.int64, device=logits.device)
+        for _ in range(2 * self.space.num_latents):
+            values = self._values(words.squeeze(2))
+            gain = self._gains(words).squeeze(2) + (1 - 2 * values) * logits
+            best = gain.max(-1, keepdim=True)
+            is_better = best.values > 0
+            if not bool(is_better.any()):
+                break
+            flipped = chains.Flips(torch.zeros_like(best.indices), best.indices, best.values).words(words)
+            words = torch.where(is_better.unsqueeze(-1), flipped, words)
+        return words.squeeze(2), gain
+
+    def _gains(self, words: Tensor) -> Tensor:
+        """How much the log likelihood changes with each flip, ``(N, T, S, M)``."""
+        own = getattr(self.log_likelihood, "flip_gains", None)
+        if own is not None:
+            rows = slice(0, words.shape[0] * words.shape[1])
+            gains: Tensor = own(words.flatten(0, 1), rows)
+            return gains.unflatten(0, words.shape[:2])
+        latent = torch.arange(self.space.num_latents, device=words.device)
+        scores = self._scored(words)
+        parts = []
+        for i in range(words.shape[2]):
+            member = torch.full((*words.shape[:2], len(latent)), i, device=words.device)
+            flipped = chains.Flips(member, latent.expand_as(member), member).words(words)
+            parts.append(self._scored(flipped) - scores[:, :, i : i + 1])
+        return torch.stack(parts, 2).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+    def _best_flips(self, size: int, num_parents: int) -> chains.Flips:
+        """The best candidates ``(N, T, size)`` that differ from one of the first members in one chain."""
+        parents = self.words[:, :, :num_parents]
+        num_rows = parents.shape[0] * parents.shape[1]
+        own = getattr(self.log_likelihood, "flip_gains", None)
+        whole = None if own is not None else self._gains(parents).flatten(0, 1)
+        block = rows_per_block(48 * parents.shape[2] * self.space.num_latents)
+        found = []
+        for first in range(0, num_rows, block):
+            rows = slice(first, min(first + block, num_rows))
+            gain = own(parents.flatten(0, 1)[rows], rows) if whole is None else whole[rows]
+            unary = self._tempered(self.unary)
+            found.append(chains.best_flips(self.words, unary, self.transitions, self.messages, self._tempered(gain), rows, size))
+        return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*found, strict=True)))
+
+    def _flips(self, size: int) -> tuple[Tensor, Tensor]:
+        flips = self._best_flips(size, min(_NUM_PARENTS, self.num_states))
+        words = flips.words(self.words)
+        return words, self._scored(words).masked_fill(flips.log_mass == -math.inf, -math.inf)
+
+    def _proposed(self, search: Search) -> Tensor:
+        """The best candidates of a search, ``(N, T, C, W)``."""
+        sums, unary, (num_data, num_steps) = self.messages, self._tempered(self.unary), self.words.shape[:2]
+
+        def score(words: Tensor) -> Tensor:
+            states = words.unflatten(0, (num_data, num_steps))
+            likelihood = self._tempered(self._scored(states))
+            masses = chains.masses(self.words, unary, self.transitions, sums, states, likelihood)
+            return (masses + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
+
+        population = self.population()
+        found = search.propose(SearchBatch(population, score))
+        best = found.log_joint.topk(min(2 * self.num_states, found.num_states), dim=1).indices
+        return found.take(best).unflatten(0, (num_data, num_steps))
+
+    def _selected(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
+        chosen, _, _ = chains.select(words, self._tempered(unary), self.transitions, self.num_states, ahead, forward=forward)
+        at = chosen.clamp(min=0)
+        # A place without a state holds a copy of the best one.
+        at = torch.where(chosen < 0, at[..., :1], at)
+        return words.gather(2, at.unsqueeze(-1).expand(*at.shape, words.shape[-1])), unary.gather(2, at).masked_fill(chosen < 0, -math.inf)
+
+    def _scored(self, words: Tensor) -> Tensor:
+        scores = self.log_likelihood(words).double()
+        if scores.shape != words.shape[:3]:
+            raise ValueError(f"log_likelihood must return a number for each state, {tuple(words.shape[:3])}; got {tuple(scores.shape)}")
+        return scores
+
+    def _tempered(self, scores: Tensor) -> Tensor:
+        return scores if self.temperature == 1.0 else scores / self.temperature
+
+    def _set(self, words: Tensor, unary: Tensor) -> None:
+        self.words, self.unary, self._messages = words, unary, None
+
+    def _at(self, places: Tensor) -> Tensor:
+        """Members ``(N, T, R, W)`` at places ``(N, T, R)``."""
+        return self.words.gather(2, places.unsqueeze(-1).expand(*places.shape, self.words.shape[-1]))
+
+    def _values(self, words: Tensor) -> Tensor:
+        """Values of chains as floating point numbers, zero beyond the end of a sequence."""
+        return self.space.unpack(words, torch.float64) * (self.transitions.kind >= 0).unsqueeze(-1)

@@ -1,0 +1,162 @@
+"""A guide on a site of binary chains, against sums over all paths of the program."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.distributions import BinaryChains, LinearSuperposition
+
+DOUBLE = torch.float64
+SWITCH = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=DOUBLE)
+
+
+def program(form: str = "normal", num_chains: int = 2):
+    """A program of sequences ``(N, T, 3)``."""
+    first = torch.arange(3.0 * num_chains, dtype=DOUBLE).view(num_chains, 3).cos()
+
+    def model(y: Tensor, batch_size: int | None = None) -> None:
+        weight = pyro.param("weight", lambda: first.clone())
+        switch = pyro.param("switch", lambda: SWITCH.repeat(num_chains, 1, 1), constraint=dist.constraints.simplex)
+        initial = torch.full((num_chains,), 0.4, dtype=DOUBLE)
+        with pyro.plate("sequences", len(y), subsample_size=batch_size) as index:
+            rows = y[index]
+            s = pyro.sample("s", BinaryChains(initial, switch, num_steps=y.shape[1]))
+            scale = torch.tensor(0.7, dtype=DOUBLE)
+            if form == "normal":
+                pyro.sample("y", dist.Normal(s @ weight, scale).to_event(2), obs=rows)
+            elif form == "vector":
+                pyro.sample("y", dist.Normal(s @ weight, scale).to_event(1).to_event(1), obs=rows)
+            elif form == "superposition":
+                pyro.sample("y", LinearSuperposition(s, weight.mT, scale).to_event(1), obs=rows)
+            elif form == "masked":
+                pyro.sample("y", dist.Normal(s @ weight, scale).mask(rows > -0.5).to_event(2), obs=rows)
+            elif form == "coupled":
+                pyro.sample("y", dist.Normal((s + s.roll(1, -2)) @ weight, scale).to_event(2), obs=rows)
+
+    return model
+
+
+def evidence(model, y: Tensor, num_chains: int = 2) -> Tensor:
+    """Log evidence of each sequence: the program's log joint, one path after the other."""
+    num_steps, totals = y.shape[1], []
+    for bits in itertools.product((0.0, 1.0), repeat=num_steps * num_chains):
+        path = torch.tensor(bits, dtype=DOUBLE).view(num_steps, num_chains).expand(len(y), -1, -1)
+        trace = poutine.trace(poutine.condition(model, {"s": path})).get_trace(y)
+        trace.compute_log_prob()
+        totals.append(trace.nodes["s"]["log_prob"] + trace.nodes["y"]["log_prob"])
+    return torch.stack(totals).logsumexp(0)
+
+
+@pytest.mark.parametrize("form", ["normal", "vector", "superposition", "masked"])
+def test_full_sets_are_exact(form: str) -> None:
+    model, y = program(form), torch.randn(2, 4, 3, dtype=DOUBLE)
+    guide = AutoTruncated(model, num_states=4)
+    elbo = Truncated_ELBO()
+    assert elbo.loss_and_grads(model, guide, y) == pytest.approx(-float(evidence(model, y).sum().detach()), rel=1e-10)
+    parameters = dict(pyro.get_param_store().named_parameters())
+    actual = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    (-evidence(model, y).sum()).backward()
+    assert actual.keys() == {"weight", "switch"}
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
+
+
+def test_sets_rise_and_train() -> None:
+    torch.manual_seed(0)
+    model, prior = program("normal", 5), BinaryChains(torch.full((5,), 0.4, dtype=DOUBLE), SWITCH.repeat(5, 1, 1), 20)
+    states = prior.expand([3]).sample()
+    y = states @ torch.arange(15.0, dtype=DOUBLE).view(5, 3).cos() + 0.3 * torch.randn(3, 20, 3, dtype=DOUBLE)
+    guide = AutoTruncated(model, num_states=16)
+    exact = AutoTruncated(model, num_states=32)
+    elbo = Truncated_ELBO()
+    bound, best = elbo.loss_and_grads(model, guide, y), elbo.loss_and_grads(model, exact, y)
+    assert bound >= best - 1e-9
+    for _ in range(3):
+        before, bound = bound, elbo.loss_and_grads(model, guide, y)
+        assert bound <= before + 1e-9
+    assert bound - best < 1.0
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Truncated_ELBO(EvolutionarySearch(4, 3)))
+    losses = [svi.step(y) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert guide.marginals()["s"].shape == (3, 20, 5)
+    assert guide.mode()["s"].shape == (3, 20, 5)
+    assert guide.sample_posterior(6)["s"].shape == (6, 3, 20, 5)
+    assert "3 sequences of 20 steps, 16 of 32 states of each step" in repr(guide)
+    drawn = guide.sample_posterior(3000)["s"].mean(0)
+    # Five standard deviations of 3000 draws.
+    assert bool(((drawn - guide.marginals()["s"]).abs() < 2.5 / math.sqrt(3000)).all())
+    new = guide.infer(y[:1] + 0.1)
+    assert new.marginals()["s"].shape == (1, 20, 5)
+
+
+def test_stock_elbos_have_no_noise() -> None:
+    model, y = program(), torch.randn(2, 6, 3, dtype=DOUBLE)
+    guide = AutoTruncated(model, num_states=3)
+    loss = Truncated_ELBO().loss_and_grads(model, guide, y)
+    stock = [Trace_ELBO().loss(model, guide, y) for _ in range(10)]
+    assert stock == pytest.approx([loss] * 10, rel=1e-9)
+
+
+def test_minibatches_of_sequences_are_unbiased() -> None:
+    model, y = program(), torch.randn(3, 4, 3, dtype=DOUBLE)
+    guide, elbo = AutoTruncated(model, num_states=4), Truncated_ELBO()
+    parts = [elbo.loss(model, AutoTruncated(model, num_states=4), y[n : n + 1]) for n in range(3)]
+    whole = elbo.loss(model, guide, y)
+    assert sum(parts) == pytest.approx(whole, rel=1e-9)
+    losses = [elbo.loss(model, guide, y, 1) for _ in range(30)]
+    assert {round(loss, 6) for loss in losses} <= {round(3 * part, 6) for part in parts}
+
+
+def test_beside_another_guide() -> None:
+    y = torch.randn(2, 5, 3, dtype=DOUBLE)
+
+    def model(y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(torch.tensor(3.0, dtype=DOUBLE), 1.0))
+        chains = BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), 5)
+        with pyro.plate("sequences", 2):
+            s = pyro.sample("s", chains)
+            pyro.sample("y", dist.Normal(s.sum(-1, keepdim=True).expand(*s.shape[:-1], 3), scale).to_event(2), obs=y)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, hide=["s"])))
+    guide.append(AutoTruncated(model, num_states=4))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Truncated_ELBO())
+    losses = [svi.step(y) for _ in range(60)]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_likelihoods_of_other_steps_are_refused() -> None:
+    model, y = program("coupled"), torch.randn(2, 6, 3, dtype=DOUBLE)
+    with pytest.raises(NotImplementedError, match=r"\['y'\] at a step depend on other steps of 's'"):
+        AutoTruncated(model, num_states=4)(y)
+
+    def summed(y: Tensor) -> None:
+        with pyro.plate("sequences", 2):
+            s = pyro.sample("s", BinaryChains(torch.full((2,), 0.4), torch.full((2, 2, 2), 0.5), 6))
+            pyro.sample("y", dist.Normal(s.sum((-1, -2)), 1.0), obs=y)
+
+    with pytest.raises(NotImplementedError, match="left-most dimension of its event"):
+        AutoTruncated(summed, num_states=3)(torch.randn(2))
+    assert AutoTruncated(summed, num_states=3, whole_states=True)(torch.randn(2))["s"].shape == (2, 6, 2)
+
+
+def test_states_are_saved_and_loaded() -> None:
+    model, y = program("normal", 4), torch.randn(2, 6, 3, dtype=DOUBLE)
+    guide = AutoTruncated(model, num_states=6)
+    Truncated_ELBO().loss_and_grads(model, guide, y)
+    other = AutoTruncated(model, num_states=6)
+    other.load_state_dict(guide.state_dict())
+    assert Truncated_ELBO().loss(model, other, y) == pytest.approx(Truncated_ELBO().loss(model, guide, y), rel=1e-12)

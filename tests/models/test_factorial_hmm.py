@@ -1,0 +1,140 @@
+"""The factorial hidden Markov model: bounds that rise, exact EM at full sets, missing steps, lengths, recovery."""
+
+from __future__ import annotations
+
+import math
+
+import pyro.poutine as poutine
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated.distributions import BinaryChains
+from pyro_truncated.models import FactorialHMM
+from pyro_truncated.models.difference_start import difference_dictionary
+
+DOUBLE = torch.float64
+
+
+def draw(num_latents: int, num_observed: int, num_steps: int, num_data: int = 1, noise: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Sequences and the columns behind them; a cause stays on for twenty steps."""
+    table = torch.tensor([[0.9786, 0.0214], [0.05, 0.95]], dtype=DOUBLE).expand(num_latents, 2, 2)
+    states = BinaryChains(torch.full((num_latents,), 0.3, dtype=DOUBLE), table, num_steps).expand([num_data]).sample()
+    weight = torch.randn(num_observed, num_latents, dtype=DOUBLE)
+    return states @ weight.mT + noise * torch.randn(num_data, num_steps, num_observed, dtype=DOUBLE), weight
+
+
+def recovered(weight: Tensor, true: Tensor) -> int:
+    distances = torch.stack([(sign * weight.unsqueeze(2) - true.unsqueeze(1)).norm(dim=0) for sign in (1, -1)]).amin(0)
+    return int(((distances / true.norm(dim=0)).amin(0) < 0.3).sum())
+
+
+@pytest.mark.parametrize("num_states", [4, 8])
+def test_em_never_lowers_the_bound(num_states: int) -> None:
+    """Sets of four of eight states, and all of them; with missing entries, steps and ends."""
+    y, _ = draw(3, 4, 60, 2)
+    y[0, 10:13] = math.nan
+    y[1, 50:] = math.nan
+    y[torch.rand(y.shape) < 0.1] = math.nan
+    model = FactorialHMM(4, 3, dtype=DOUBLE).initialize(y)
+    bounds, posterior = [], model.posterior(y, num_states)
+    for _ in range(15):
+        fresh = model.posterior(y, num_states, steps=0)
+        posterior.rescored_(fresh.log_likelihood, fresh.transitions).improve_(2)
+        bounds.append(float(posterior.free_energy().sum()))
+        model.maximize(model.sufficient_statistics(posterior, y))
+    rises = torch.tensor(bounds).diff()
+    # The M-step adds a thousandth of a transition to each kind.
+    assert float(rises.min()) > -0.01
+    assert bounds[-1] > bounds[0] + 10
+
+
+def test_the_bound_at_full_sets_is_that_of_the_program() -> None:
+    """Against the log joint of the Pyro program summed over all paths."""
+    y, _ = draw(2, 3, 4, 2)
+    y[1, 3] = math.nan
+    y[0, 1, 0] = math.nan
+    model = FactorialHMM(3, 2, dtype=DOUBLE).initialize(y)
+    bits = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=DOUBLE)] * 8).view(-1, 4, 2)
+    totals = []
+    for path in bits:
+        value = path.expand(2, 4, 2) * (~y.isnan().all(-1)).unsqueeze(-1)
+        trace = poutine.trace(poutine.condition(model, {"s": value})).get_trace(y)
+        trace.compute_log_prob()
+        totals.append(trace.nodes["s"]["log_prob"] + trace.nodes["y"]["log_prob"])
+    log_joint = torch.stack(totals)
+    is_short = (bits[:, 3] != 0).any(-1)
+    expected = torch.stack([log_joint[:, 0].logsumexp(0), log_joint[~is_short, 1].logsumexp(0)])
+    torch.testing.assert_close(model.posterior(y).free_energy(), expected.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_the_bound_vanish_where_em_rests() -> None:
+    """At a fixed point of the M-step, the gradient of log p(y) by the columns is zero."""
+    y, _ = draw(2, 3, 50)
+    model = FactorialHMM(3, 2, dtype=DOUBLE).initialize(y)
+    for _ in range(300):
+        model.maximize(model.sufficient_statistics(model.posterior(y), y))
+    weight = model.weight.detach().clone()
+    best = float(model.posterior(y).free_energy())
+    for _ in range(5):
+        model.weight = weight + 1e-3 * torch.randn_like(weight)
+        assert float(model.posterior(y).free_energy()) < best
+
+
+def test_fit_finds_the_causes() -> None:
+    y, weight = draw(4, 8, 400, 2, 0.5)
+    y[1, 300:] = math.nan
+    model = FactorialHMM(8, 4)
+    posterior = model.fit(y, generator=torch.Generator().manual_seed(0))
+    assert recovered(model.weight.detach().double(), weight) == 4
+    assert float(model.scale.detach()) == pytest.approx(0.5, rel=0.1)
+    # A cause is on at most half of the time.
+    assert bool((model.transition[:, 0, 1] <= model.transition[:, 1, 0]).all())
+    assert float(model.transition[:, 1, 1].detach().mean()) == pytest.approx(0.95, abs=0.04)
+    y[0, 100:105] = math.nan
+    posterior = model.posterior(y)
+    marginals = model.marginals(posterior, y)
+    assert marginals.shape == (2, 400, 4)
+    assert bool((marginals[1, 300:] == 0).all())
+    assert bool((marginals[0, 100:105] > 0).all())
+    assert model.reconstruct(posterior, y).shape == y.shape
+    assert bool(model.reconstruct(posterior, y).isfinite().all())
+
+
+def test_differences_are_a_sparse_ternary_code() -> None:
+    """Causes that change one at a time, with little noise, are found from differences alone."""
+    y, weight = draw(5, 10, 800, 1, 0.2)
+    y[torch.rand(y.shape) < 0.05] = math.nan
+    found, deviation = difference_dictionary(y, 5, torch.Generator().manual_seed(0))
+    assert recovered(found, weight) == 5
+    assert 0.1 < float(deviation) < 0.4
+
+
+def test_it_generates() -> None:
+    model = FactorialHMM(3, 2)
+    assert model(num_steps=7).shape == (1, 7, 3)
+
+
+def test_arguments_are_checked() -> None:
+    model = FactorialHMM(3, 2)
+    with pytest.raises(ValueError, match="y must have shape"):
+        model.fit(torch.randn(10, 3))
+    with pytest.raises(ValueError, match="infinity"):
+        model.fit(torch.full((1, 4, 3), math.inf))
+    with pytest.raises(ValueError, match="num_latents"):
+        FactorialHMM(3, 0)
+    with pytest.raises(ValueError, match="max_restarts"):
+        model.fit(torch.randn(1, 10, 3), max_restarts=0)
+
+
+@pytest.mark.slow
+def test_eight_causes_are_found() -> None:
+    """At most one of ten runs of one restart misses more than one of eight causes."""
+    complete = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        y, weight = draw(8, 12, 1000, 1, 0.7)
+        model = FactorialHMM(12, 8, dtype=DOUBLE)
+        model.fit(y, 8, max_restarts=2, generator=torch.Generator().manual_seed(seed))
+        complete += recovered(model.weight.detach(), weight) >= 7
+    assert complete >= 9
