@@ -129,7 +129,7 @@ class ProductPosterior:
         dims = sorted(frame.dim for frame in site.frames if frame.vectorized)
         order = [start + dims.index(dim) for dim in layout.dims] + [start + dims.index(dim) for dim in dims if dim not in layout.dims]
         rest = range(start + len(dims), table.dim())
-        table = table.permute(*range(start), *order, *rest)
+        table = table.permute((*range(start), *order, *rest))
         return table.reshape(*table.shape[:start], self.batch.scorer.num_data, *table.shape[start + len(layout.dims) :])
 
     def _as_model(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,4 +180,4 @@ def _in_order(table: Tensor, outer: Sequence[int], inner: Sequence[int], start: 
     dims = [*outer, *inner]
     order = sorted(range(len(dims)), key=dims.__getitem__)
     rest = range(start + len(dims), table.dim())
-    return table.permute(*range(start), *(start + place for place in order), *rest)
+    return table.permute((*range(start), *(start + place for place in order), *rest))
