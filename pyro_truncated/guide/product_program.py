@@ -44,6 +44,7 @@ class ProductProgramRun(ProgramRun):
             drawn = product.tree.collect(tables, scorer.weights(sets)).draw(count)
             dtype = tables[0][1].dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
+        states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):
             for node, words in zip(group.nodes, scorer.nodes_of(sets[number], number), strict=True):
                 own, sizes = product.node_layouts[node], scorer.sizes_of(node)
@@ -51,11 +52,13 @@ class ProductProgramRun(ProgramRun):
                 levels = own.space.unpack(pick(words, position))
                 shape = _left_of(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
-                decoded = own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
+                states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
                 self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
-                for name, site in own.sites.items():
-                    if name not in scorer.observed:
-                        result[name] = self._sample_delta(site, decoded[name], plates, scorer, dtype)
+        hidden = scorer.hidden_log_probs(states)
+        for own in product.node_layouts:
+            for name, site in own.sites.items():
+                if name not in scorer.observed:
+                    result[name] = self._sample_delta(site, states[name], plates, scorer, hidden.get(name, torch.zeros((), dtype=dtype)))
         return result
 
     @staticmethod
@@ -73,16 +76,17 @@ class ProductProgramRun(ProgramRun):
             position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
             pyro.sample("_".join([*own.sites, "index"]), dist.Delta(position, log_density=log_prob), infer=infer)
 
-    def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, dtype: torch.dtype) -> Tensor:
+    def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, hidden: Tensor) -> Tensor:
+        """Samples a site; the guide's density gives back what a mask takes away from the model's."""
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:
                     enter(stack, plates[frame.name])
             stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             value = trim(value, site.event_dim, site.depth)
-            zero = torch.zeros(value.shape[: value.dim() - site.event_dim], device=value.device, dtype=dtype)
-            stack.enter_context(self._layout.room_for(site, zero.dim()))
-            return pyro.sample(site.name, dist.Delta(value, log_density=zero, event_dim=site.event_dim))
+            density = -hidden.to(value.device).expand(value.shape[: value.dim() - site.event_dim])
+            stack.enter_context(self._layout.room_for(site, density.dim()))
+            return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
 
 
 def _left_of(particles: list[Any], depth: int) -> tuple[int, ...]:

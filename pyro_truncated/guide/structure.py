@@ -89,7 +89,13 @@ def find_product(
     exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
     layout.idle_where_masked -= exact
     with spare_random_numbers(), torch.no_grad():
-        return product if ProductScorer(call, product).takes_sets() else None
+        if ProductScorer(call, product).takes_sets():
+            return product
+    note_once(
+        f"the model's factor graph has {len(graph.nodes)} nodes, but the model does not take sets of states in dimensions left of its "
+        "plates: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], Vindex)."
+    )
+    return None
 
 
 def frames_of(trace: poutine.Trace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +16,8 @@ from pyro_truncated.utils.console import power_of_ten
 Plate = tuple[str, int, int]
 # Largest number of joint states of a clique, for each member of its plates.
 CLIQUE_LIMIT = 2**18
+# Joint states of one density up to which its sites stay apart, however few states a node keeps.
+DENSITY_LIMIT = 2**10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,9 @@ class FactorGraph:
 def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping[str, DiscreteSite], num_states: int) -> FactorGraph:
     """The factor graph of a program.
 
-    Sites at one place on which one observation depends are one node if there are at least three of them, or if they are all of a
-    component. A component without small cliques becomes one node, in the plates that all of it lies in.
+    Sites at one place on which one observation depends are one node if they are all of a component, or at least three of them that a
+    node can hold in full or whose table would be too large. A component without small cliques becomes one node, in the plates that all
+    of it lies in.
 
     Args:
         trace: a run of the program.
@@ -115,40 +118,73 @@ class _Builder:
     ) -> None:
         self._scopes, self._places, self._sizes, self._num_states = scopes, places, sizes, num_states
         self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
+        self._order = {site: place for place, site in enumerate(sizes)}
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
-        self._merge_decisions()
+        for group in self._decisions():
+            size = math.prod(self._sizes[site] for site in group)
+            if size <= self._num_states or math.prod(self._limit_of(self._nodes[site]) for site in group) > self._density_limit:
+                self._merge(group)
         for component in self._components():
             if self._is_decision(component):
                 self._merge(component)
-                continue
-            while (wide := self._widest(component)) is not None:
-                if not self._merge_at_one_place(wide):
-                    break
-            nodes = self._current(component)
-            plan = eliminate(nodes, self._cliques(nodes), self._plates, self._limit_of)
-            if plan is None or self._widest(component) is not None:
-                self._keep_whole(nodes)
+            elif len(component) > 1:
+                self._merge_until_narrow(component)
         return self._graph()
 
     # --- which sites are one node ---
 
-    def _merge_decisions(self) -> None:
-        """Sites at one place, at least three, that one density depends on which is not itself that of a discrete latent."""
-        for name, scope in self._scopes.items():
-            if name not in self._sizes:
-                self._merge_at_one_place(scope, least=3)
+    @property
+    def _density_limit(self) -> int:
+        """Joint states of a density up to which its sites stay apart: all pairs of two populations, and not too few."""
+        return max(self._num_states**2, DENSITY_LIMIT)
 
-    def _merge_at_one_place(self, scope: Collection[str], own: str | None = None, least: int = 2) -> bool:
-        by_place: dict[frozenset[Plate], set[frozenset[str]]] = defaultdict(set)
-        for site in scope:
-            if site != own:
-                by_place[frozenset(self._plates(self._nodes[site]))].add(self._nodes[site])
-        found = [nodes for nodes in by_place.values() if len(nodes) >= least]
-        for nodes in found:
-            self._merge(frozenset().union(*nodes))
-        return bool(found)
+    def _decisions(self) -> list[frozenset[str]]:
+        """Sites at one place, at least three, that one density depends on which is not itself that of a discrete latent.
+
+        Groups that overlap, as where an observation depends on the last three steps of a chain, are none.
+        """
+        groups = {
+            frozenset(group)
+            for name, scope in self._scopes.items()
+            if name not in self._sizes
+            for group in self._by_place(scope).values()
+            if len(group) > 2
+        }
+        largest = [group for group in groups if not any(group < other for other in groups)]
+        counts = Counter(site for group in largest for site in group)
+        found = (group for group in largest if all(counts[site] == 1 for site in group))
+        return sorted(found, key=lambda group: min(self._order[site] for site in group))
+
+    def _by_place(self, sites: Iterable[str]) -> dict[frozenset[Plate], set[str]]:
+        found: dict[frozenset[Plate], set[str]] = defaultdict(set)
+        for site in sites:
+            found[self._plates(self._nodes[site])].add(site)
+        return found
+
+    def _merge_until_narrow(self, component: frozenset[str]) -> None:
+        """Merges sites until there is an elimination order with small cliques, in the end all of them."""
+        while (wide := self._widest(component)) is not None:
+            if not self._merge_at_one_place(wide):
+                break
+        if self._eliminated(component) is None:
+            for group in self._decisions():
+                if group <= component:
+                    self._merge(group)
+        if len(self._current(component)) == 1 or self._eliminated(component) is None:
+            self._keep_whole(component)
+
+    def _eliminated(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
+        members = self._current(component)
+        return eliminate(members, self._cliques(members), self._plates, self._limit_of)
+
+    def _merge_at_one_place(self, scope: Collection[str]) -> bool:
+        """Merges the nodes of a density that lie at one place; whether there were any."""
+        before = {self._nodes[site] for site in scope}
+        for group in self._by_place(scope).values():
+            self._merge(frozenset().union(*(self._nodes[site] for site in group)))
+        return {self._nodes[site] for site in scope} != before
 
     def _merge(self, sites: frozenset[str]) -> None:
         for site in sites:
@@ -159,27 +195,26 @@ class _Builder:
         places = {frozenset(self._places[site]) for site in component}
         return len(places) == 1 and any(scope == component for name, scope in self._scopes.items() if name not in self._sizes)
 
-    def _widest(self, component: Collection[str]) -> frozenset[str] | None:
+    def _widest(self, component: frozenset[str]) -> frozenset[str] | None:
         """The scope of a density that takes more joint states than all pairs of two populations, if there is one."""
         for name, scope in self._scopes.items():
-            if scope <= set(component):
+            if scope <= component:
                 nodes = {self._nodes[site] for site in scope}
-                if len(nodes) > 2 and math.prod(map(self._limit_of, nodes)) > max(self._num_states**2, 64):
+                if len(nodes) > 2 and math.prod(map(self._limit_of, nodes)) > self._density_limit:
                     own = {name} & self._sizes.keys()
                     if len({self._nodes[site] for site in scope - own}) > 1:
                         return scope - own
         return None
 
-    def _keep_whole(self, component: Collection[frozenset[str]]) -> None:
-        sites = frozenset().union(*component)
-        names = [name for name in self._sizes if name in sites]
+    def _keep_whole(self, component: frozenset[str]) -> None:
+        names = [name for name in self._sizes if name in component]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         size = power_of_ten(math.prod(self._sizes[name] for name in names))
         self._whole.append(
             f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
             f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
         )
-        self._merge(sites)
+        self._merge(component)
 
     # --- nodes as they are now ---
 
@@ -208,10 +243,8 @@ class _Builder:
             found[find(site)].add(site)
         return [frozenset(sites) for sites in found.values()]
 
-    def _current(self, component: Iterable[str] | Iterable[frozenset[str]]) -> list[frozenset[str]]:
-        sites = [site for part in component for site in ([part] if isinstance(part, str) else part)]
-        order = {site: place for place, site in enumerate(self._sizes)}
-        return list(dict.fromkeys(self._nodes[site] for site in sorted(sites, key=order.__getitem__)))
+    def _current(self, component: Collection[str]) -> list[frozenset[str]]:
+        return list(dict.fromkeys(self._nodes[site] for site in sorted(component, key=self._order.__getitem__)))
 
     def _cliques(self, nodes: Collection[frozenset[str]]) -> list[set[frozenset[str]]]:
         known = set(nodes)
@@ -226,12 +259,11 @@ class _Builder:
         components = []
         by_site = {site: component for component in self._components() for site in component}
         for component in dict.fromkeys(by_site[next(iter(node))] for node in nodes):
-            members = self._current(component)
-            plan = eliminate(members, self._cliques(members), self._plates, self._limit_of)
+            plan = self._eliminated(component)
             assert plan is not None
             order.extend(plan)
             separators |= plan
-            components.append(tuple(place[node] for node in members))
+            components.append(tuple(place[node] for node in self._current(component)))
         found = [self._node(node) for node in nodes]
         colours = _colour(order, separators)
         return FactorGraph(

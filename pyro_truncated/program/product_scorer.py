@@ -102,6 +102,15 @@ class ProductScorer(Probe):
         """Rows of a group, cut into those of its nodes."""
         return list(rows.chunk(len(self.product.groups[group].nodes)))
 
+    @torch.no_grad()
+    def hidden_log_probs(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What masks hide of the log probabilities of discrete sites at some values, by name of the masked."""
+        if not self.hidden:
+            return {}
+        with pyro.validation_enabled(False):
+            nodes = sample_nodes(self.run({**self.values, **states}))
+        return {name: self._log_prob(nodes[name]).masked_fill(torch.as_tensor(nodes[name]["mask"]), 0.0) for name in self.hidden}
+
     # --- what is known, and what counts ---
 
     @cached_property
