@@ -15,8 +15,8 @@ from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
-from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
+from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import is_subsampled
 from pyro_truncated.program.factor_graph import build_graph
