@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import device_of
+from pyro_truncated.extend import device_of
 
 # Changes of a step that are explained at most.
 _MAX_CHANGES = 4

@@ -12,8 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
+from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.models.difference_start import difference_dictionary

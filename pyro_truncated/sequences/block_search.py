@@ -10,9 +10,9 @@ from torch import Tensor
 from pyro_truncated.ops.binary_chains import block_posteriors
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.console import Described
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.generators import device_of
-from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.devices import device_of
 
 if TYPE_CHECKING:
     from pyro_truncated.sequences.chain_posterior import ChainPosterior

@@ -358,6 +358,30 @@ def _select(words, unary, kind, ahead, constant, previous, current, both, forbid
             kept, before = before, kept
 
 
+@njit(cache=True, nogil=True)
+def _posterior_pairs(others, near, states, own, terms, both, masks, pairs):
+    """Writes the posterior of the pair of a state and one of the step before into ``pairs (S, S')``; returns whether any is possible."""
+    num = others.shape[0]
+    best = -np.inf
+    for i in range(states.shape[0]):
+        pairs[i] = -np.inf
+        alone = own[i] + _by_octets(terms, states[i])
+        if alone > -np.inf:
+            _log_pairs(both, masks, True, near[:num], others, states[i], pairs[i, :num])
+            pairs[i] += alone
+            best = max(best, pairs[i].max())
+    if best == -np.inf:
+        return False
+    total = 0.0
+    for i in range(states.shape[0]):
+        for j in range(num):
+            below = pairs[i, j] - best
+            pairs[i, j] = np.exp(below) if below > -_LOST_NATS else 0.0
+            total += pairs[i, j]
+    pairs /= total
+    return True
+
+
 @parallel_kernel(cost=HEAVY)
 def _expected_pairs(
     words, forward, onward, kind, weight, constant, previous_terms, current_terms, both_terms, forbidden, number, previous, current, both
@@ -371,35 +395,24 @@ def _expected_pairs(
             if k < 0 or weight[n] == 0.0:
                 continue
             others, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-            num = others.shape[0]
             _near(others, message, previous_terms[k], constant[k], near)
-            best = -np.inf
-            for i in range(size):
-                own = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
-                if own > -np.inf:
-                    _log_pairs(both_terms[k], forbidden[k], True, near[:num], others, words[n, t, i], pairs[i, :num])
-                    pairs[i] += own
-                else:
-                    pairs[i] = -np.inf
-                for j in range(num):
-                    best = max(best, pairs[i, j])
-            if best == -np.inf:
+            if not _posterior_pairs(others, near, words[n, t], onward[n, t], current_terms[k], both_terms[k], forbidden[k], pairs):
                 continue
-            total = 0.0
-            for i in range(size):
-                for j in range(num):
-                    below = pairs[i, j] - best
-                    pairs[i, j] = np.exp(below) if below > -_LOST_NATS else 0.0
-                    total += pairs[i, j]
             number[n, k] += weight[n]
             for i in range(size):
-                for j in range(num):
-                    share = weight[n] * pairs[i, j] / total
-                    if share != 0.0:
-                        for w in range(num_words):
-                            _add_bits(previous[n, k], w, others[j, w], share)
-                            _add_bits(current[n, k], w, words[n, t, i, w], share)
-                            _add_bits(both[n, k], w, others[j, w] & words[n, t, i, w], share)
+                _add_pairs(others, words[n, t, i], pairs[i], weight[n], previous[n, k], current[n, k], both[n, k])
+
+
+@njit(cache=True, nogil=True)
+def _add_pairs(others, state, shares, weight, previous, current, both):
+    """Adds the bits of pairs of a state and those of the step before to sums over them."""
+    for j in range(others.shape[0]):
+        share = weight * shares[j]
+        if share != 0.0:
+            for w in range(state.shape[0]):
+                _add_bits(previous, w, others[j, w], share)
+                _add_bits(current, w, state[w], share)
+                _add_bits(both, w, others[j, w] & state[w], share)
 
 
 @njit(cache=True, nogil=True)
@@ -520,6 +533,53 @@ def _ratio(on, from_off, from_on, value):
     return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
 
 
+@njit(cache=True, nogil=True)
+def _times_ratios(near, others, state, both, masks, forward, chances, scratch, on, ratio):
+    """Multiplies ratios ``(M,)`` by what each flip of a state changes in its sum over a neighbouring step."""
+    num = others.shape[0]
+    best = _log_pairs(both, masks, forward, near[:num], others, state, scratch[:num])
+    _chance_on(others, scratch[:num], best, on)
+    for m in range(ratio.shape[0]):
+        value = (state[m >> 6] >> (m & 63)) & 1
+        if forward:
+            ratio[m] *= _ratio(on[m], chances[m, 0], chances[m, 1], value)
+        else:
+            ratio[m] *= _ratio(on[m], chances[m, :, 0], chances[m, :, 1], value)
+
+
+@njit(cache=True, nogil=True)
+def _is_among(states, weights, state):
+    """Whether a state is one of those that have any weight."""
+    is_among = False
+    for j in range(states.shape[0]):
+        is_among |= weights[j] > -np.inf and _equal(states[j], state)
+    return is_among
+
+
+@njit(cache=True, nogil=True)
+def _insert(log_mass, i, m, state, score, member, latent, kept):
+    """Puts a candidate into the list of the best, which is sorted; the last one falls out."""
+    j = score.shape[0] - 1
+    while j > 0 and score[j - 1] < log_mass:
+        score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
+        kept[j] = kept[j - 1]
+        j -= 1
+    score[j], member[j], latent[j] = log_mass, i, m
+    kept[j] = state
+
+
+@njit(cache=True, nogil=True)
+def _keep_best(i, states, weights, gain, ratio, score, member, latent, kept, state):
+    """Puts the flips of member ``i`` that are among the best, and no members, into the list."""
+    for m in range(ratio.shape[0]):
+        log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
+        if log_mass > score[score.shape[0] - 1]:
+            state[:] = states[i]
+            state[m >> 6] ^= np.int64(1) << (m & 63)
+            if not _is_among(states, weights, state) and not _is_among(kept, score, state):
+                _insert(log_mass, i, m, state, score, member, latent, kept)
+
+
 @parallel_kernel(cost=HEAVY)
 def _flips(
     words, log_weight, gain, forward, onward, kind, constant, previous, current, both, forbidden, chances, first, member, latent, score
@@ -528,54 +588,27 @@ def _flips(
     num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
     for row in prange(num_rows):
         n, t = (first + row) // num_steps, (first + row) % num_steps
-        k = kind[n, t]
+        k, following = kind[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
         if k < 0:
             continue
-        states, following = words[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
         left, right, scratch = np.zeros(size), np.zeros(size), np.empty(size)
         on, ratio = np.zeros(num_latents), np.ones(num_latents)
         kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
         zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
         before, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        num_before = before.shape[0]
         _near(before, message, previous[k], constant[k], left)
         if following >= 0:
             _near(words[n, t + 1], onward[n, t + 1], current[following], constant[following], right)
         for i in range(gain.shape[1]):
             if log_weight[n, t, i] == -np.inf:
                 continue
-            best = _log_pairs(both[k], forbidden[k], True, left[:num_before], before, states[i], scratch[:num_before])
-            _chance_on(before, scratch[:num_before], best, on)
-            for m in range(num_latents):
-                value = (states[i, m >> 6] >> (m & 63)) & 1
-                ratio[m] = _ratio(on[m], chances[k, m, 0], chances[k, m, 1], value)
+            one = words[n, t, i]
+            ratio[:] = 1.0
+            _times_ratios(left, before, one, both[k], forbidden[k], True, chances[k], scratch, on, ratio)
             if following >= 0:
-                best = _log_pairs(both[following], forbidden[following], False, right, words[n, t + 1], states[i], scratch)
-                _chance_on(words[n, t + 1], scratch, best, on)
-                for m in range(num_latents):
-                    value = (states[i, m >> 6] >> (m & 63)) & 1
-                    ratio[m] *= _ratio(on[m], chances[following, m, :, 0], chances[following, m, :, 1], value)
-            for m in range(num_latents):
-                if ratio[m] <= 0.0:
-                    continue
-                log_mass = log_weight[n, t, i] + gain[row, i, m] + np.log(ratio[m])
-                if not log_mass > score[row, num_kept - 1]:
-                    continue
-                state[:] = states[i]
-                state[m >> 6] ^= np.int64(1) << (m & 63)
-                is_new = True
-                for j in range(size):
-                    is_new = is_new and not (log_weight[n, t, j] > -np.inf and _equal(states[j], state))
-                for j in range(num_kept):
-                    is_new = is_new and not (score[row, j] > -np.inf and _equal(kept[j], state))
-                if is_new:
-                    j = num_kept - 1
-                    while j > 0 and score[row, j - 1] < log_mass:
-                        score[row, j], member[row, j], latent[row, j] = score[row, j - 1], member[row, j - 1], latent[row, j - 1]
-                        kept[j] = kept[j - 1]
-                        j -= 1
-                    score[row, j], member[row, j], latent[row, j] = log_mass, i, m
-                    kept[j] = state
+                after = words[n, t + 1]
+                _times_ratios(right, after, one, both[following], forbidden[following], False, chances[following], scratch, on, ratio)
+            _keep_best(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
 
 
 @njit(cache=True, nogil=True)
