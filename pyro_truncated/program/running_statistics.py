@@ -1,4 +1,4 @@
-"""Layers whose running statistics change with every run of a model, of which one step makes thousands."""
+"""A file of its own: layers with running statistics that runs of a model change, and the warning of it."""
 
 from __future__ import annotations
 

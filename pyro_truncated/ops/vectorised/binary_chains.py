@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.evolution import repeated
 from pyro_truncated.ops.pair_terms import PairTerms, pair_terms
-from pyro_truncated.ops.selection import repeated
 from pyro_truncated.ops.vectorised.values import unpack_bits
 
 
