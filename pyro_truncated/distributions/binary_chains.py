@@ -77,7 +77,7 @@ class BinaryChains(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> BinaryChains:
         """The same chains for a larger batch."""
         batch_shape = torch.Size(batch_shape)
-        larger = self._get_checked_instance(BinaryChains, _instance)
+        larger: BinaryChains = self._get_checked_instance(BinaryChains, _instance)  # type: ignore[no-untyped-call]
         larger.num_steps, larger.num_chains = self.num_steps, self.num_chains
         larger.initial = self.initial.expand(*batch_shape, -1)
         larger.transition = self.transition.expand(*batch_shape, -1, -1, -1)

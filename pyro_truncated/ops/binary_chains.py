@@ -264,7 +264,8 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
     kernel = backend("binary_chains", words).masses
     of_members = kernel(words, unary, words, sums.forward, onward, *transitions)
     of_states: Tensor = kernel(states, likelihood, words, sums.forward, onward, *transitions)
-    return of_states - of_members.logsumexp(-1, keepdim=True)
+    found: Tensor = of_states - of_members.logsumexp(-1, keepdim=True)
+    return found
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
