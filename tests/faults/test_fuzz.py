@@ -1,4 +1,4 @@
-"""Some of the bad arguments that ``python -m tests.faults.fuzz`` tries, from a seed: those of calls that take next to no time."""
+"""Bad arguments that ``python -m tests.faults.fuzz`` tries: of Gaussian processes all, of other quick calls some, from a seed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ QUICK = (
     "SpikeSlabSuperposition", "Positions", "OccludedScene", "IdentityKernel", "PyroKernel", "growing", "Patches",
     "SASDecoder.condition_", "SASDecoder.predict", "SASDecoder.infer",
 )  # fmt: skip
+# All of them.
+GAUSSIAN_PROCESSES = (
+    "RestrictedKernel", "SpikeSlabInputs", "LowRankCovariance", "DenseCovariance", "FunctionKernel", "LinearARD", "pivoted_cholesky",
+    "PrecomputedKernel", "InducingSubset", "CoregionalizedGPRegression", "LeaveOneOutRegression.fit", "LeaveOneOutRegression.predict",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("LeaveOneOutRegression", "switch_log_odds", "SubsetGPRegression.fit")),
+)  # fmt: skip
 # Finite numbers, but their squares are not.
 OVERFLOWING = ("huge", "1e300")
 
@@ -22,6 +28,13 @@ def test_bad_arguments_work_or_are_named(name):
     assert more_calls.__name__
     tried = fuzz.findings([name], torch.Generator().manual_seed(0), 0.4)
     found = [str(one) for one in tried if one is not None and one.value not in OVERFLOWING]
+    assert not found
+
+
+@pytest.mark.filterwarnings("ignore::pyro_truncated.gp.AllNoiseWarning")
+@pytest.mark.parametrize("name", GAUSSIAN_PROCESSES)
+def test_bad_arguments_of_gaussian_processes_work_or_are_named(name):
+    found = [str(one) for one in fuzz.findings([name]) if one is not None and one.value not in OVERFLOWING]
     assert not found
 
 
