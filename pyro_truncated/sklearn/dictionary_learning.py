@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from pyro.infer import SVI
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
@@ -17,6 +17,8 @@ from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCo
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.posteriors import binary_posteriors
 from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.units import ColumnUnits
+from pyro_truncated.sklearn.validation import validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import learn
@@ -43,6 +45,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     * ``"gaussian"``: :math:`y \sim \mathcal N(W s + b, \sigma^2 I)` (:class:`~pyro_truncated.models.BinarySparseCoding`);
     * ``"bernoulli"``: :math:`p(y_d = 1) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)` for data in {0, 1}
       (:class:`~pyro_truncated.models.NoisyOr`).
+
+    The noise :math:`\sigma` is one for all features, so columns are standardised inside. The model is of ``(X - mean) / deviation``,
+    without an offset of ``X / deviation``. Codes are those of the model; all else is in the units of the data.
 
     The model is trained by :func:`~pyro_truncated.learn`. Entries of the data that are NaN are missing: only what is observed counts, in
     training and afterwards, and ``inverse_transform(transform(X))`` fills them in.
@@ -71,7 +76,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
 
     Attributes:
-        model_: the fitted model, a Pyro program.
+        model_: the fitted model, a Pyro program, of the standardised data.
         components_: the dictionary, ``(n_components, n_features)``.
         offset_: the background, ``(n_features,)``.
         activity_: probability :math:`\pi_h` that an element is on, ``(n_components,)``.
@@ -117,10 +122,13 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             y: ignored.
         """
         rows = self._rows(X, reset=True)
+        units = self._units_of(rows)
+        own = units.standardised(rows)
         with apart(self.random_state) as generator:
             model = self._make(rows)
-            starts, steps = self._learn(model, rows, generator)
-        self.model_, self.starts_, self.n_iter_ = model, starts, steps
+            starts, steps = self._learn(model, own, generator)
+        shift = float(units.log_volume(rows).mean())
+        self.model_, self.starts_, self.n_iter_, self._units = model, [start - shift for start in starts], steps, units
         self._online: ClosedForm | None = None
         return self
 
@@ -135,11 +143,12 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=is_first)
         with apart(self.random_state if is_first else 0) as generator:
             if is_first:
-                model = self._make(rows).initialize(rows, generator)
-                self.model_, self.n_iter_, self._online = model, 0, None
+                units = self._units_of(rows)
+                model = self._make(rows).initialize(units.standardised(rows), generator)
+                self.model_, self.n_iter_, self._online, self._units = model, 0, None, units
             if self._online is None:
                 self._online = ClosedForm(self.model_, minibatch="online")
-            self._step(self._online, rows)
+            self._step(self._online, self._units.standardised(rows))
         self.n_iter_ += 1
         return self
 
@@ -167,15 +176,16 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             ValueError: for codes of another shape, or that are not finite.
         """
         check_is_fitted(self)
-        codes = check_array(X, dtype=[np.float64, np.float32])
+        codes = validated_array(X, dtype=[np.float64, np.float32])
         if codes.shape[1] != self.model_.num_latents:
             raise ValueError(f"X must have {self.model_.num_latents} columns, one per component; got {codes.shape[1]}")
         with torch.no_grad():
-            return _data(self.model_, torch.from_numpy(codes).double()).numpy().astype(codes.dtype)
+            data = self._units.restored(_data(self.model_, torch.from_numpy(codes).double()))
+        return data.numpy().astype(codes.dtype)
 
     def score_samples(self, X: Any) -> Any:
         """Lower bounds of the log density of each data point, of its observed entries, in nats, ``(n_samples,)``."""
-        return self._each(X, lambda rows, population: population.free_energy())
+        return self._each(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`: what to maximise in a grid search.
@@ -189,14 +199,15 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     @property
     def components_(self) -> Any:
         """The dictionary, ``(n_components, n_features)``."""
-        return self.model_.weight.detach().mT.numpy()
+        weight = self.model_.weight.detach().mT
+        return (weight * self._units.deviation.to(weight)).numpy()
 
     @property
     def offset_(self) -> Any:
         """The background, ``(n_features,)``."""
         background = self.model_.leak if isinstance(self.model_, NoisyOr) else self.model_.bias
         zero = self.model_.weight.new_zeros(()) if background is None else background.detach()
-        return zero.expand(self.n_features_in_).numpy().copy()
+        return self._units.restored(zero.expand(self.n_features_in_)).numpy().copy()
 
     @property
     def activity_(self) -> Any:
@@ -219,7 +230,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if self.family not in _FAMILIES:
             raise ValueError(f"family must be one of {_FAMILIES}; got {self.family!r}")
         least = 2 if reset else 1
-        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", ensure_min_samples=least)
+        data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", ensure_min_samples=least)
         rows = torch.from_numpy(np.array(data))
         if self.family == "bernoulli" and self.binarize is not None:
             rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
@@ -229,12 +240,18 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """What is read of the posteriors of all data points, in the type of the data."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        own = rows.to(self.model_.weight.dtype)
+        own = self._units.standardised(rows.to(self.model_.weight.dtype))
         with apart(), torch.no_grad():
             blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
             return torch.cat([read(*block) for block in blocks]).to(rows).numpy()
 
     # --- model ---
+
+    def _units_of(self, rows: Tensor) -> ColumnUnits:
+        """Deviations of the columns, and their means where a background is learned; probabilities have no units."""
+        if self.family == "bernoulli":
+            return ColumnUnits.none(rows.shape[1])
+        return ColumnUnits.of(rows, is_centred=bool(self.offset))
 
     def _make(self, rows: Tensor) -> Any:
         number = min(rows.shape[1], _MOST_COMPONENTS) if self.n_components is None else check_count("n_components", self.n_components)

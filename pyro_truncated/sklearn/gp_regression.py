@@ -8,12 +8,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from pyro_truncated.gp.data_kernels import smooth_rbf
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
 from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.validation import validated_data
 from pyro_truncated.utils.counts import check_count
+
+# Regression is exact by default of up to so many data, as that of :class:`~pyro_truncated.SubsetGPRegression` is.
+_MOST_EXACT = 5000
 
 
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
@@ -36,7 +40,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         kernel: ``"rbf"`` for squared exponentials with a length-scale per feature, or a function that makes a
             :class:`~pyro_truncated.gp.DataKernel` of the training inputs, a tensor ``(n_samples, n_features)``.
         n_inducing: number of inducing inputs, at most as many as there are data. Default: none, exact regression, of up to 5000 data, and
-            512 of more.
+            the root of the number of more: each further one takes as long, and few are needed where functions are smooth.
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
         polish: whether inducing inputs move freely afterwards.
         max_epochs: most alternations of subset and hyper-parameters.
@@ -79,8 +83,9 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         """
         if self.kernel != "rbf" and not callable(self.kernel):
             raise ValueError(f'kernel must be "rbf" or a function that makes a data kernel of the training inputs; got {self.kernel!r}')
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
+        X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        wanted = (round(len(X) ** 0.5) if len(X) > _MOST_EXACT else None) if self.n_inducing is None else self.n_inducing
+        number = None if wanted is None else min(check_count("n_inducing", wanted), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with apart(self.random_state):
             kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)
@@ -101,7 +106,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
             Means, shaped as the targets; or means and standard deviations.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        X = validated_data(self, X, reset=False, dtype=np.float64)
         with apart(), torch.no_grad():
             mean, variance = self.regression_.predict(torch.from_numpy(np.array(X)))
         return (mean.numpy(), variance.sqrt().numpy()) if return_std else mean.numpy()

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
@@ -15,6 +15,8 @@ from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
 from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.units import ColumnUnits
+from pyro_truncated.sklearn.validation import validated_array, validated_data
 from pyro_truncated.utils.counts import check_count, check_counts
 
 # The most steps towards the latents of a data point, and the gain expected of a step, in nats, at which they end.
@@ -22,7 +24,12 @@ _STEPS, _TOLERANCE = 1000, 1e-10
 
 
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """What the transformers of this file have in common: data may be missing, codes have a column per latent dimension."""
+    """What the transformers of this file have in common: data may be missing, codes have a column per latent dimension.
+
+    Their models have one noise for all features, so columns are standardised inside, and predictions brought back.
+    """
+
+    _units: ColumnUnits
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -35,12 +42,12 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def _rows(self, X: Any, *, reset: bool) -> Tensor:
         least = 2 if reset else 1
-        data = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
+        data = validated_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
         return torch.from_numpy(np.array(data))
 
     def _latents(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        latents = torch.from_numpy(np.array(check_array(X, dtype=np.float64)))
+        latents = torch.from_numpy(np.array(validated_array(X, dtype=np.float64)))
         if latents.shape[1] != self._n_features_out:
             raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
         return latents
@@ -53,7 +60,8 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
               y_{nd} \sim \mathcal N(f_d(b \circ x_n), \beta^{-1})
 
     :class:`~pyro_truncated.SpikeSlabGPLVM`, trained by :func:`pyro_truncated.gplvm.fit` on all data at once. Entries that are NaN are
-    missing.
+    missing; columns
+    are standardised inside, as all features have one noise.
 
     Example::
 
@@ -73,7 +81,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
 
     Attributes:
-        model_: the fitted model, a Pyro program.
+        model_: the fitted model, a Pyro program, of the standardised data.
         embedding_: latents of the training data, ``(n_samples, n_components)``; zero in dimensions that are not used.
         relevance_: posterior probability that each dimension is used, ``(n_components,)``.
         bound_: lower bound of the log evidence, in nats.
@@ -114,12 +122,15 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         number, steps, starts = check_counts(n_components=self.n_components, max_iter=self.max_iter, n_init=self.n_init)
         inducing = None if self.n_inducing is None else check_count("n_inducing", self.n_inducing)
         rows = self._rows(X, reset=True)
+        units = ColumnUnits.of(rows)
+        own = units.standardised(rows)
         inducing = None if inducing is None else min(inducing, len(rows))
         with apart(self.random_state) as generator:
             model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
-            found = fit(model, rows, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
-            self._posterior = Posterior(model, rows)
-        self.model_, self.bound_, self.n_iter_ = model, found.bound, steps
+            found = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
+            self._posterior = Posterior(model, own)
+        self.model_, self.n_iter_, self._units = model, steps, units
+        self.bound_ = found.bound - float(units.log_volume(rows).sum())
         self.relevance_ = model.probability.detach()[0].numpy().copy()
         self.embedding_ = self._used(model.loc.detach()).numpy()
         return self
@@ -143,11 +154,12 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         """
         latents = self._latents(X)
         with apart(), torch.no_grad():
-            return self._posterior.predict(latents).mean.numpy()
+            return self._units.restored(self._posterior.predict(latents).mean).numpy()
 
     def score_samples(self, X: Any) -> Any:
         """Lower bounds of the log density of each data point given the training data, in nats, ``(n_samples,)``."""
-        return self._infer(X).bound.numpy()
+        found = self._infer(X).bound
+        return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`."""
@@ -157,7 +169,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self._posterior.infer(rows, steps=_STEPS, tolerance=_TOLERANCE)
+            return self._posterior.infer(self._units.standardised(rows), steps=_STEPS, tolerance=_TOLERANCE)
 
     def _used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
@@ -168,7 +180,8 @@ class ActiveSetGPLVM(_LatentSpace):
 
     .. math:: z_n \sim \mathcal N(0, I), \quad f_d \sim \mathcal{GP}(0, k), \quad y_{nd} \sim \mathcal N(f_d(z_n), \sigma^2)
 
-    :class:`~pyro_truncated.SASDecoder` with the most probable latents, trained by its ``fit``. Entries that are NaN are missing.
+    :class:`~pyro_truncated.SASDecoder` with the most probable latents, trained by its ``fit``. Entries that are NaN are missing; columns
+    are standardised inside, as all features have one noise.
 
     Example::
 
@@ -187,7 +200,7 @@ class ActiveSetGPLVM(_LatentSpace):
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
 
     Attributes:
-        decoder_: the fitted :class:`~pyro_truncated.SASDecoder`.
+        decoder_: the fitted :class:`~pyro_truncated.SASDecoder`, of the standardised data.
         embedding_: latents of the training data, ``(n_samples, n_components)``, where training has left them.
         n_iter_: passes over the data made.
         n_features_in_: number of features.
@@ -230,13 +243,15 @@ class ActiveSetGPLVM(_LatentSpace):
         active = None if self.n_active is None else check_count("n_active", self.n_active)
         epochs = None if self.max_iter is None else check_count("max_iter", self.max_iter)
         rows = self._rows(X, reset=True)
+        units = ColumnUnits.of(rows)
+        own = units.standardised(rows)
         batch = min(batch, len(rows))
         active = None if active is None else min(active, batch - 1)
         with apart(self.random_state) as generator:
             decoder = SASDecoder(len(rows), rows.shape[1], number, num_active=active, batch_size=batch).double()
-            decoder.fit(rows, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
-        self.decoder_, self.n_iter_ = decoder, epochs or decoder.default_epochs
-        self.embedding_ = decoder.latents(rows).numpy()
+            decoder.fit(own, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
+        self.decoder_, self.n_iter_, self._units = decoder, epochs or decoder.default_epochs, units
+        self.embedding_ = decoder.latents(own).numpy()
         return self
 
     def transform(self, X: Any) -> Any:
@@ -248,7 +263,7 @@ class ActiveSetGPLVM(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self.decoder_.infer(rows).numpy()
+            return self.decoder_.infer(self._units.standardised(rows)).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
         """Means of the data at latents.
@@ -261,4 +276,4 @@ class ActiveSetGPLVM(_LatentSpace):
         """
         latents = self._latents(X)
         with apart():
-            return self.decoder_.predict(latents)[0].numpy()
+            return self._units.restored(self.decoder_.predict(latents)[0]).numpy()

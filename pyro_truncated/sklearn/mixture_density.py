@@ -9,23 +9,27 @@ import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
 from sklearn.base import BaseEstimator, DensityMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.preprocessing import OrdinalEncoder
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import GaussianMixture, PoissonMixture
+from pyro_truncated.models.categorical_mixture import CategoricalMixture
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.posteriors import mixture_posteriors
 from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.validation import validated_data
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.counts import check_count, check_counts
 
-_FAMILIES = ("gaussian", "poisson")
-# Training steps of a start, and the most data points that it looks at.
-_SHORT, _SOME_ROWS = 60, 5000
+_FAMILIES = ("gaussian", "poisson", "categorical")
+_COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
+# Training steps of a start and the number of starts, of up to so many components and of more, and the most rows that they look at.
+_SHORT, _MANY_COMPONENTS, _SHORT_OF_MANY, _SOME_ROWS = (60, 10), 10, (12, 2), 5000
 # Steps over which the growth of the log density is averaged.
 _PATIENCE = 5
 
@@ -36,7 +40,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
     .. math:: p(y) = \sum_k \pi_k\, p_k(y), \qquad q_n(k) \propto \pi_k\, p_k(y_n) \text{ for } k \in K_n, \; 0 \text{ elsewhere},
 
     with Gaussian or Poisson components (:class:`~pyro_truncated.models.GaussianMixture`, :class:`~pyro_truncated.models.PoissonMixture`).
-    With no more components than states the posterior is exact, and this is EM, from the best of several starts.
+    Categorical components are latent classes: of numbers or strings, of which every column has a few. With no more components than states
+    the posterior is exact, and this is EM, from the best of several starts.
 
     Example::
 
@@ -47,11 +52,13 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     Args:
         n_components: number of components ``K``.
-        family: ``"gaussian"`` or ``"poisson"``.
+        family: ``"gaussian"``, ``"poisson"``, or ``"categorical"`` (binary columns, too).
         covariance_type: ``"full"``, ``"diag"``, ``"spherical"`` or ``"tied"``; of Gaussian components.
         n_states: components kept per data point.
-        max_iter: most training steps on all data after the best start, which itself takes as many, but at most 60.
-        n_init: number of starts, from random data points.
+        max_iter: most training steps on all data after the best start, which itself takes as many, but at most 60, of more than ten
+            components 12.
+        n_init: number of starts, from clusters of random data points; default: ten of up to ten components, two of more. Starts of
+            many components differ little, and take long.
         tol: relative growth of the log density, averaged over five steps, below which training ends.
         verbose: whether to show a progress bar.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
@@ -59,8 +66,13 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
     Attributes:
         model_: the fitted model, a Pyro program.
         weights_: mixing proportions, ``(n_components,)``.
-        means_: means of the components, ``(n_components, n_features)``.
+        means_: means of Gaussian and Poisson components, ``(n_components, n_features)``.
+        categories_: of categorical components: the values of each column, as scikit-learn's ``OrdinalEncoder`` has them.
+        probabilities_: of categorical components: a list of their probabilities, ``(n_components, n_categories)`` for each column.
         starts_: the log density per data point that each start reached, in nats.
+        covariances_: of Gaussian components, shaped as scikit-learn's: ``(K, D, D)``, ``(K, D)``, ``(K,)`` or ``(D, D)``.
+        lower_bound_: the log density per data point of the training data, in nats.
+        converged_: whether training ended before ``max_iter`` steps.
         n_iter_: training steps taken.
         n_features_in_: number of features.
         feature_names_in_: their names, if the data had any.
@@ -77,7 +89,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         covariance_type: str = "full",
         n_states: int = 64,
         max_iter: int = 100,
-        n_init: int = 10,
+        n_init: int | None = None,
         tol: float = 1e-6,
         verbose: bool = False,
         random_state: Any = None,
@@ -104,6 +116,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             model = self._make(rows)
             starts, steps = self._train(model, rows, generator)
         self.model_, self.starts_, self.n_iter_ = model, starts, steps
+        self.converged_, self.lower_bound_ = steps < self.max_iter, self.score(X)
         return self
 
     def predict_proba(self, X: Any) -> Any:
@@ -131,6 +144,28 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         """
         return float(np.mean(self.score_samples(X)))
 
+    def bic(self, X: Any) -> float:
+        r"""Bayesian information criterion, :math:`-2 \log p(X) + P \log N` with ``P`` free parameters; the lower the better."""
+        scores = self.score_samples(X)
+        return float(-2 * scores.sum() + self._num_parameters() * np.log(len(scores)))
+
+    def aic(self, X: Any) -> float:
+        r"""Akaike's information criterion, :math:`-2 \log p(X) + 2 P` with ``P`` free parameters; the lower the better."""
+        return float(-2 * self.score_samples(X).sum() + 2 * self._num_parameters())
+
+    def _num_parameters(self) -> int:
+        components, features = len(self.weights_), self.n_features_in_
+        if self.family == "categorical":
+            return int(components - 1 + components * sum(len(values) - 1 for values in self.categories_))
+        of_covariances = {
+            "full": components * features * (features + 1) // 2,
+            "diag": components * features,
+            "spherical": components,
+            "tied": features * (features + 1) // 2,
+        }
+        spreads = 0 if self.family == "poisson" else of_covariances[self.covariance_type]
+        return int(components - 1 + components * features + spreads)
+
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
         """Draws new data.
 
@@ -143,7 +178,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         check_is_fitted(self)
         with apart(self.random_state), torch.no_grad():
             nodes = poutine.trace(self.model_).get_trace(num_data=check_count("n_samples", n_samples)).nodes
-        return nodes["y"]["value"].numpy(), nodes["z"]["value"].numpy()
+        values = nodes["y"]["value"].numpy()
+        return self._encoder.inverse_transform(values) if self.family == "categorical" else values, nodes["z"]["value"].numpy()
 
     @property
     def weights_(self) -> Any:
@@ -152,9 +188,39 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     @property
     def means_(self) -> Any:
-        """Means of the components, ``(n_components, n_features)``."""
+        """Means of the components, ``(n_components, n_features)``.
+
+        Raises:
+            AttributeError: for categorical components, which have none.
+        """
+        if self.family == "categorical":
+            raise AttributeError("components of family='categorical' have no means_, but probabilities_")
         means = self.model_.rate if isinstance(self.model_, PoissonMixture) else self.model_.loc
         return means.detach().numpy().copy()
+
+    @property
+    def categories_(self) -> Any:
+        """The values of each column of categorical data."""
+        return self._encoder.categories_
+
+    @property
+    def probabilities_(self) -> Any:
+        """Probabilities of the values of each column, ``(n_components, n_categories)`` each; of categorical components."""
+        probs = self.model_.probs.detach().numpy()
+        return [probs[:, d, : len(values)].copy() for d, values in enumerate(self.categories_)]
+
+    @property
+    def covariances_(self) -> Any:
+        """Covariances of Gaussian components, shaped as scikit-learn's.
+
+        Raises:
+            AttributeError: for Poisson components, which have none.
+        """
+        if self.family != "gaussian":
+            raise AttributeError(f"components of family={self.family!r} have no covariances_")
+        scale = self.model_.scale.detach().double()
+        dense = self.covariance_type in ("full", "tied")
+        return (scale @ scale.mT if dense else scale.square()).numpy()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -164,8 +230,19 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
     def _rows(self, X: Any, *, reset: bool) -> Tensor:
         if self.family not in _FAMILIES:
             raise ValueError(f"family must be one of {_FAMILIES}; got {self.family!r}")
-        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2 if reset else 1)
+        if self.covariance_type not in _COVARIANCE_TYPES:
+            raise ValueError(f"covariance_type must be one of {_COVARIANCE_TYPES}; got {self.covariance_type!r}")
+        if self.family == "categorical":
+            return self._codes(X, reset=reset)
+        data = validated_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2 if reset else 1)
         return torch.from_numpy(np.array(data))
+
+    def _codes(self, X: Any, *, reset: bool) -> Tensor:
+        """Positions of the values among the categories of their columns."""
+        data = validated_data(self, X, reset=reset, dtype=None, ensure_min_samples=2 if reset else 1)
+        if reset:
+            self._encoder = OrdinalEncoder().fit(data)
+        return torch.from_numpy(self._encoder.transform(data))
 
     def _make(self, rows: Tensor) -> Any:
         number = check_count("n_components", self.n_components)
@@ -173,20 +250,24 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             raise ValueError(f"n_components must be at most the number of data points, {len(rows)}; got {number}")
         if self.family == "poisson":
             return PoissonMixture(rows.shape[1], number, dtype=rows.dtype)
+        if self.family == "categorical":
+            most = max(2, *(len(values) for values in self.categories_))
+            return CategoricalMixture(rows.shape[1], number, most, dtype=rows.dtype)
         # Without a prior of the covariances: the likelihood is what is promised.
         return GaussianMixture(rows.shape[1], number, covariance=self.covariance_type, pseudo_data=0, dtype=rows.dtype)
 
     def _train(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """EM from the best of the starts; what each of them reached, and the steps from there."""
-        counts = ("max_iter", "n_init", "n_states")
-        max_iter, n_init, n_states = check_counts(**{name: getattr(self, name) for name in counts})
+        short, starts = _SHORT_OF_MANY if self.n_components > _MANY_COMPONENTS else _SHORT
+        n_init = starts if self.n_init is None else self.n_init
+        max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
         search = ExhaustiveSearch()
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
-        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, _SHORT), "num_states": n_states}
-        starts = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
+        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, short), "num_states": n_states}
+        reached = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
-        return starts, fit(svi, rows, steps=max_iter, patience=_PATIENCE, tolerance=self.tol, progress=progress).steps
+        return reached, fit(svi, rows, steps=max_iter, patience=_PATIENCE, tolerance=self.tol, progress=progress).steps
 
     def _each(self, X: Any, read: Any) -> Any:
         """What is read of the posteriors of all data points."""

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -20,6 +20,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.ascent import SteepestAscent
 from pyro_truncated.sklearn.linear_models import LinearModels
 from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.validation import validated_data
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
@@ -96,7 +97,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
             y: targets ``(n_samples,)``.
         """
         n_models, max_iter = check_counts(n_models=self.n_models, max_iter=self.max_iter)
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        X, y = validated_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         rows, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         spread = rows.std(0, correction=0)
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
@@ -120,7 +121,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
             Means ``(n_samples,)``; or means and standard deviations.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        X = validated_data(self, X, reset=False, dtype=np.float64)
         mean = X @ self.coef_ + self.intercept_
         return (mean, self._deviation(torch.from_numpy(np.array(X)), torch.from_numpy(mean))) if return_std else mean
 

@@ -206,6 +206,14 @@ class ArrayResult:
         array = tensor.detach().cpu().numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """The array, for torch and others."""
+        return getattr(self, self.array_field).detach().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """Where it is."""
+        return getattr(self, self.array_field).__dlpack_device__()
+
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array that :func:`as_tensors` makes a tensor."""

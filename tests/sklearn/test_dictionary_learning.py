@@ -33,9 +33,11 @@ def patterns(num: int) -> torch.Tensor:
 
 
 def exact(coder: SparseCoding, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and log evidence from the densities of the observed entries under all states."""
+    """Codes and log evidence from the densities of the observed entries under all states, of standardised columns."""
     model, s = coder.model_, patterns(coder.model_.num_latents)
-    y = torch.tensor(y)
+    deviation = np.nanstd(y, 0)
+    volume = (~np.isnan(y) * np.log(deviation)).sum(1)
+    y = torch.tensor((y - np.nanmean(y, 0)) / deviation)
     log_joint = torch.where(s > 0, model.prior.log(), torch.log1p(-model.prior)).sum(-1).detach().repeat(len(y), 1)
     means = torch.zeros(len(y), len(s), s.shape[1], dtype=torch.float64)
     for n, c in itertools.product(range(len(y)), range(len(s))):
@@ -49,7 +51,7 @@ def exact(coder: SparseCoding, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         log_joint[n, c] += density.log_prob(residual)
         means[n, c] = prior_mean + prior_variance * (weight.mT @ torch.linalg.solve(covariance, residual))
     codes = (log_joint.softmax(-1).unsqueeze(-1) * means).sum(1)
-    return codes.numpy(), log_joint.logsumexp(-1).numpy()
+    return codes.numpy(), log_joint.logsumexp(-1).numpy() - volume
 
 
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
@@ -84,13 +86,15 @@ def test_the_dictionary_is_the_one_that_learn_finds():
     coder = SparseCoding(6, family="gaussian", max_iter=10, n_init=2, n_states=20, random_state=1).fit(y)
     with apart(1) as generator:
         model = BinarySparseCoding(9, 6, shared_prior=False, dtype=torch.float64)
-        guide = learn(model, torch.tensor(y), num_states=20, steps=10, short_steps=10, starts=2, generator=generator, progress=False)
-    np.testing.assert_array_equal(coder.components_, model.weight.detach().mT.numpy())
-    assert coder.starts_ == guide.starts
+        own = torch.tensor((y - y.mean(0)) / y.std(0))
+        guide = learn(model, own, num_states=20, steps=10, short_steps=10, starts=2, generator=generator, progress=False)
+    np.testing.assert_allclose(coder.components_, model.weight.detach().mT.numpy() * y.std(0), rtol=1e-6)
+    np.testing.assert_allclose(coder.starts_, np.array(guide.starts) - np.log(y.std(0)).sum(), rtol=1e-6)
 
 
 def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     y = torch.tensor(bars(100, size=5))
+    y = (y - y.mean(0)) / y.std(0, correction=0)
     coder = SparseCoding(10, family="gaussian", random_state=0, max_iter=20, n_init=1, n_states=30).fit(y.numpy())
     with apart():
         guide = AutoTruncated(coder.model_, num_states=30)

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture
+from sklearn.mixture._gaussian_mixture import _compute_precision_cholesky
 
 from pyro_truncated.sklearn import TruncatedMixture
 
@@ -49,3 +50,58 @@ def test_counts():
         mixture.fit(counts + 0.5)
     with pytest.raises(ValueError, match="n_components must be at most the number of data points, 3; got 5"):
         mixture.set_params(n_components=5).fit(counts[:3])
+
+
+@pytest.mark.parametrize("covariance_type", ["full", "diag", "spherical", "tied"])
+def test_what_users_of_scikit_learns_mixture_look_for(covariance_type):
+    X = load_iris().data[::2]
+    ours = TruncatedMixture(2, covariance_type=covariance_type, max_iter=200, n_init=1, random_state=0).fit(X)
+    theirs = GaussianMixture(2, covariance_type=covariance_type, reg_covar=0)
+    theirs.weights_, theirs.means_, theirs.covariances_ = ours.weights_, ours.means_, ours.covariances_
+    theirs.precisions_cholesky_ = _compute_precision_cholesky(ours.covariances_, covariance_type)
+    np.testing.assert_allclose(ours.score_samples(X), theirs.score_samples(X), rtol=1e-6)
+    assert ours.bic(X) == pytest.approx(theirs.bic(X))
+    assert ours.aic(X) == pytest.approx(theirs.aic(X))
+    assert ours.lower_bound_ == pytest.approx(ours.score(X))
+    assert ours.converged_ == (ours.n_iter_ < 200)
+    assert not TruncatedMixture(2, max_iter=1, n_init=1, random_state=0).fit(X).converged_
+
+
+def test_counts_have_information_criteria_and_no_covariances():
+    counts = np.random.default_rng(0).poisson(3.0, (40, 2))
+    mixture = TruncatedMixture(2, family="poisson", max_iter=5, n_init=1, random_state=0).fit(counts)
+    assert mixture.bic(counts) == pytest.approx(-2 * mixture.score_samples(counts).sum() + 5 * np.log(40))
+    assert not hasattr(mixture, "covariances_")
+
+
+@pytest.mark.parametrize("kind", ["low", "low-rank", None])
+def test_other_covariance_types_are_refused_by_name(kind):
+    with pytest.raises(ValueError, match="covariance_type must be one of"):
+        TruncatedMixture(2, covariance_type=kind).fit(np.random.default_rng(0).normal(size=(9, 2)))
+
+
+@pytest.mark.parametrize("kind", [float, str, bool])
+def test_latent_classes_of_binary_and_categorical_columns(kind):
+    random = np.random.default_rng(0)
+    member = random.integers(2, size=300)
+    likely = np.array([[0, 1, 0, 1, 1], [1, 0, 1, 0, 0]])[member]
+    X = np.where(random.random(likely.shape) < 0.9, likely, 1 - likely).astype(kind)
+    if kind is not bool:
+        X = np.concatenate([X, np.where(random.random(300) < 0.3, 2, member)[:, None].astype(kind)], 1)
+    found = TruncatedMixture(2, family="categorical", n_init=2, max_iter=30, random_state=0).fit(X)
+    labels = found.predict(X)
+    assert max((labels == member).mean(), (labels != member).mean()) > 0.97
+    # Densities are sums over classes of products of probabilities, and these are frequencies.
+    codes = np.stack([np.searchsorted(values, X[:, d]) for d, values in enumerate(found.categories_)], 1)
+    likelihood = np.prod([probs[:, codes[:, d]] for d, probs in enumerate(found.probabilities_)], 0) * found.weights_[:, None]
+    np.testing.assert_allclose(found.score_samples(X), np.log(likelihood.sum(0)), rtol=1e-6)
+    shares = found.predict_proba(X)
+    for d, probs in enumerate(found.probabilities_):
+        expected = shares.T @ np.eye(probs.shape[1])[codes[:, d]]
+        np.testing.assert_allclose(probs, expected / expected.sum(1, keepdims=True), atol=1e-3)
+    num_parameters = 1 + 2 * sum(len(values) - 1 for values in found.categories_)
+    assert found.bic(X) == pytest.approx(-2 * found.score_samples(X).sum() + num_parameters * np.log(300))
+    drawn, _ = found.sample(4)
+    assert set(drawn.ravel()) <= set(X.ravel())
+    with pytest.raises(ValueError, match="unknown categories"):
+        found.predict(np.full((1, X.shape[1]), "7" if kind is str else 7))

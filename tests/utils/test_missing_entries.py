@@ -155,3 +155,11 @@ def test_decoders_infer_from_what_is_not_masked():
     decoder = SASDecoder(24, 4, 1, num_active=5, batch_size=12).double()
     decoder.fit(CONTAINERS["masked"], epochs=1, progress=False, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(decoder.infer(CONTAINERS["masked"]), decoder.infer(torch.from_numpy(NAN)))
+
+
+def test_restored_arrays_are_arrays():
+    restored = denoise(DATA, 1.0, channels=False, side=3, rounds=1, progress=False)
+    for found in (np.asarray(restored), np.array(restored), as_data("y", restored), torch.as_tensor(restored), torch.from_dlpack(restored)):
+        assert torch.equal(torch.as_tensor(found), restored.image)
+    assert np.asarray(restored, dtype=np.float32).dtype == np.float32
+    assert np.mean(restored) == pytest.approx(float(restored.image.mean()))

@@ -1,0 +1,122 @@
+"""Latent classes: mixtures of independent categorical variables."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn import functional as F
+
+from pyro_truncated import Population
+from pyro_truncated.distributions import categorical, checked_later
+from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.seeding import spread_rows
+
+_PROBABILITY_FLOOR = 1e-6
+_Categorical = checked_later(dist.Categorical)
+
+
+class CategoricalMixture(UniqueModule):
+    r"""Latent class model, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Categorical}(\theta_{zd})`.
+
+    Example:
+        >>> y = torch.cat([torch.zeros(50, 3), torch.ones(50, 3)])
+        >>> model = CategoricalMixture(3, 2, 2).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=2), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(10)]
+
+    Args:
+        num_observed: number of observed variables ``D``.
+        num_components: number of classes ``K``.
+        num_values: number of values ``L`` that a variable has at most; they are 0, 1, ... ``L - 1``.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weights: mixing proportions :math:`\pi`, ``(K,)``.
+        probs: probabilities :math:`\theta`, ``(K, D, L)``, at least ``1e-6``.
+
+    Reference:
+        Goodman, "Exploratory latent structure analysis using both identifiable and unidentifiable models", Biometrika 61, 1974.
+    """
+
+    weights: Tensor
+    probs: Tensor
+
+    @names_arguments
+    def __init__(self, num_observed: int, num_components: int, num_values: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        check_counts(num_observed=num_observed, num_components=num_components, num_values=num_values)
+        self.num_observed, self.num_components, self.num_values = num_observed, num_components, num_values
+        self.weights = PyroParam(torch.full((num_components,), 1 / num_components, dtype=dtype), constraints.simplex)  # type: ignore[assignment]
+        probs = 0.5 + torch.rand(num_components, num_observed, num_values, dtype=dtype)
+        self.probs = PyroParam(probs / probs.sum(-1, keepdim=True), constraints.simplex)  # type: ignore[assignment]
+
+    @takes_arrays
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of values ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weights, probs = self.weights, self.probs
+        with pyro.plate("data", number_of_data(y, num_data), subsample_size=batch_size) as index:
+            z = pyro.sample("z", categorical(weights))
+            return pyro.sample("y", _Categorical(probs[z]).to_event(1), obs=selected_rows(y, index))
+
+    @names_arguments
+    @torch.no_grad()
+    @takes_arrays
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> CategoricalMixture:
+        """Starts from clusters of the data: their shares, and their frequencies, with those of all data as one more data point.
+
+        Args:
+            y: values ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words.
+        """
+        check_observable(self, check_data(y, self.num_observed), constraints.integer_interval(0, self.num_values - 1))
+        rows = self._indicators(first_rows(y, generator))
+        _, nearest = spread_rows(rows, self.num_components, generator)
+        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
+        total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
+        self._take(total / size.unsqueeze(-1))
+        self.weights = (size / size.sum()).to(self.weights)
+        return self
+
+    @torch.no_grad()
+    @takes_arrays
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+
+        Returns:
+            With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, of the data points with each value,
+            ``(K, D L)``. Both can be added and scaled.
+        """
+        shares = Shares(population, self.num_components, temperature)
+        return {"counts": shares.counts(), "sums": shares.sums(self._indicators(population.rows_of(check_data(y, self.num_observed))))}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint: frequencies, and :math:`\pi_k = \frac1N \sum_n r_{nk}`.
+
+        A class without data keeps its probabilities.
+        """
+        counts = statistics["counts"].unsqueeze(-1)
+        self._take(torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.probs.double().flatten(1)))
+        self.weights = best_weights(statistics["counts"]).to(self.weights)
+
+    def _indicators(self, y: Tensor) -> Tensor:
+        """Which values data points have, ``(N, D L)``."""
+        return F.one_hot(y.long(), self.num_values).flatten(1).double()
+
+    def _take(self, probs: Tensor) -> None:
+        floored = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
+        self.probs = (floored / floored.sum(-1, keepdim=True)).to(self.probs)

@@ -1,0 +1,91 @@
+"""Estimators find the same in data whose columns are scaled one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyro_truncated.sklearn import (
+    ActiveSetGPLVM,
+    SparseCoding,
+    SpikeSlabGPLVMTransformer,
+    SpikeSlabRegressor,
+    SubsetGPRegressor,
+    TruncatedMixture,
+)
+
+UNITS = [np.array(units) for units in ([1e-6, 1.0, 1e6], [1e6, 1e-6, 1e-3], [1e-6, 1e-6, 1e-6], [1e6, 1e6, 1e6])]
+QUICK = {"n_init": 1, "max_iter": 10, "random_state": 0}
+
+
+def clusters(num: int = 60) -> np.ndarray:
+    random = np.random.default_rng(0)
+    places = np.array([[0.0, 0.0, 0.0], [8.0, 0.0, 3.0], [0.0, 9.0, 6.0]])
+    return places[random.integers(3, size=num)] + random.normal(size=(num, 3)) + 2
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("covariance", ["full", "diag", "tied"])
+def test_mixtures_know_no_units_of_columns(units, covariance):
+    X = clusters()
+    expected, found = (TruncatedMixture(3, covariance_type=covariance, **QUICK).fit(data) for data in (X, units * X))
+    np.testing.assert_array_equal(found.predict(units * X), expected.predict(X))
+    assert found.score(units * X) + np.log(units).sum() == pytest.approx(expected.score(X), rel=1e-7)
+    np.testing.assert_allclose(found.means_ / units, expected.means_, rtol=1e-6)
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
+@pytest.mark.parametrize("offset", [True, False])
+def test_sparse_coding_knows_no_units_of_columns(units, family, offset):
+    X = clusters()
+    X[::7, 1] = np.nan
+    expected, found = (SparseCoding(2, family=family, offset=offset, **QUICK).fit(data) for data in (X, units * X))
+    np.testing.assert_allclose(found.transform(units * X), expected.transform(X), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.components_ / units, expected.components_, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        found.inverse_transform(found.transform(units * X)) / units, expected.inverse_transform(expected.transform(X)), rtol=1e-5
+    )
+    volume = (~np.isnan(X) * np.log(units)).sum(1)
+    np.testing.assert_allclose(found.score_samples(units * X) + volume, expected.score_samples(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("units", UNITS[:2])
+@pytest.mark.parametrize(
+    "space", [ActiveSetGPLVM(1, max_iter=2, random_state=0), SpikeSlabGPLVMTransformer(1, n_inducing=5, max_iter=2, random_state=0)]
+)
+def test_latent_spaces_know_no_units_of_columns(space, units):
+    X = clusters(20)
+
+    def restored(data: np.ndarray) -> tuple[Any, Any]:
+        codes = space.fit(data).transform(data)
+        return codes, space.inverse_transform(codes)
+
+    (expected, data), (codes, scaled) = restored(X), restored(units * X)
+    np.testing.assert_allclose(codes, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(scaled / units, data, rtol=1e-4)
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("regressor", [SubsetGPRegressor(max_epochs=3, random_state=0), SpikeSlabRegressor(random_state=0)])
+def test_regressors_know_no_units_of_columns(regressor, units):
+    X = clusters(40)
+    y = X @ [1.0, -2.0, 0.5] + np.sin(X[:, 0])
+
+    def predicted(data: np.ndarray, targets: np.ndarray) -> Any:
+        return np.stack(regressor.fit(data, targets).predict(data, return_std=True))
+
+    np.testing.assert_allclose(predicted(units * X, 1e6 * y) / 1e6, predicted(X, y), rtol=1e-4, atol=1e-5)
+
+
+def test_single_columns_do_not_decide_what_fills_the_others():
+    # A column in thousands beside shares: what is missing is filled in as well as of columns in their deviations.
+    X = clusters(120) * [1e4, 1e-2, 1.0]
+    hidden = np.random.default_rng(1).random(X.shape) < 0.1
+    coder = SparseCoding(3, **QUICK).fit(np.where(hidden, np.nan, X))
+    filled = coder.inverse_transform(coder.transform(np.where(hidden, np.nan, X)))
+    mean = np.broadcast_to(np.nanmean(np.where(hidden, np.nan, X), 0), X.shape)
+    own, others = (np.sqrt((((some - X) / X.std(0))[hidden] ** 2).mean()) for some in (filled, mean))
+    assert own < 0.8 * others
