@@ -46,6 +46,8 @@ class Layout:
         checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
             that other latents or other data points do not allow, observations that a latent does not allow.
         read: names of the sites whose values Python code of the model looks at, as far as can be told.
+        clamped: names of the sites that give something probability zero, which torch clamps, as found when a guide is set up: observed
+            ones in some states, and latent ones on a device, where they are not looked at in every run.
 
     Raises:
         ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
@@ -88,6 +90,7 @@ class Layout:
                 checked.add(name)
         self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
+        self.clamped: frozenset[str] = frozenset()
         self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
         frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
