@@ -20,12 +20,14 @@ from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
-from pyro_truncated.program.zero_probabilities import exact_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.utils.isolation import Assign, isolated
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]
+# What an observation of probability zero costs: no evidence outweighs it, and yet a search sees which states explain more of the data.
+_NATS_OF_ZERO = 1e5
 
 
 @dataclasses.dataclass
@@ -59,6 +61,17 @@ class CandidateRuns:
             return {name: term.squeeze(1) for name, term in terms.items()}
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+    def clamped_sites(self, words: Tensor) -> set[str]:
+        """The observed sites that give some entries probability zero in some candidates ``(N, C, num_words)``, which torch clamps."""
+        found = set()
+        for states in _unbind(self._one_by_one(words)):
+            nodes = sample_nodes(self._trace({**self.probe.values, **states}))
+            for name, node in nodes.items():
+                impossible = impossible_entries(node["fn"], node["value"]) if node["is_observed"] else None
+                if impossible is not None and bool(impossible.any()):
+                    found.add(name)
+        return found
 
     def log_probs_and_moments(self, words: Tensor, rows: slice) -> tuple[dict[str, Tensor], Moments | None]:
         """What :meth:`log_probs` returns, and the moments of observations in the states of some data points, where they are known."""
@@ -160,9 +173,14 @@ class CandidateRuns:
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.probe.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
-        if node["name"] in self.probe.layout.sites and not node["is_observed"]:
+        is_latent = node["name"] in self.probe.layout.sites and not node["is_observed"]
+        if is_latent and (self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped):
             return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))
-        return self._usual_log_prob(node)
+        log_prob = self._usual_log_prob(node)
+        if node["name"] in self.probe.layout.clamped and node["is_observed"]:
+            impossible = impossible_entries(node["fn"], node["value"])
+            log_prob = log_prob if impossible is None else log_prob - _NATS_OF_ZERO * impossible
+        return log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:
         if not node["args"] and not node["kwargs"] and self.scoring != "vmap":

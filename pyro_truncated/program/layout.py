@@ -158,6 +158,8 @@ class Layout(SiteLayout):
         checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
             that other latents or other data points do not allow, observations that a latent does not allow.
         read: names of the sites whose values Python code of the model looks at, as far as can be told.
+        clamped: names of the sites that give something probability zero, which torch clamps, as found when a guide is set up: observed
+            ones in some states, and latent ones on a device, where they are not looked at in every run.
         idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
@@ -201,6 +203,7 @@ class Layout(SiteLayout):
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
         self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
         self.idle_where_masked: frozenset[str] = frozenset()
+        self.clamped: frozenset[str] = frozenset()
         self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
 
     def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:

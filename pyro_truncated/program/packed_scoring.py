@@ -82,7 +82,8 @@ class PackedModel:
         logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
         if logits is None:
             return None
-        normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape)
+        is_looked_at = probe.device.type == "cpu" or site.name in layout.clamped
+        normalizers, certain = torch.nn.functional.softplus(logits), _certain(state["fn"], logits.shape) if is_looked_at else None
         if certain is not None:
             logits, normalizers = (values.masked_fill(certain[0] | certain[1], 0.0) for values in (logits, normalizers))
             certain = layout.space.pack(certain[0]), layout.space.pack(certain[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import sysconfig
@@ -24,12 +25,14 @@ from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
+from pyro_truncated.program.zero_probabilities import impossible_entries, is_certain_somewhere
 from pyro_truncated.utils.budget import memory_budget as within_budget
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
 _CANDIDATES = 3
+_MOST_CANDIDATES = 16
 _REDUCTIONS = "(sum|mean|prod|max|min|amax|amin|all|any|cumsum|cumprod|logsumexp|softmax)"
 # What is slow, by how it looks, and what to write in its place.
 _IDIOMS = (
@@ -261,6 +264,29 @@ def scoring_for(
     vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None
 ) -> tuple[Scoring, bool]:
     """What the user chose, or what the model allows; see :func:`find_scoring`."""
+    scorer = LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget)
+    layout.clamped = _clamped_sites(scorer) | _clamped_priors(scorer)
     if vectorize is not None:
         return ("together", True) if vectorize else ("singly", False)
-    return find_scoring(LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget))
+    return find_scoring(scorer)
+
+
+def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
+    """On a device, the latent sites whose distributions have probabilities of exactly zero or one."""
+    names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
+    return frozenset(name for name in names if is_certain_somewhere(log_joint.nodes[name]["fn"]))
+
+
+def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
+    """Observed sites that give their values probability zero in some states: in all of a small space, in some of a large one."""
+    space, nodes = log_joint.layout.space, log_joint.nodes.values()
+    # What is wrong with the data, their own check shall say.
+    with torch.no_grad(), spare_random_numbers(), isolated(), contextlib.suppress(Exception):
+        if not any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes):
+            return frozenset()
+        if space.size <= _MOST_CANDIDATES:
+            words = space.enumerate(log_joint.device).expand(log_joint.num_data, -1, -1)
+        else:
+            words = _candidates(log_joint, _MOST_CANDIDATES)
+        return frozenset(CandidateRuns(log_joint, None, "singly", ()).clamped_sites(words))
+    return frozenset()

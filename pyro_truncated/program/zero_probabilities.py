@@ -45,7 +45,7 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     Torch scores :math:`\mathrm{Bernoulli}(0)` at one as :math:`\log \epsilon = -15.9`, so that impossible values are merely improbable.
     With infinite logits it computes NaN for possible values too. Here probabilities that are exactly 0 or 1 have exact logarithms, and
     gradients at possible values are finite. All others are clamped as torch does. On a CPU parameters are looked at first, which takes no
-    time beside the density; a device is not waited for.
+    time beside the density. A device is not waited for: there it is for sites that had such probabilities when the guide was set up.
 
     Args:
         fn: a discrete distribution, in any wrappers.
@@ -54,28 +54,68 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     Returns:
         One number for each entry of the batch, or ``None``.
     """
-    if isinstance(fn, MaskedDistribution):
-        found = log_prob_with_zeros(fn.base_dist, value)
-        return None if found is None else torch.where(torch.as_tensor(fn._mask, device=found.device), found, 0.0)
-    if isinstance(fn, ExpandedDistribution):
-        found = log_prob_with_zeros(fn.base_dist, value)
-        return None if found is None else found.expand(torch.broadcast_shapes(found.shape, fn.batch_shape))
-    if isinstance(fn, distributions.Independent):
-        found = log_prob_with_zeros(fn.base_dist, value)
-        if found is None or fn.reinterpreted_batch_ndims == 0:
-            return found
-        found = found.expand(torch.broadcast_shapes(found.shape, fn.base_dist.batch_shape))
-        return found.flatten(-fn.reinterpreted_batch_ndims).sum(-1)
+    return _through_wrappers(fn, value, _of_one_entry)
+
+
+def _of_one_entry(fn: Any, value: Tensor) -> Tensor | None:
     formula = next((formula for kind, formula in _FORMULAS.items() if isinstance(fn, kind)), None)
-    # A class with a density of its own knows best.
-    is_own = not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
-    return None if formula is None or is_own else formula(fn, value)
+    return None if formula is None or _has_own_density(fn) else formula(fn, value)
+
+
+def _has_own_density(fn: Any) -> bool:
+    """Whether a class has a density of its own, which knows best."""
+    return not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
+
+
+def _through_wrappers(fn: Any, value: Tensor, of_one_entry: _Formula) -> Tensor | None:
+    """What is said of single entries, summed over events, without masked ones, in the shape of the batch."""
+    if not isinstance(fn, _WRAPPERS):
+        return of_one_entry(fn, value)
+    found = _through_wrappers(fn.base_dist, value, of_one_entry)
+    if found is None:
+        return None
+    if isinstance(fn, MaskedDistribution):
+        return torch.where(torch.as_tensor(fn._mask, device=found.device), found, 0)
+    if isinstance(fn, ExpandedDistribution):
+        return found.expand(torch.broadcast_shapes(found.shape, fn.batch_shape))
+    found = found.expand(torch.broadcast_shapes(found.shape, fn.base_dist.batch_shape))
+    return found.flatten(-fn.reinterpreted_batch_ndims).sum(-1) if fn.reinterpreted_batch_ndims else found
+
+
+def is_certain_somewhere(fn: Any) -> bool:
+    """Whether a distribution has probabilities that are exactly zero or one, wherever its parameters are."""
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    fn = fn._categorical if isinstance(fn, distributions.OneHotCategorical) else fn
+    if not isinstance(fn, tuple(_FORMULAS)) or not {"probs", "logits"} & vars(fn).keys():
+        return False
+    probability = _Probability.of(fn)
+    return bool((probability.is_zero | probability.is_one).any())
 
 
 def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
     """Where a Bernoulli distribution cannot be one, and where it cannot be zero; ``None`` if nowhere, as far as a CPU can tell."""
     parameter = _Probability.of(fn)
     return (parameter.is_zero, parameter.is_one) if parameter.may_be_certain else None
+
+
+def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
+    """How many entries of an observed value have probability zero, by batch entry; ``None`` for families that torch does not clamp."""
+    return _through_wrappers(fn, value, _impossible)
+
+
+def _impossible(fn: Any, value: Tensor) -> Tensor | None:
+    if not isinstance(fn, _OBSERVED) or _has_own_density(fn):
+        return None
+    if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
+        return (_Probability.of(fn._categorical).is_zero & (value > 0)).sum(-1)
+    probability = _Probability.of(fn)
+    if isinstance(fn, distributions.Categorical):
+        shape = torch.broadcast_shapes(value.shape, fn.batch_shape)
+        is_zero = probability.is_zero.expand(*shape, fn.param_shape[-1])
+        return is_zero.gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()
+    total = getattr(fn, "total_count", 1) if not isinstance(fn, distributions.NegativeBinomial) else math.inf
+    return ((probability.is_zero & (value > 0)) | (probability.is_one & (value < total))).long()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +250,7 @@ def _either(fn: Any, value: Tensor) -> Tensor | None:
 _WRAPPERS = (MaskedDistribution, ExpandedDistribution, distributions.Independent)
 # Counts have more than one way to come about, so that their least probabilities are larger.
 _OF_ONE_TRIAL = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
+_OBSERVED = (*_OF_ONE_TRIAL, distributions.Binomial, distributions.NegativeBinomial, distributions.Multinomial)
 _FORMULAS: dict[Any, _Formula] = {
     distributions.Bernoulli: _bernoulli,
     distributions.Categorical: _categorical,

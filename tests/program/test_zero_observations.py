@@ -1,0 +1,81 @@
+"""Observations that some states give probability zero rule these out, however improbable the others make them."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+
+VISITS = 150
+SEEN_ONCE = torch.zeros(2, VISITS)
+SEEN_ONCE[0, 0] = 1.0
+# Where present, 150 visits see it once with a log probability far below that of torch's least probability.
+LEAST = 0.3
+
+
+def visits(z):
+    return dist.Bernoulli((LEAST * z).unsqueeze(-1).expand(*z.shape, VISITS)).to_event(1)
+
+
+def counted(z):
+    return dist.Binomial(VISITS, LEAST * z)
+
+
+def masked(z):
+    return dist.Bernoulli((LEAST * z).unsqueeze(-1).expand(*z.shape, VISITS)).mask(torch.ones(VISITS, dtype=torch.bool)).to_event(1)
+
+
+def categories(z):
+    probs = torch.tensor([[1.0, 0.0], [1 - LEAST, LEAST]])[z.long()]
+    return dist.Categorical(probs.unsqueeze(-2).expand(*z.shape, VISITS, 2)).to_event(1)
+
+
+def multinomial(z):
+    return dist.Multinomial(VISITS, torch.tensor([[1.0, 0.0], [1 - LEAST, LEAST]])[z.long()])
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "data"),
+    [
+        (visits, SEEN_ONCE),
+        (counted, SEEN_ONCE.sum(-1)),
+        (masked, SEEN_ONCE),
+        (categories, SEEN_ONCE.long()),
+        (multinomial, torch.stack([VISITS - SEEN_ONCE.sum(-1), SEEN_ONCE.sum(-1)], -1)),
+    ],
+)
+@pytest.mark.parametrize("vectorize", [None, False])
+def test_one_observation_rules_a_state_out(likelihood, data, vectorize):
+    def model(y):
+        with pyro.plate("sites", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", likelihood(z), obs=y)
+
+    guide = AutoTruncated(model, vectorize=vectorize)
+    loss = Truncated_ELBO().loss_and_grads(model, guide, data)
+    with pyro.validation_enabled(False):
+        present = likelihood(torch.ones(2)).log_prob(data)
+        absent = torch.stack([torch.tensor(-torch.inf), likelihood(torch.zeros(2)).log_prob(data)[1]])
+    joint = torch.stack([absent, present], -1) + torch.tensor(0.5).log()
+    torch.testing.assert_close(torch.tensor(-loss), joint.logsumexp(-1).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(guide.marginals()["z"], joint.softmax(-1)[:, 1])
+
+
+def test_searches_see_which_states_explain_more():
+    """A noisy-OR without leak: no state near the zero state is possible, and yet the search gets there."""
+    weight = 0.9 * torch.eye(12).repeat_interleave(2, 0)
+    causes = torch.tensor([1.0, 0.0] * 6)
+    data = (weight @ causes > 0).float().expand(3, -1)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((12,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Bernoulli((s @ weight.mT).clamp(max=0.9)).to_event(1), obs=y)
+
+    guide = AutoTruncated(model, 8).infer(data, steps=10)
+    torch.testing.assert_close(guide.mode()["s"], causes.expand(3, -1))
+    on = torch.where(causes == 1, 1.0, 0.3 * 0.01 / (0.3 * 0.01 + 0.7))
+    torch.testing.assert_close(guide.marginals()["s"], on.expand(3, -1), rtol=0.0, atol=2e-3)
