@@ -39,7 +39,7 @@ def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Stati
 
 
 def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the least variance of a component, of every dimension or of all.
+    """Returns the least variance of components, of each dimension or all.
 
     The statistics are of data of the given type.
     """

@@ -127,8 +127,8 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
     if len(windows) < NUM_CLASSES * number:
         return
     brightness, order = windows.mean(1).double().sort()
-    ends = brightness[[round(QUANTILE * len(order)), round((1 - QUANTILE) * len(order)) - 1]].tolist()
-    middles = torch.searchsorted(brightness, torch.linspace(*ends, NUM_CLASSES).to(brightness))
+    low, high = brightness[[round(QUANTILE * len(order)), round((1 - QUANTILE) * len(order)) - 1]].tolist()
+    middles = torch.searchsorted(brightness, torch.linspace(low, high, NUM_CLASSES).to(brightness))
     starts = (middles - number // 2).clamp(0, len(order) - number).tolist()
     parts = [windows[order[start : start + number]].double() for start in starts]
     variances = [torch.linalg.eigvalsh(part.mT.cov())[: windows.shape[1] // 4].mean().clamp(min=0.0) for part in parts]

@@ -49,7 +49,10 @@ class Decoder(Protocol):
     num_outputs: int
     loc: Tensor
     kernel: Any
-    noise_variance: Tensor
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Variance of the noise."""
 
     def latents(self, x: Tensor) -> Tensor:
         """Latents ``(N, Q)`` of the training data."""
