@@ -68,7 +68,9 @@ class CategoricalMixture(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> CategoricalMixture:
-        """Starts from clusters of the data: their shares, and their frequencies, with those of all data as one more data point.
+        """Starts from the shares and frequencies of clusters of the data.
+
+        The frequencies of all data count as one more data point of each cluster.
 
         Args:
             y: values ``(N, D)``.
@@ -105,7 +107,7 @@ class CategoricalMixture(UniqueModule):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint: frequencies, and :math:`\pi_k = \frac1N \sum_n r_{nk}`.
+        """Sets the parameters to frequencies, which maximise the expected log joint.
 
         A class without data keeps its probabilities.
         """

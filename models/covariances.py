@@ -81,13 +81,16 @@ class Covariances(abc.ABC):
         """The features summed over the data of every component, ``(K, F)``."""
 
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-        """The least variance of data with variances and mean squares ``(D,)``: of each dimension, or one for all."""
+        """Returns the least variance of data, of each dimension or of all.
+
+        The data have such variances and mean squares, ``(D,)``.
+        """
         unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
         least: Tensor = variance_floor(*unit, dtype)
         return least
 
     def scaled(self, parameters: Parameters, units: Tensor) -> Parameters:
-        """The parameters of data that are multiplied by units ``(D,)``, where every dimension has its own."""
+        """Returns the parameters of data that are multiplied by units ``(D,)``."""
         return {"scale": parameters["scale"] * units}
 
     @abc.abstractmethod

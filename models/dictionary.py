@@ -244,7 +244,7 @@ def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tens
 
 
 def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
-    """The smallest entries of a positive dictionary, ``(D, 1)``, from ``squares`` and ``observed`` ``(D,)``.
+    """Returns the smallest entries of a positive dictionary, ``(D, 1)``.
 
     They are a millionth of the root mean square of each dimension; where that is zero, of :func:`data_scale`.
     """

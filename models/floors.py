@@ -1,4 +1,4 @@
-"""Variances that are kept above a floor, each in its own unit, without which the likelihood of a mixture has no maximum."""
+"""Floors of variances, without which likelihoods of mixtures have no maximum."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ _VARIANCE_FLOOR = 1e-6
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the least variance of data of the given variance and mean square, of one dimension or each.
+    """Returns the least variance of data, of one dimension or each.
 
-    The mean square tells what is rounding where there is no variance.
+    The data have such a variance and mean square. The second tells what is rounding where there is no variance.
     """
     unit = torch.where(power > 0, power, 1.0)
     return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
 
 
 def floored(covariance: Tensor, floor: Tensor) -> Tensor:
-    """Returns the likeliest covariance with no eigenvalue below one, where the unit of every dimension is the root of its floor.
+    """Returns the likeliest covariance with no eigenvalue below one.
+
+    The unit of every dimension is the root of its floor.
 
     Args:
         covariance: ``(..., D, D)``.

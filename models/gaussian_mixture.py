@@ -33,9 +33,10 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, of one variance for all dimensions or low rank above
-    that of the mean; of data that do not vary the rounding error counts. Of full and tied covariances these are the eigenvalues in units
-    of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this constraint. What components
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension; of one variance for all dimensions, and of low
+    rank, above that of the mean. Of data that do not vary the rounding error counts. Of full and tied covariances these are the
+    eigenvalues in units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this
+    constraint. What components
     have of their own has a weak prior, from :meth:`initialize` on, as if each had seen a few data points more with the covariance of all
     data in a unit that fits the component. :meth:`log_prior` is a part of losses in training and ``starts`` of ``learn``, but not of losses
     of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
@@ -163,8 +164,8 @@ class GaussianMixture(LinearMixture):
     def _first_components(self, above: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
         """Components to start from, of data above their center.
 
-        Where dimensions have units, distances are in their deviations. Of many dimensions most may be noise, which differs from the rest
-        in nothing but its size: then distances as they are have the word, where they find what is clearly likelier.
+        Where dimensions have units, distances are in their deviations. Of many dimensions most may be noise, told from the rest by its
+        size alone. There distances as they are are tried, too, and taken if they find what is clearly likelier.
         """
 
         def start(units: Tensor) -> Gaussians:

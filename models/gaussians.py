@@ -39,7 +39,10 @@ def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Stati
 
 
 def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
-    """Least variance of a component of the data that statistics are of, which are of the given type; of every dimension, or of all."""
+    """Returns the least variance of components, of each dimension or all.
+
+    The statistics are of data of the given type.
+    """
     total = statistics["counts"].sum()
     shift = statistics["sums"].sum(0) / total
     variance = statistics["squares"] / total - shift.square()
@@ -67,7 +70,7 @@ class Gaussians:
         return len(self.weights)
 
     def scaled(self, units: Tensor) -> Gaussians:
-        """The components of data that are multiplied by units ``(D,)``, where every dimension has its own."""
+        """Returns the components of data that are multiplied by units ``(D,)``."""
         return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.scaled(self.spreads, units))
 
     def coefficients(self) -> Tensor:

@@ -86,7 +86,7 @@ def is_certain_somewhere(fn: Any) -> bool:
     """Whether a distribution has probabilities that are exactly zero or one, wherever its parameters are."""
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
-    fn = fn._categorical if isinstance(fn, distributions.OneHotCategorical) else fn
+    fn = vars(fn)["_categorical"] if isinstance(fn, distributions.OneHotCategorical) else fn
     if not isinstance(fn, tuple(_FORMULAS)) or not {"probs", "logits"} & vars(fn).keys():
         return False
     probability = _Probability.of(fn)
@@ -108,7 +108,7 @@ def _impossible(fn: Any, value: Tensor) -> Tensor | None:
     if not isinstance(fn, _OBSERVED) or _has_own_density(fn):
         return None
     if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
-        return (_Probability.of(fn._categorical).is_zero & (value > 0)).sum(-1)
+        return (_Probability.of(vars(fn)["_categorical"]).is_zero & (value > 0)).sum(-1)
     probability = _Probability.of(fn)
     if isinstance(fn, distributions.Categorical):
         shape = torch.broadcast_shapes(value.shape, fn.batch_shape)

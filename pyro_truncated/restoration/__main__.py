@@ -39,9 +39,15 @@ _QUALITY = 95
 
 @dataclass
 class _Picture:
-    """What was read: pixels from 0 to 255, how opaque they are, whether of 16 bits, a colour profile, how many pictures there are.
+    """What was read.
 
-    ``notes`` say what was lost in reading.
+    Attributes:
+        pixels: from 0 to 255.
+        alpha: how opaque they are.
+        is_deep: whether they have 16 bits.
+        profile: of their colours.
+        num_pictures: how many pictures the file holds.
+        notes: what was lost in reading.
     """
 
     pixels: Tensor
@@ -171,7 +177,7 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
 
 
 def _has_deep_colours(opened: Image.Image) -> bool:
-    """Whether a picture that is not loaded yet has colours of 16 bits, which Pillow reads as 8."""
+    """Whether a picture, not loaded yet, has colours of 16 bits."""
     return opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
 
 
@@ -186,9 +192,9 @@ def _told_warnings() -> Iterator[None]:
 
 
 def _darkness(path: Path) -> tuple[Tensor, float]:
-    """How far the pixels of a mask are from white, ``(height, width)``, of its largest value, and from where on this is no noise.
+    """Returns how far pixels of a mask are from white, ``(height, width)``.
 
-    Transparent pixels are white.
+    That is in units of its largest value; transparent pixels are white. The second number says from where on this is no noise.
     """
     with Image.open(path) as opened:
         least = _LEAST_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _LEAST_DARKNESS
@@ -207,7 +213,9 @@ def _darkness(path: Path) -> tuple[Tensor, float]:
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
-    """The pixels, and NaN where a mask is not nearly white; inverted, not nearly black.
+    """Returns the pixels, NaN where a mask hides them.
+
+    It hides what is not nearly white; inverted, what is not nearly black.
 
     Raises:
         ValueError: for a mask of another size, and one that hides nothing or all.

@@ -30,8 +30,8 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
     By default:
 
     * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
-    * more dimensions are an image or a volume whose last or first dimension holds one or three channels, or four, unless these
-      are slices of a volume, which are the less alike the further they are apart;
+    * of more dimensions the last or the first holds channels if it has one, three or four entries. Four that are the less alike
+      the further they are apart are slices of a volume.
     * up to 32 planes with noise of unlike strength are bands.
 
     Args:
@@ -94,7 +94,10 @@ def _are_bands(planes: Tensor) -> bool:
 
 
 def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
-    """Checks a noise level: one number, or one for each channel ``(C,)``, in the type of the image.
+    """Checks a noise level, one number or one for each channel.
+
+    Returns:
+        The number, or ``(C,)`` in the type of the image.
 
     Raises:
         ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
@@ -111,16 +114,17 @@ def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Te
 
 
 def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: int) -> float | Tensor:
-    """Returns a level of an array, or of each of its channels, ``(C,)``."""
+    """Returns a level of an array, or ``(C,)`` of its channels."""
     if image.dim() == num_dims:
         return level(image, num_dims)
     return image.new_tensor([level(plane, num_dims) for plane in image.unbind(-1)])
 
 
 def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
-    """Estimates the noise of an array, or of each of its channels, ``(C,)``, see :func:`.noise_level`.
+    """Estimates the noise of an array, or ``(C,)`` of its channels.
 
-    Channels too small for the estimate by windows share their windows, each divided by its first estimate.
+    It is that of :func:`.noise_level`. Channels too small for the estimate by windows share their windows, each divided by its first
+    estimate.
     """
     levels = per_channel(noise_level, image, num_dims)
     if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):

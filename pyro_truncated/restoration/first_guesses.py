@@ -29,7 +29,7 @@ _ENOUGH = 100
 
 
 def checked(image: Any) -> Tensor:
-    """A damaged array as a floating point tensor, of single precision or more.
+    """Returns a damaged array in single precision or more.
 
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are.

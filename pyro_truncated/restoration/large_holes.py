@@ -1,4 +1,4 @@
-"""Holes larger than patches: what is filled in far from all that is seen, checked on pixels that are seen."""
+"""Holes larger than patches, checked on pixels that are seen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.3
 
 
 def steadied(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""A restored image, averaged in large holes with a smooth surface and the mean of the image.
+    r"""Averages a restored image, in large holes, with surface and mean.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the truth than the mean. The holes are moved
     to where the image is seen, and restored there, too. The weights of the three are those that are best there, see
@@ -70,7 +70,10 @@ def _share(is_hole: Tensor) -> Tensor:
 
 
 def _moved(is_hole: Tensor) -> Tensor | None:
-    """The holes moved onto pixels that are seen: mirrored, or by half of the image; ``None`` if that hides too little or too much."""
+    """Returns the holes moved onto pixels that are seen.
+
+    They are mirrored, or moved by half of the image; ``None`` if that hides too little or too much.
+    """
     height, width = is_hole.shape
     turned = [is_hole.flip(dims) for dims in ((0,), (1,), (0, 1))]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((height // 2, 0), (0, width // 2), (height // 2, width // 2))]
@@ -81,7 +84,7 @@ def _moved(is_hole: Tensor) -> Tensor | None:
 
 
 def _surfaces(image: Tensor) -> tuple[Tensor, Tensor]:
-    """A smooth surface, and the mean of what is seen, of each channel."""
+    """Returns a smooth surface and the mean of each channel."""
     planes = image.unsqueeze(-1) if image.dim() == 2 else image
     smooth = torch.stack([biharmonic(plane) for plane in planes.unbind(-1)], -1)
     mean = planes.flatten(0, 1).nanmean(0).expand_as(planes)
@@ -89,7 +92,9 @@ def _surfaces(image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def biharmonic(image: Tensor) -> Tensor:
-    r"""An image whose missing pixels make :math:`\sum (\Delta u)^2` least; differences across the border are left out.
+    r"""Fills in what makes :math:`\sum (\Delta u)^2` least.
+
+    Differences across the border are left out.
 
     Args:
         image: ``(height, width)``; what is missing is NaN.
@@ -110,7 +115,10 @@ def biharmonic(image: Tensor) -> Tensor:
 
 
 def _laplacian(height: int, width: int) -> sparse.csr_array:
-    """Sums of second differences along rows and columns; at borders, where there is none along one of them, of the other."""
+    """Returns the operator of second differences along rows and columns, added.
+
+    At borders there are none across.
+    """
 
     def second(size: int) -> sparse.csr_array:
         inner = np.r_[0.0, np.ones(size - 2), 0.0] if size > 2 else np.zeros(size)

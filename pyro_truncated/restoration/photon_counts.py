@@ -47,9 +47,10 @@ def stabilise(counts: Tensor) -> Tensor:
 
 
 def mean_of_stabilised(values: Tensor) -> Tensor:
-    r"""Returns the mean count :math:`\lambda` whose transform is expected to be a value, the exact unbiased inverse.
+    r"""Returns the exact unbiased inverse of :func:`stabilise`.
 
-    It solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`; of values below that of zero it is zero.
+    The mean count :math:`\lambda` solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`. It is zero for
+    values below the transform of zero.
 
     Reference:
         Mäkitalo and Foi, "Optimal inversion of the Anscombe transformation in low-count Poisson image denoising",
@@ -75,7 +76,9 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def gain_of(counts: Tensor) -> float:
-    """Returns the number that counts were multiplied with: one of whole numbers, else their least distance if all are its multiples.
+    """Returns the number that counts were multiplied with.
+
+    It is one of whole numbers; else the least distance of values that are all its multiples, or one.
 
     Raises:
         ValueError: for negative values.
@@ -94,7 +97,7 @@ def gain_of(counts: Tensor) -> float:
 
 
 def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
-    """Warns if stabilised counts have other noise than one: then they were no counts.
+    """Warns if stabilised counts have other noise than one.
 
     Warns:
         VaryingNoiseWarning: with the gain that the values seem to have.
@@ -111,7 +114,7 @@ def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
 
 
 def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
-    """Warns if the noise grows with the brightness, as that of photon counts does.
+    """Warns if the noise grows with the brightness.
 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class is the root of the mean of the
     lower quarter of its principal variances.

@@ -1,4 +1,4 @@
-"""Taking noise off images and signals, and filling in what is missing, from the damaged data alone."""
+"""Noise taken off, and gaps filled in, from the damaged data alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 
 @dataclasses.dataclass(frozen=True)
 class Restored(ArrayResult):
-    """A restored array, and what it was made with; to NumPy, matplotlib and torch it is the array.
+    """A restored array, and what it was made with.
+
+    To NumPy, matplotlib and torch it is the array.
 
     Example:
         >>> restored = denoise(torch.randn(16, 16), progress=False)
@@ -43,8 +45,8 @@ class Restored(ArrayResult):
 
     Attributes:
         image: the restored array, in the shape and units of the damaged one.
-        noise: the standard deviation of the noise that was learned, in the same units; of channels with unlike noise the root of the
-            mean of its squares; of photon counts that of their transform.
+        noise: the standard deviation of the noise that was learned, in the same units. Of channels with unlike noise it is the root of
+            the mean of its squares. Of photon counts it is that of their transform.
         model: what was learned of the patches, which have the mean of each channel taken off and, with ``channel_noise``, are divided by
             it: the model that was asked for, or the mixture (:class:`.PatchMixture`) of the last round, of the largest patches.
         guide: its guide, with the posteriors of all patches.
@@ -65,7 +67,7 @@ class Restored(ArrayResult):
 
 
 class _Settings(NamedTuple):
-    """What an array is restored with, but for its noise and channels, see :func:`denoise`."""
+    """What :func:`denoise` is told, but for noise and channels."""
 
     model: ModelOfPatches | None
     side: int | None
@@ -110,10 +112,10 @@ def denoise(
     where mixtures are surer, is then what small windows say that are restored together with those most similar to them, whose errors are
     other ones than those of mixtures, see :func:`~pyro_truncated.restoration.similar_windows.with_groups`.
 
-    Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
+    Images without channels and missing entries, of 100 by 100 entries or more and with noise of 0.4 of the signal or less, are restored
     twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
     shall have, and with what weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`. The two also say what
-    share of that which was taken off is not noise, and it is given back (between -.12 and .1: else the noise is another one), see
+    share of that which was taken off is not noise, and it is given back (between -0.12 and 0.1: else the noise is another one), see
     :func:`~pyro_truncated.restoration.choice_of_sides.share_to_give_back`: if the noise is told, which should then be right to a percent
     or so, or if a fifth of the image is so flat that the noise can be read off there.
 
@@ -141,19 +143,18 @@ def denoise(
 
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...; a tensor or a NumPy array.
-        noise: standard deviation of its noise, where learning starts, if it is known, or one for each channel; ``"poisson"`` for photon
-            counts, which may be multiplied with one number; default: estimated for each channel where there is no texture.
+        noise: standard deviation of its noise, if it is known, or one for each channel. ``"poisson"`` is for photon counts, which may be
+            multiplied with one number. Default: estimated for each channel where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
         side: side of a patch; default: that of a model that is made already, else by noise, dimensions and what is missing, several for
             mixtures, in the last round by the image.
         stride: distance of neighbouring patches; above 1 faster and worse.
-        channels: which dimension holds channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none; default: the last or the first
-            if it has three entries, or four that are no slices of a volume; of two dimensions one that is far shorter than the other;
-            of three one whose planes have unlike noise.
+        channels: which dimension holds channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none; default: by the shape, see
+            :func:`~pyro_truncated.restoration.channels.channel_axis`.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
             :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four; where entries are missing and hardly any noise
-            is told, .4 of the first number in two rounds, 1.2 in two, then three.
+            is told, 0.4 of the first number in two rounds, 1.2 in two, then three.
         rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
         passes: passes of another model through all patches; fewer if the free energy stops growing.
         num_states: states per patch of another model.
@@ -165,8 +166,8 @@ def denoise(
         The restored array with noise level and model.
 
     Raises:
-        ValueError: for an array without dimensions or observed entries, with infinite or too large ones or smaller than a patch, a noise
-            that is not positive, negative counts, or a model of patches of another size.
+        ValueError: for an array without dimensions or observed entries, with infinite or too large ones or smaller than a patch.
+        ValueError: for a noise that is not positive, negative counts, or a model of patches of another size.
         TypeError: for a model that cannot reconstruct its data.
 
     Warns:
@@ -188,7 +189,7 @@ def denoise(
 
 
 def _denoised(image: Tensor, noise: Noise | str, settings: _Settings, *, has_channels: bool) -> Restored:
-    """Restores an array whose channels, if it has any, are its last dimension."""
+    """Restores an array without channels, or with channels last."""
     num_dims = image.dim() - has_channels
     if noise is not None and not isinstance(noise, str):
         noise = told_noise(noise, image, has_channels=has_channels)
@@ -282,25 +283,26 @@ def _by_model(model: Any, image: Tensor, level: float, patches: Patches, setting
 
 
 def _per_channel_mean(image: Tensor, patches: Patches) -> Tensor:
-    """The mean of the entries that are seen, or those of all channels."""
+    """Returns the mean of what is seen, of each channel."""
     return image.nanmean() if patches.channels is None else image.flatten(0, -2).nanmean(0)
 
 
 def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
-    """The least entry that is seen, or those of all channels."""
+    """Returns the least of what is seen, of each channel."""
     filled_up = image.nan_to_num(math.inf)
     return filled_up.min() if patches.channels is None else filled_up.flatten(0, -2).amin(0)
 
 
 @names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
-    """Fills in the missing entries of an image, a signal or a volume, and keeps the others, up to noise that is taken off.
+    """Fills in the missing entries of an image, a signal or a volume.
 
-    As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from what covariances near a place predict, see
-    :func:`~pyro_truncated.restoration.stationary.predicted`. Large holes of images without noise are filled in twice, a second time
-    beside others that are moved to where the image is seen, see :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array
-    without noise, mixtures are told that what cannot be predicted from the rest of a patch is 4 % of the deviation or less, another model
-    learns it; but the observed entries are kept.
+    The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
+    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.stationary.predicted`.
+
+    Large holes of images without noise are filled in twice, a second time beside others that are moved to where the image is seen, see
+    :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array without noise, mixtures are told that what cannot be predicted
+    from the rest of a patch is 4 % of the deviation or less. Another model learns it; but the observed entries are kept.
 
     Example:
         >>> image = torch.randn(16, 16)
@@ -314,8 +316,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     Args:
         image: the damaged array.
         mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN.
-        noise: standard deviation of the noise on the observed entries, which is taken off and where training starts, one for each channel,
-            or ``"poisson"``; ``None``: estimated and taken off; default: none, the observed entries are returned as they are.
+        noise: standard deviation of the noise on the observed entries, which is taken off; one for each channel, or ``"poisson"``.
+            ``None``: estimated and taken off. Default: none, the observed entries are returned as they are.
         **options: as for :func:`denoise`.
 
     Raises:

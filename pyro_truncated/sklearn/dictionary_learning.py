@@ -1,4 +1,4 @@
-"""Sparse coding as a transformer: a dictionary, and the few of its elements that every data point is made of."""
+"""Sparse coding as a transformer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             times the squared share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
         n_states: states kept per data point.
         max_iter: the most training steps on all data after the best start, which itself takes as many, but at most 60. They end once
-            five raise the lower bound per data point by no more than .001 nats, but with a ridge all are taken.
+            five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
         n_init: the most starts; training ends sooner with a start on which two agree.
         verbose: whether to show a progress bar.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
@@ -237,7 +237,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return rows
 
     def _each(self, X: Any, read: Any) -> Any:
-        """What is read of the posteriors of all data points, in the type of the data."""
+        """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardised(rows.to(self.model_.weight.dtype))
@@ -248,7 +248,10 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     # --- model ---
 
     def _units_of(self, rows: Tensor) -> ColumnUnits:
-        """Deviations of the columns, and their means where a background is learned; probabilities have no units."""
+        """Returns the units of columns; probabilities have none.
+
+        Means are taken off where a background is learned.
+        """
         if self.family == "bernoulli":
             return ColumnUnits.none(rows.shape[1])
         return ColumnUnits.of(rows, is_centred=bool(self.offset))

@@ -1,4 +1,4 @@
-"""Gaussian process latent variable models as transformers: data as points in a space of few dimensions."""
+"""Gaussian process latent variable models as transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _STEPS, _TOLERANCE = 1000, 1e-10
 
 
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """What the transformers of this file have in common: data may be missing, codes have a column per latent dimension.
+    """What transformers to a latent space have in common.
+
+    Data may be missing, and codes have a column per latent dimension.
 
     Their models have one noise for all features, so columns are standardised inside, and predictions brought back.
     """

@@ -1,4 +1,4 @@
-"""Mixtures with many components, of which every data point looks at a few."""
+"""Mixtures of which every data point looks at few components."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         return GaussianMixture(rows.shape[1], number, covariance=self.covariance_type, pseudo_data=0, dtype=rows.dtype)
 
     def _train(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
-        """EM from the best of the starts; what each of them reached, and the steps from there."""
+        """Runs EM from the best start; returns what starts reached, and steps."""
         short, starts = _SHORT_OF_MANY if self.n_components > _MANY_COMPONENTS else _SHORT
         n_init = starts if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)

@@ -1,4 +1,4 @@
-"""Units of columns, for models that have one noise for all of them."""
+"""Units of columns, for models with one noise for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ColumnUnits:
-    r"""Means :math:`c_d` and standard deviations :math:`u_d` of columns, by which data are standardised: :math:`(y_d - c_d) / u_d`.
+    r"""Means and standard deviations of columns, by which data are standardised.
+
+    .. math:: x_d = (y_d - c_d) / u_d
 
     Attributes:
         center: :math:`c`, ``(D,)``.
@@ -23,7 +25,10 @@ class ColumnUnits:
 
     @classmethod
     def of(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
-        """Returns the units of data ``(N, D)``, NaN where missing; without centring all means are taken for zero."""
+        """Returns the units of data ``(N, D)``, NaN where missing.
+
+        Without centring all means are taken for zero.
+        """
         center = rows.nanmean(0).nan_to_num(0.0)
         deviation = (rows - center).square().nanmean(0).nan_to_num(0.0).sqrt()
         # Rounding errors of a constant column are no deviation.
@@ -44,5 +49,8 @@ class ColumnUnits:
         return rows * self.deviation.to(rows) + self.center.to(rows)
 
     def log_volume(self, rows: Tensor) -> Tensor:
-        r"""Returns :math:`\sum_d \log u_d` over the columns that are observed of each row, ``(N,)``: log densities fall by it."""
+        r"""Returns by how much log densities of rows fall, ``(N,)``.
+
+        That is :math:`\sum_d \log u_d` over the columns that are observed.
+        """
         return (~rows.isnan()).to(self.deviation) @ self.deviation.log()

@@ -10,7 +10,7 @@ from pyro_truncated.utils.arrays import as_plain_array
 
 
 def validated_data(estimator: Any, X: Any, y: Any = None, **options: Any) -> Any:
-    """Returns the data of an estimator as scikit-learn checks them; what is masked, or a fill value, is NaN.
+    """Returns data as scikit-learn checks them, NaN where missing.
 
     Args:
         estimator: whose features are counted and named.
@@ -26,7 +26,7 @@ def validated_data(estimator: Any, X: Any, y: Any = None, **options: Any) -> Any
 
 
 def validated_array(X: Any, **options: Any) -> Any:
-    """Returns an array as :func:`sklearn.utils.validation.check_array` does; what is masked, or a fill value, is NaN."""
+    """Returns an array as scikit-learn checks it, NaN where missing."""
     return check_array(_with_nan(X), **options)
 
 

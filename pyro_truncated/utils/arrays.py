@@ -34,7 +34,7 @@ class Axis:
 
 
 def is_labelled(value: Any) -> bool:
-    """Whether a value is an array of pandas, polars, xarray or Pillow; what is one was made by a package that has been imported."""
+    """Whether a value is an array of pandas, polars, xarray or Pillow."""
     return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is(value, "xarray", "DataArray")
 
 
@@ -55,7 +55,9 @@ def axes_of(value: Any) -> tuple[Axis, ...]:
 
 
 def array_of(value: Any) -> np.ndarray:
-    """The numbers of an array of another package, NaN where they are missing: null, ``pandas.NA``, or the ``_FillValue`` of xarray.
+    """Returns the numbers of an array of another package.
+
+    NaN is what is null, ``pandas.NA``, or the ``_FillValue`` of xarray.
 
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
@@ -93,7 +95,10 @@ def _plain(value: Any) -> np.ndarray:
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
-    """The numbers of a ``DataArray``, NaN where they are the fill value that its attributes, or its encoding without scale, name."""
+    """Returns the numbers of a ``DataArray``, NaN where they are fill values.
+
+    These are named by the attributes, or by an encoding without scale.
+    """
     values = np.asarray(array.values)
     kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
     fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
@@ -104,7 +109,10 @@ def _without_fill_values(array: Any) -> np.ndarray:
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """A floating point copy with NaN where entries are missing; integers and truth values become double precision."""
+    """Returns a floating point copy with NaN where entries are missing.
+
+    Integers and truth values become double precision.
+    """
     found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
     found[is_missing] = np.nan
     return found
@@ -164,7 +172,10 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
 
 
 def as_plain_array(value: Any) -> Any:
-    """Arrays of other packages and masked ones as NumPy arrays, NaN where entries are missing; anything else is as it was."""
+    """Returns arrays of any package as NumPy arrays, NaN where missing.
+
+    Anything else is as it was.
+    """
     if is_labelled(value):
         value = array_of(value)
     if isinstance(value, np.ma.MaskedArray):
@@ -174,7 +185,7 @@ def as_plain_array(value: Any) -> Any:
 
 
 def as_data(name: str, value: Any) -> Tensor:
-    """Returns the tensor of numbers that an argument holds: a tensor, an array, or a list of numbers.
+    """Returns the tensor of an argument: a tensor, array or list.
 
     Args:
         name: of the argument.
@@ -196,7 +207,7 @@ def as_data(name: str, value: Any) -> Tensor:
 
 
 class ArrayResult:
-    """A result that is one of its tensors to NumPy, matplotlib and torch, ``array_field``."""
+    """A result that is one array to others, ``array_field``."""
 
     array_field: ClassVar[str]
 

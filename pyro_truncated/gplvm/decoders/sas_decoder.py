@@ -633,8 +633,9 @@ class SASDecoder(UniqueModule):
         return torch.cat(found)
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Calibrated means and variances ``(M, D)`` of all outputs of data points, given what is seen of them.
+        """Returns calibrated means and variances ``(M, D)`` of all outputs.
 
+        They are those of data points given what is seen of them.
         Latents are averaged over: those of the training data, and the data point's own, see :class:`.CandidateLatents`. Temperature and
         noise are learned from training data whose halves predict each other; the first call after :meth:`condition_` does it.
         Variances of :meth:`predict` at latents of :meth:`infer` leave out that these are uncertain.
