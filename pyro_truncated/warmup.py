@@ -33,6 +33,7 @@ from pyro_truncated.ops.largest import largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
+from pyro_truncated.sequences import BlockSearch
 from pyro_truncated.utils.console import progress_bar
 
 _LATENTS = 13
@@ -150,7 +151,15 @@ def _mixtures(dtype: torch.dtype) -> None:
     square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 
 
+def _chains(dtype: torch.dtype) -> None:
+    """Sums, sweeps, draws and searches of sets of states along chains."""
+    y = _data(dtype).unsqueeze(0)
+    posterior = models.FactorialHMM(9, 5, dtype=dtype).fit(y, 4, max_restarts=1, max_steps=2, final_states=4)
+    posterior.search_(BlockSearch(2)).search_(EvolutionarySearch()).sample(1)
+
+
 _TASKS: dict[str, Task] = {
+    "factorial hidden Markov models": _chains,
     "mixtures of many components": _mixtures,
     "models with binary latents": _any_model,
     "models with other latents": _other_latents,

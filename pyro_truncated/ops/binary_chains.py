@@ -262,7 +262,7 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
     _check(states, likelihood, transitions)
     onward = unary.double() + sums.backward
     kernel = backend("binary_chains", words).masses
-    of_members = kernel(words, unary, words, sums.forward, onward, *transitions)
+    of_members: Tensor = kernel(words, unary, words, sums.forward, onward, *transitions)
     of_states: Tensor = kernel(states, likelihood, words, sums.forward, onward, *transitions)
     found: Tensor = of_states - of_members.logsumexp(-1, keepdim=True)
     return found
