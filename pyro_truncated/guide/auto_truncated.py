@@ -269,7 +269,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search)
         call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
-        guide = AutoTruncated(self.model, self.num_states if num_states is None else num_states, init=init, **self.options)
+        number = self.num_states if num_states is None else num_states
+        guide = AutoTruncated(self.model, number, init=init, whole_states=self.whole_states, **self.options)
         with torch.no_grad(), poutine.block():
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.siblings)
