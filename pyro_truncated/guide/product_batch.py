@@ -171,6 +171,12 @@ class ProductBatch:
             self.populations.store_(populations)
         return populations
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every set of this batch holds all states, so that there is nothing to search."""
+        groups = self.scorer.product.groups
+        return all(store.words.shape[1] >= group.space.size for store, group in zip(self.populations.stores, groups, strict=True))
+
     def set_search(self, *, is_new: bool = False) -> SetSearch:
         """A search of sets with random numbers of its own."""
         return SetSearch(self.scorer, self.populations.stores[0].next_search_(), is_new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class ProductProgramRun(ProgramRun):
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
             drawn = product.tree.collect(tables, scorer.weights(sets)).draw(count)
-            dtype = tables[0][1].dtype
+            dtype = functools.reduce(torch.promote_types, (table.dtype for _, table in tables))
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):

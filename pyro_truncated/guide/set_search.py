@@ -78,9 +78,7 @@ class SetSearch:
 
     def _search_block(self, sets: list[Tensor], open_: Sequence[int]) -> list[Tensor]:
         scorer, product = self.scorer, self.scorer.product
-        spaces = {product.groups[number].space for number in open_ if product.groups[number].space.num_latents > 1}
-        if not spaces:
-            return sets
+        spaces = {product.groups[number].space for number in open_}
         best = scorer.messages(sets, maximum=True).draw(None)
         proposals = {}
         for space in spaces:

@@ -98,11 +98,22 @@ class Messages:
         self.tree, self.weights = tree, weights
         self._sums = sums
         self._sent: list[Tensor | None] = [None] * len(sums)
+        # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
+        # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
+        self._counts: list[Tensor | None] = [None] * len(sums)
+        self._impossible: list[Tensor | None] = [None] * len(sums)
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
 
     def _sum(self, node: int) -> Tensor:
+        return self._with_impossible(self._finite(node), self._counts[node])
+
+    def _finite(self, node: int) -> Tensor:
         held = self._sums[node]
         return torch.zeros_like(self.weights[node]) if held is None else held
+
+    @staticmethod
+    def _with_impossible(held: Tensor, count: Tensor | None) -> Tensor:
+        return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
 
     def send(self, node: int) -> None:
         """Sums a variable out, and adds what is left to the bucket of its parent, in place of what was sent there before."""
@@ -111,16 +122,14 @@ class Messages:
         if parent is None:
             self._sent[node] = message
             return
-        held = self._sums[parent]
+        is_impossible = message.detach() < IMPOSSIBLE / 2
+        count = None
+        if bool(is_impossible.any()):
+            message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
         beyond = self._beyond(node)
-        total = message.sum(beyond, keepdim=True) if beyond else message
-        if self._sent[node] is not None:
-            sent = self._sent[node]
-            assert sent is not None
-            assert held is not None
-            total = total - (sent.sum(beyond, keepdim=True) if beyond else sent)
-        self._sums[parent] = total if held is None else held + total
-        self._sent[node] = message
+        self._sums[parent] = _replaced(self._sums[parent], self._sent[node], message, beyond)
+        self._counts[parent] = _replaced(self._counts[parent], self._impossible[node], count, beyond)
+        self._sent[node], self._impossible[node] = message, count
 
     def _beyond(self, node: int) -> list[int]:
         """The plates of a variable that no other member of its clique lies in."""
@@ -146,7 +155,9 @@ class Messages:
         else:
             sent = self._sent[node]
             assert sent is not None
-            rest = self._sum(parent) + self.weights[parent] + above[parent] - sent
+            count, own = self._counts[parent], self._impossible[node]
+            others_count = count if count is None or own is None else count - own
+            rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent] + above[parent]
             gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
             down = self._reduce(rest, gone, keepdim=True) if gone else rest
         clique = self._sum(node) + down
@@ -214,3 +225,12 @@ class Messages:
             position = tree.dim(node) % (tree.num_dims + 1)
             found[node] = chosen.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
         return found
+
+
+def _replaced(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
+    """A sum of messages with a new one in place of an old one, each added up over some plates."""
+    for message, sign in ((new, 1), (old, -1)):
+        if message is not None:
+            total = message.sum(list(beyond), keepdim=True) if beyond else message
+            held = sign * total if held is None else torch.add(held, total, alpha=sign)
+    return held

@@ -123,8 +123,10 @@ class _Builder:
 
     def build(self) -> FactorGraph:
         for group in self._decisions():
-            size = math.prod(self._sizes[site] for site in group)
-            if size <= self._num_states or math.prod(self._limit_of(self._nodes[site]) for site in group) > self._density_limit:
+            if (
+                self._size_of(group) <= self._num_states
+                or math.prod(self._limit_of(self._nodes[site]) for site in group) > self._density_limit
+            ):
                 self._merge(group)
         for component in self._components():
             if self._is_decision(component):
@@ -209,7 +211,7 @@ class _Builder:
     def _keep_whole(self, component: frozenset[str]) -> None:
         names = [name for name in self._sizes if name in component]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        size = power_of_ten(math.prod(self._sizes[name] for name in names))
+        size = power_of_ten(self._size_of(component))
         self._whole.append(
             f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
             f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
@@ -221,9 +223,14 @@ class _Builder:
     def _plates(self, node: frozenset[str]) -> frozenset[Plate]:
         return frozenset(set.intersection(*(self._places[site] for site in node)))
 
+    def _size_of(self, node: frozenset[str]) -> int:
+        """How many states a node has: sites in further plates count once for each member."""
+        common = self._plates(node)
+        return math.prod(self._sizes[site] ** math.prod(size for _, _, size in self._places[site] - common) for site in node)
+
     def _limit_of(self, node: frozenset[str]) -> int:
         """The most states that a node keeps."""
-        return min(self._num_states, math.prod(self._sizes[site] for site in node))
+        return min(self._num_states, self._size_of(node))
 
     def _components(self) -> list[frozenset[str]]:
         """Sites that are connected, in the order of the program."""

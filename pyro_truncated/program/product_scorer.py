@@ -158,11 +158,26 @@ class ProductScorer(Probe):
     def _tables_of(self, values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Tensor]]:
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run(values))
-        return [
-            (scope, self._table(nodes[name], scope))
-            for name, scope in self.product.graph.factors.items()
-            if name in nodes and name not in self.uncovered
-        ]
+            found = {
+                name: self._table(nodes[name], scope)
+                for name, scope in self.product.graph.factors.items()
+                if name in nodes and name not in self.uncovered
+            }
+        self._check_finite(found)
+        return [(self.product.graph.factors[name], table) for name, table in found.items()]
+
+    @staticmethod
+    def _check_finite(tables: Mapping[str, Tensor]) -> None:
+        # One look at all of them: each would cost as much as a message.
+        highest = torch.cat([table.detach().flatten() for table in tables.values()]).amax() if tables else torch.zeros(())
+        if bool(highest < math.inf):
+            return
+        name = next(name for name, table in tables.items() if not bool((table < math.inf).all()))
+        kind = "NaN" if bool(tables[name].isnan().any()) else "+inf"
+        raise ValueError(
+            f"the log density of site '{name}' is {kind} for some states. "
+            "Check the model's parameters and data (missing values need a distribution that allows them)."
+        )
 
     def _table(self, node: Any, scope: tuple[int, ...]) -> Tensor:
         product = self.product
@@ -173,12 +188,6 @@ class ProductScorer(Probe):
         if product.layout.checked:
             # What depends on an impossible value may be anything.
             log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
-        if not bool((log_prob.detach() < math.inf).all()):
-            kind = "NaN" if bool(log_prob.isnan().any()) else "+inf"
-            raise ValueError(
-                f"the log density of site '{node['name']}' is {kind} for some states. "
-                "Check the model's parameters and data (missing values need a distribution that allows them)."
-            )
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
         plates = frozenset().union(*(product.tree.plates[member] for member in scope))
         inner = sorted({frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - plates)

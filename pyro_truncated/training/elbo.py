@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import together
@@ -173,7 +174,7 @@ class Truncated_ELBO(Described, ELBO):
         with together():
             with torch.enable_grad():
                 batch: Batch = guide.batch_of(*call.args, **call.kwargs)
-            if is_due:
+            if is_due and not (isinstance(batch, ProductBatch) and batch.is_full):
                 batch.search_(self.search, self.search_steps)
         return batch
 

@@ -168,7 +168,7 @@ def _bound(case: Foreign, reference: Reference, search: Search) -> tuple[float, 
     # Conditioning keeps the densities of the continuous latents in the bound.
     model = poutine.condition(case.model, data=given) if given else case.model
     size = max(1, _part(reference.guide).words.shape[1] // 2)
-    guide = AutoTruncated(model, size, max_count=case.max_count, **case.options)
+    guide = AutoTruncated(model, size, max_count=case.max_count, whole_states=True, **case.options)
     objective = Truncated_ELBO(search)
     try:
         loss = float(objective.loss_and_grads(model, guide))

@@ -81,7 +81,10 @@ def as_first_program(name: str) -> Iterator[Structured]:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """The log joints ``(T,)`` of all joint states of a program, without its scale, and the states ``(T, *batch, *event)`` by site."""
+    """The log joints ``(T,)`` of all joint states of a program, without its scale, and the states ``(T, *batch, *event)`` by site.
+
+    One-hot sites are given by their classes.
+    """
 
     log_joint: Tensor
     outside: Tensor
@@ -116,7 +119,8 @@ class Exact:
         for name, stride in self.strides.items():
             places = [dim - self.event_dims[name] for dim in dims]
             stride = stride.movedim(places, tuple(range(len(places)))) if places else stride
-            levels = states[name].flatten(1).long() - int(self.values[name].min())
+            state = states[name].argmax(-1) if states[name][0].numel() > stride.numel() else states[name]
+            levels = state.flatten(1).long() - int(self.values[name].min())
             found = found + (levels * stride.flatten()).sum(1)
         return found
 
@@ -168,6 +172,8 @@ def brute_force(case: Structured, given: Mapping[str, Tensor] | None = None) -> 
     spread = {}
     for name, value in values.items():
         fn = latents[name]["fn"]
+        if _is_one_hot(fn):
+            value = torch.nn.functional.one_hot(value.long(), fn.event_shape[-1]).to(value.dtype)
         batch = value.dim() - 1 - len(fn.event_shape)
         spread[name] = value.reshape(count, *(1,) * (depth - batch), *value.shape[1:])
     trace = _trace(model, case.args, given | spread)
@@ -184,7 +190,7 @@ def brute_force(case: Structured, given: Mapping[str, Tensor] | None = None) -> 
         else:
             outside = outside + node["scale"] * log_prob.sum()
     booleans = frozenset(name for name, node in latents.items() if _is_boolean(node["fn"]))
-    event_dims = {name: len(node["fn"].event_shape) for name, node in latents.items()}
+    event_dims = {name: len(node["fn"].event_shape) - _is_one_hot(node["fn"]) for name, node in latents.items()}
     return Exact(inside, outside, scale, values, strides, booleans, event_dims)
 
 
@@ -198,19 +204,39 @@ def _bounds(node: Any, max_count: Mapping[str, int]) -> tuple[Tensor, Tensor]:
     if node["name"] in max_count:
         high = torch.tensor(max_count[node["name"]])
     shape = node["fn"].batch_shape + node["fn"].event_shape
+    shape = shape[: len(shape) - _is_one_hot(node["fn"])]
     return low.expand(shape), high.expand(shape)
 
 
+def _is_one_hot(fn: Any) -> bool:
+    return _support(fn) is torch.distributions.constraints.one_hot
+
+
 def _is_boolean(fn: Any) -> bool:
+    return _support(fn) is torch.distributions.constraints.boolean
+
+
+def _support(fn: Any) -> Any:
     support = support_of(fn)
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
-    return support is torch.distributions.constraints.boolean
+    return support
+
+
+@contextlib.contextmanager
+def _unchecked(fn: Any) -> Iterator[None]:
+    """States that others make impossible are no error."""
+    part = fn
+    while part is not None:
+        part._validate_args = False
+        part = getattr(part, "base_dist", None)
+    yield
 
 
 def _log_prob(node: Any) -> Tensor:
     fn, value = node["fn"], node["value"]
-    log_prob: Tensor = fn.log_prob(value, *node["args"], **node["kwargs"])
+    with _unchecked(fn):
+        log_prob: Tensor = fn.log_prob(value, *node["args"], **node["kwargs"])
     if support_of(fn) is not None and support_of(fn).is_discrete:
         return torch.where(possible_values(fn, value), log_prob, -torch.inf)
     return log_prob

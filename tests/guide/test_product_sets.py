@@ -1,0 +1,197 @@
+"""Guides with a set of states for each node of the factor graph: exact at full sets, a bound at smaller ones, refusals by name."""
+
+from __future__ import annotations
+
+import itertools
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+from pyro.ops.indexing import Vindex
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from tests.foreign import structured_networks, structured_plates, structured_sequences  # noqa: F401
+from tests.foreign.test_structured import check
+
+SOME = [
+    "sequences_of_different_lengths",
+    "second_order_chain",
+    "factorial_chain_in_a_plate",
+    "hidden_semi_markov",
+    "semi_supervised_chain",
+    "counts_that_thin_out",
+    "delta_between_steps",
+    "noisy_or_network_with_missing_nodes",
+    "grid_of_two_rows",
+    "error_correcting_code",
+    "occupancy_of_species",
+    "two_uncoupled_plates",
+    "latent_regression_per_group",
+    "minibatch_of_outer_plate",
+    "scaled_chain",
+    "one_hot_and_counts",
+]
+TRANSITION = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.8, 0.1], [0.05, 0.25, 0.7]])
+
+
+def chain(y):
+    """Sequences of three states."""
+    loc = pyro.param("loc", lambda: torch.tensor([-1.0, 0.0, 1.5], dtype=y.dtype))
+    transition = TRANSITION.to(y.dtype)
+    with pyro.plate("data", len(y)):
+        z = torch.tensor(0)
+        for t in pyro.markov(range(y.shape[1])):
+            z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(transition)[z]), infer={"enumerate": "parallel"})
+            pyro.sample(f"y_{t}", dist.Normal(Vindex(loc)[z], 0.6), obs=y[:, t])
+
+
+def exact_loss(model, *args):
+    """The loss of Pyro's enumeration."""
+    return float(TraceEnum_ELBO().loss(config_enumerate(model), lambda *args: None, *args))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_some_structured_programs_equal_brute_force(name):
+    check(name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_long_chains_equal_enumeration_in_both_precisions(dtype, tolerance):
+    y = torch.randn(3, 30, dtype=dtype)
+    guide = AutoTruncated(chain, num_states=3)
+    loss = Truncated_ELBO(EvolutionarySearch(2, 2)).loss_and_grads(chain, guide, y)
+    gradient = pyro.get_param_store()._params["loc"].grad.clone()
+    pyro.get_param_store()._params["loc"].grad = None
+    expected = TraceEnum_ELBO().loss_and_grads(config_enumerate(chain), lambda y: None, y)
+    assert loss == pytest.approx(float(expected), rel=tolerance)
+    torch.testing.assert_close(gradient, pyro.get_param_store()._params["loc"].grad, rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
+    y = torch.randn(2, 5)
+    guide = AutoTruncated(chain, num_states=2)
+    loss = Truncated_ELBO(EvolutionarySearch(2, 2)).loss(chain, guide, y)
+    guide.refresh_(y)
+    free_energy = -float(guide.population().free_energy().sum())
+    for elbo in (Trace_ELBO(), Trace_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1)):
+        assert float(elbo.loss(chain, guide, y)) == pytest.approx(free_energy, rel=1e-4)
+    assert free_energy == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_saved_guide_goes_on_in_a_fresh_one():
+    y = torch.randn(2, 6)
+    guide = AutoTruncated(chain, num_states=2)
+    objective = Truncated_ELBO(EvolutionarySearch(2, 2))
+    svi = SVI(chain, guide, Adam({"lr": 0.01}), objective)
+    for _ in range(3):
+        svi.step(y)
+    guide.refresh_(y)
+    expected = guide.marginals()
+    fresh = AutoTruncated(chain, num_states=2)
+    fresh.load_state_dict(guide.state_dict())
+    fresh.refresh_(y)
+    found = fresh.marginals()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_infers_new_sequences_exactly():
+    guide = AutoTruncated(chain, num_states=3)
+    Truncated_ELBO(EvolutionarySearch(2, 2)).loss(chain, guide, torch.randn(2, 6))
+    new = torch.randn(4, 6)
+    other = guide.infer(new)
+    assert other.product is not None
+    assert float(Trace_ELBO().loss(chain, other, new)) == pytest.approx(exact_loss(chain, new), rel=1e-5)
+
+
+def test_whole_states_stay_whole_where_a_guide_infers():
+    guide = AutoTruncated(chain, num_states=9, whole_states=True)
+    Truncated_ELBO(EvolutionarySearch(2, 2)).loss(chain, guide, torch.randn(2, 4))
+    assert guide.product is None
+    assert guide.infer(torch.randn(3, 4)).product is None
+
+
+def test_a_subsampled_plate_below_a_shared_latent_is_refused_by_name():
+    def model(y):
+        flag = pyro.sample("flag", dist.Bernoulli(0.5))
+        with pyro.plate("data", len(y), subsample_size=2) as index:
+            z = pyro.sample("z", dist.Categorical(torch.ones(4)))
+            pyro.sample("y", dist.Normal(z + flag, 1.0), obs=y[index])
+
+    with pytest.raises(NotImplementedError, match=r"\['z'\] lie in the subsampled plate 'data'.*\['flag'\]"):
+        Truncated_ELBO(EvolutionarySearch(2, 2)).loss(model, AutoTruncated(model, 2), torch.randn(6))
+
+
+def test_minibatches_of_sequences_keep_their_own_rows():
+    def model(y):
+        with pyro.plate("data", len(y), subsample_size=2) as index:
+            z = torch.tensor(0)
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]))
+                pyro.sample(f"y_{t}", dist.Normal(z.to(y.dtype), 0.5), obs=y[index, t])
+
+    def whole(y):
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]))
+                pyro.sample(f"y_{t}", dist.Normal(z.to(y.dtype), 0.5), obs=y[:, t])
+
+    y = torch.randn(6, 4) + 1
+    guide = AutoTruncated(model, num_states=3)
+    losses = [Truncated_ELBO(EvolutionarySearch(2, 2)).loss_and_grads(model, guide, y) for _ in range(100)]
+    standard_error = torch.tensor(losses).std() / 100**0.5
+    # False alarms in one of two million runs.
+    assert abs(sum(losses) / 100 - exact_loss(whole, y)) < 5 * standard_error
+
+
+def test_what_a_call_observes_of_a_chain_is_taken():
+    def model(y, known):
+        z = torch.tensor(0)
+        for t in range(6):
+            obs = None if known is None or t not in known else torch.tensor(known[t])
+            z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]), obs=obs, infer={"enumerate": "parallel"})
+            pyro.sample(f"y_{t}", dist.Normal(z.to(y.dtype), 1.0), obs=y[t])
+
+    y = torch.randn(6)
+    guide, objective = AutoTruncated(model, num_states=3), Truncated_ELBO(EvolutionarySearch(2, 2))
+    for known in (None, {2: 1}, {0: 2, 5: 0}, None):
+        assert float(objective.loss_and_grads(model, guide, y, known)) == pytest.approx(exact_loss(model, y, known), rel=1e-5)
+
+
+def test_smaller_sets_bound_the_evidence_and_search_never_loses():
+    def model(y):
+        z = torch.tensor(0)
+        for t in pyro.markov(range(len(y))):
+            logits = -0.3 * (torch.arange(12) - z.unsqueeze(-1)).double().square()
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer={"enumerate": "parallel"})
+            pyro.sample(f"y_{t}", dist.Normal(z.double(), 0.7), obs=y[t])
+
+    y = (torch.randn(15, dtype=torch.float64).cumsum(0) + 5).clamp(0, 11)
+    expected = exact_loss(model, y)
+    guide, objective = AutoTruncated(model, num_states=6), Truncated_ELBO(EvolutionarySearch(2, 2))
+    losses = [float(objective.loss_and_grads(model, guide, y)) for _ in range(20)]
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(losses))
+    assert expected - 1e-9 <= losses[-1] < expected + 0.05
+
+
+def test_masked_steps_multiply_nothing():
+    def model(y, lengths):
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in pyro.markov(range(y.shape[1])):
+                with poutine.mask(mask=t < lengths):
+                    z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[z]), infer={"enumerate": "parallel"})
+                    pyro.sample(f"y_{t}", dist.Normal(Vindex(torch.tensor([-1.0, 0.0, 1.5]))[z], 0.1), obs=y[:, t])
+
+    y = torch.tensor([[-1.0, 0.0, 1.5, 0.0, 0.0], [-1.0, -1.0, 0.0, 0.0, 1.5]])
+    lengths = torch.tensor([2, 4])
+    guide, objective = AutoTruncated(model, num_states=2), Truncated_ELBO(EvolutionarySearch(2, 2))
+    losses = [float(objective.loss_and_grads(model, guide, y, lengths)) for _ in range(5)]
+    expected = exact_loss(model, y, lengths)
+    assert expected - 1e-5 <= losses[-1] < expected + 0.01

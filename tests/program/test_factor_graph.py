@@ -1,0 +1,166 @@
+"""Which nodes a program's factor graph has, in which plates, and when components keep whole states."""
+
+from __future__ import annotations
+
+import logging
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.ops.indexing import Vindex
+
+from pyro_truncated import AutoTruncated
+
+STICKY = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
+
+
+def graph_of(model, num_states, *args):
+    """The factor graph, ``None`` where populations hold whole states."""
+    guide = AutoTruncated(model, num_states)
+    guide.setup(*args)
+    return None if guide.product is None else guide.product.graph
+
+
+def nodes_of(graph):
+    return [node.sites for node in graph.nodes]
+
+
+def width(graph):
+    """The largest number of other nodes in a clique."""
+    return max(map(len, graph.separators))
+
+
+def chain(y, order=1):
+    before = [torch.tensor(0)] * order
+    table = torch.rand(*[2] * order, 2, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(table)[tuple(before)]))
+        before = [*before[1:], z]
+        pyro.sample(f"y_{t}", dist.Normal(z.to(y.dtype), 1.0), obs=y[t])
+
+
+def test_a_chain_has_a_node_for_each_step_and_cliques_of_two():
+    graph = graph_of(chain, 2, torch.zeros(6))
+    assert nodes_of(graph) == [(f"z_{t}",) for t in range(6)]
+    assert width(graph) == 1
+    assert graph.factors["z_3"] == (2, 3)
+    assert graph.factors["y_3"] == (3,)
+    assert len(graph.components) == 1
+
+
+def test_a_second_order_chain_has_cliques_of_three():
+    graph = graph_of(chain, 2, torch.zeros(6), 2)
+    assert len(graph.nodes) == 6
+    assert width(graph) == 2
+
+
+def test_an_observation_of_the_last_three_steps_does_not_join_a_chain():
+    def model(y):
+        z = [pyro.sample("z_0", dist.Bernoulli(0.5))]
+        for t in range(1, len(y)):
+            z.append(pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.6 * z[-1])))
+            pyro.sample(f"y_{t}", dist.Normal(sum(z[-3:]), 1.0), obs=y[t])
+
+    graph = graph_of(model, 2, torch.zeros(8))
+    assert len(graph.nodes) == 8
+    assert width(graph) == 2
+
+
+def test_a_tree_and_a_grid_have_small_cliques():
+    def tree(y):
+        z = [pyro.sample("z_0", dist.Bernoulli(0.5))]
+        for i in range(1, 15):
+            z.append(pyro.sample(f"z_{i}", dist.Bernoulli(0.2 + 0.6 * z[(i - 1) // 2])))
+        pyro.sample("y", dist.Normal(z[-1], 1.0), obs=y)
+
+    def grid(y):
+        z = {}
+        for column in range(6):
+            for row in range(2):
+                z[row, column] = pyro.sample(f"z_{row}_{column}", dist.Bernoulli(0.5))
+                if column:
+                    pyro.factor(f"along_{row}_{column}", 0.3 * z[row, column] * z[row, column - 1])
+            pyro.sample(f"y_{column}", dist.Normal(z[0, column] - z[1, column], 1.0), obs=y)
+
+    assert width(graph_of(tree, 2, torch.tensor(0.0))) == 1
+    assert width(graph_of(grid, 2, torch.tensor(0.0))) == 2
+
+
+def test_scalars_of_one_step_are_one_node_as_far_as_it_holds_them():
+    def model(y):
+        s = [torch.tensor(0.0)] * 3
+        for t in range(len(y)):
+            s = [pyro.sample(f"s_{t}_{m}", dist.Bernoulli(0.2 + 0.6 * s[m])) for m in range(3)]
+            pyro.sample(f"y_{t}", dist.Normal(s[0] + 2 * s[1] + 4 * s[2], 1.0), obs=y[t])
+
+    assert nodes_of(graph_of(model, 8, torch.zeros(4))) == [tuple(f"s_{t}_{m}" for m in range(3)) for t in range(4)]
+    # Three sites with two states each are summed exactly, a joint set of four would not be.
+    assert len(graph_of(model, 4, torch.zeros(4)).nodes) == 12
+
+
+def test_members_of_inner_plates_are_one_node_where_one_density_joins_them():
+    def model(y):
+        causes = pyro.plate("causes", 3, dim=-2)
+        with pyro.plate("data", 2, dim=-1):
+            s = torch.zeros(())
+            for t in range(4):
+                with causes:
+                    s = pyro.sample(f"s_{t}", dist.Bernoulli(0.2 + 0.6 * s))
+                pyro.sample(f"y_{t}", dist.Normal(s.sum(-2, keepdim=True), 1.0), obs=y)
+
+    guide = AutoTruncated(model, 8)
+    guide.setup(torch.zeros(2))
+    assert [[name for name, _, _ in node.plates] for node in guide.product.graph.nodes] == [["data"]] * 4
+    assert all(layout.space.size == 8 for layout in guide.product.node_layouts)
+
+
+def test_a_global_latent_comes_last_in_the_elimination():
+    def model(y):
+        flag = pyro.sample("flag", dist.Bernoulli(0.5))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(z + flag, 1.0), obs=y)
+
+    graph = graph_of(model, 3, torch.zeros(5))
+    assert [node.plates for node in graph.nodes] == [(), (("data", -1, 5),)]
+    assert graph.order == (1, 0)
+
+
+def test_what_nothing_couples_are_components_of_their_own():
+    def model(y):
+        for i in range(len(y)):
+            a = pyro.sample(f"a_{i}", dist.Bernoulli(0.5))
+            pyro.sample(f"b_{i}", dist.Bernoulli(0.2 + 0.6 * a))
+            pyro.sample(f"y_{i}", dist.Normal(a, 1.0), obs=y[i])
+
+    assert graph_of(model, 2, torch.zeros(4)).components == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_a_component_without_small_cliques_keeps_whole_states_and_says_so(caplog):
+    def model(y):
+        z = [pyro.sample(f"z_{i}", dist.Bernoulli(0.5)) for i in range(24)]
+        for i in range(24):
+            for j in range(i):
+                pyro.factor(f"pair_{i}_{j}", 0.1 * z[i] * z[j])
+        pyro.sample("y", dist.Normal(z[0], 1.0), obs=y)
+
+    with caplog.at_level(logging.INFO):
+        assert graph_of(model, 4, torch.tensor(0.0)) is None
+    assert "the 24 sites z_0, z_1, z_2, z_3, ... depend on each other too densely" in caplog.text
+    assert "whole states, 4 of" in caplog.text
+
+
+def test_crossed_plates_keep_whole_states_and_count_all_members(caplog):
+    def model(y):
+        rows, columns = pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1)
+        with rows:
+            a = pyro.sample("a", dist.Bernoulli(0.5))
+        with columns:
+            b = pyro.sample("b", dist.Bernoulli(0.5))
+        with rows, columns:
+            pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
+
+    with caplog.at_level(logging.INFO):
+        assert graph_of(model, 8, torch.zeros(3, 4)) is None
+    assert "the 2 sites a, b" in caplog.text
+    assert "8 of 128" in caplog.text
