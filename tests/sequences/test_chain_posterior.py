@@ -142,13 +142,13 @@ def test_blocks_find_what_flips_do_not(seed: int) -> None:
     likelihood, moves = appliances(8, 30.0, 500)
     exact = float(ChainPosterior(likelihood, moves, 256).free_energy())
     posterior = ChainPosterior(likelihood, moves, 32).improve_()
-    search, bound = BlockSearch(6), float(posterior.free_energy())
+    search, bound = BlockSearch(8, 32), float(posterior.free_energy())
     for _ in range(8):
         posterior.search_(search)
         now = float(posterior.free_energy())
         assert now >= bound - 1e-7
         bound = now
-    posterior.anneal_(9.0, search, stages=4, steps=3).search_(search, 4).improve_()
+    posterior.anneal_(9.0, search, stages=4, steps=3).search_(search, 8).improve_()
     assert exact - 0.01 < float(posterior.free_energy()) < exact + 1e-6
     assert posterior.temperature == 1.0
 
