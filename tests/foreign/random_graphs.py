@@ -116,7 +116,7 @@ def draw(seed: int) -> Graph:
         is_masked = place != "global" and rng.random() < 0.15
         variables.append(Variable(f"z_{position}", size, place, parents, is_masked))
     observations = []
-    for position in range(rng.randint(2, len(variables) + 2)):
+    for _ in range(rng.randint(2, len(variables) + 2)):
         first = rng.randrange(len(variables))
         place = variables[first].place
         near = [i for i, one in enumerate(variables) if set(_PLACES[one.place]) <= set(_PLACES[place]) and abs(i - first) <= 2]
