@@ -113,7 +113,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     ) -> None:
         options: dict[str, Any] = {"conditional": conditional, "max_count": max_count, "vectorize": vectorize}
         super().__init__(model, create_plates=create_plates, memory_budget=memory_budget, **options)
-        self.populations = populations_in(store, check_count("num_states", num_states))
+        # A store of whole states, or of the sets of all nodes.
+        self.populations: Any = populations_in(store, check_count("num_states", num_states))
         self._init = init
         self.whole_states = whole_states or init is not None or store is not None or conditional is not None
         self._last_call: Call | None = None
@@ -133,7 +134,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """The log joints ``(N, S)`` of all data points, of when they were last scored; NaN if never."""
         return self.populations.log_joint
 
-    def population(self, indices: Tensor | None = None) -> Population | ProductPosterior:
+    def population(self, indices: Tensor | None = None) -> Any:
         """The stored populations of all or the given data points, with the log joints of when they were last scored.
 
         Where each node of the model's factor graph has a set of states, what is returned has no list of whole states.
@@ -192,7 +193,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
         return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
 
-    def batch_of(self, *args: Any, **kwargs: Any) -> Batch:
+    def batch_of(self, *args: Any, **kwargs: Any) -> Any:
         """The populations of the data points that the model selects when called with these arguments, with a scorer of their states.
 
         The populations must be of these data, see :meth:`Batch.check`; plates of ``create_plates`` take fresh subsamples.
@@ -200,7 +201,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         call = Call(self.model, args, kwargs)
         return self.batch(call, self.fresh_subsamples(call))
 
-    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
+    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
         """The batch of a call of the model, see :meth:`batch_of`; other latents and subsamples of plates may be given by name."""
         scorer = self.scorer(call, values)
         batch = _KINDS[type(scorer)](self.populations, scorer)
@@ -212,7 +213,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """The scorer of a batch, see :meth:`batch`."""
         return self.batch(Call(self.model, args, kwargs), values).scorer
 
-    def posterior(self, *args: Any, **kwargs: Any) -> Population | ProductPosterior:
+    def posterior(self, *args: Any, **kwargs: Any) -> Any:
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
@@ -228,7 +229,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return Batch(self.populations, log_joint).search_(search, steps)
 
     @torch.no_grad()
-    def refresh_(self, *args: Any, **kwargs: Any) -> Population | ProductPosterior:
+    def refresh_(self, *args: Any, **kwargs: Any) -> Any:
         """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay.
 
         Beside other guides, or a conditional that is not exact, they are averages over :attr:`num_draws` draws.
@@ -282,7 +283,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             average_where_drawn_(guide, call)
         return guide
 
-    def scored(self, indices: Tensor | None = None) -> TruncatedPosterior | ProductPosterior:
+    def scored(self, indices: Tensor | None = None) -> Any:
         """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
 
         An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now. Beside guides of other latents,
@@ -365,7 +366,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """Quantiles of the marginals of all latents, see :meth:`TruncatedPosterior.quantiles`; arguments as for :meth:`median`."""
         return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)
 
-    def _given_medians(self, call: Call) -> TruncatedPosterior:
+    def _given_medians(self, call: Call) -> Any:
         """Given the medians of other latents; without the model's arguments, that of all data points as they were last scored."""
         is_called = bool(call.args or call.kwargs) or not self.is_set_up
         if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):

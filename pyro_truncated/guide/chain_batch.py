@@ -260,7 +260,7 @@ class ChainProgramRun(ProgramRun):
         shape = layout.spread(scorer.sizes)
         value = trim(path.to(site.dtype).reshape(*shape, *path.shape[1:]), site.event_dim, site.depth)
         log_prob = trim(log_prob.reshape(shape), 0, site.depth)
-        infer = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
+        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:

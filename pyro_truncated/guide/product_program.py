@@ -68,7 +68,7 @@ class ProductProgramRun(ProgramRun):
         return torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in table])
 
     def _sample_position(self, own: Any, position: Tensor, log_prob: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> None:
-        infer = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
+        infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         with ExitStack() as stack:
             for name in own.plates:
                 enter(stack, plates[name])

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import ordinary_tensors
-from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.observed import ObservedValues
+from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta, sample_nodes
 from pyro_truncated.utils.isolation import spare_random_numbers
 
@@ -61,7 +61,7 @@ class SeenData:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
 
-    def compare(self, log_joint: LogJoint) -> None:
+    def compare(self, log_joint: Probe) -> None:
         """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
 
         What is new is checked first: values that its distributions do not allow are refused.
@@ -96,7 +96,7 @@ class SeenData:
             held[where] = new
         self._warn([name for name in changed if not self._is_computed(name, log_joint)])
 
-    def _is_computed(self, name: str, log_joint: LogJoint) -> bool:
+    def _is_computed(self, name: str, log_joint: Probe) -> bool:
         """Whether an observed value changes from one run of the model to the next, though its arguments do not."""
         with torch.no_grad(), spare_random_numbers():
             again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
@@ -138,7 +138,7 @@ def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
     return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
 
 
-def _hash_data(log_joint: LogJoint, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Hashes ``(N,)`` of the data points by observed site, never zero."""
     found = {}
     for name, value in log_joint.observations(nodes).items():

@@ -154,7 +154,7 @@ class SetSearch:
         return self._accepted(sets, found, proposals, before)
 
     def _accepted(
-        self, sets: list[Tensor], found: list[Tensor], changed: Sequence[int] | dict[int, object], before: Messages
+        self, sets: list[Tensor], found: list[Tensor], changed: Sequence[int] | dict[int, tuple[Tensor, Tensor]], before: Messages
     ) -> list[Tensor]:
         """The new sets of components whose evidence they do not lower, as they might where members of one plate change together."""
         scorer, product = self.scorer, self.scorer.product

@@ -17,6 +17,7 @@ from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.product_layout import NodeGroup
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.console import note_once
@@ -99,7 +100,7 @@ class PopulationStore(torch.nn.Module):
         """Whether there are populations."""
         return "words" in self._buffers
 
-    def start_(self, layout: Layout, init: Init, device: torch.device, portion: Portion | None = None) -> None:
+    def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
         """Creates populations for the sites of a model, or checks that those which have been loaded are of these.
 
         Raises:
@@ -117,7 +118,7 @@ class PopulationStore(torch.nn.Module):
             raise ValueError(problem)
         self._space = layout.space
 
-    def _create(self, layout: Layout, init: Init, device: torch.device) -> None:
+    def _create(self, layout: Layout | NodeGroup, init: Init, device: torch.device) -> None:
         size = min(self.num_states, layout.space.size)
         words, log_joint = self.first_states(layout, init, size, device)
         if size < self.num_states:
@@ -128,7 +129,7 @@ class PopulationStore(torch.nn.Module):
         self.register_buffer("log_joint", log_joint)
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
 
-    def first_states(self, layout: Layout, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def first_states(self, layout: Layout | NodeGroup, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """States to begin with, ``(N, S, num_words)``, and log joints ``(N, S)``, of which NaN says that they have never been scored."""
         if init is None:
             rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
