@@ -104,7 +104,7 @@ def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) 
     """The best elements of a code, over the entries that are seen; those of unused places stay."""
     ridge = _RIDGE * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_seen.all()):
-        return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT
+        return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
     gram = (is_seen.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
     gradient = ((rows - code @ weight.mT) * is_seen).mT @ code
-    return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)
+    return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]

@@ -88,8 +88,8 @@ class FactorialHMM(UniqueModule):
             rows = selected_rows(y, index)
             lengths = None if rows is None else _lengths(rows)
             states = pyro.sample("s", BinaryChains(initial, transition, num_steps, lengths))
-            likelihood = LinearSuperposition(states, weight, scale, bias).to_event(1)
-            return pyro.sample("y", likelihood, obs=rows)  # type: ignore[no-any-return]
+            likelihood: Any = LinearSuperposition(states, weight, scale, bias)
+            return pyro.sample("y", likelihood.to_event(1), obs=rows)
 
     @names_arguments
     @torch.no_grad()

@@ -44,7 +44,7 @@ def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Populatio
     population = guide.refresh_(y)
     if guide.populations.is_part:
         raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
-    return population
+    return population  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)

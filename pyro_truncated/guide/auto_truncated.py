@@ -122,17 +122,17 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     @property
     def num_states(self) -> int:  # type: ignore[override]
         """States per data point, ``S``; from the first call on not more than there are in the space."""
-        return self.populations.num_states
+        return self.populations.num_states  # type: ignore[no-any-return]
 
     @property
     def words(self) -> Tensor:
         """The packed states of all data points, ``(N, S, num_words)``."""
-        return self.populations.words
+        return self.populations.words  # type: ignore[no-any-return]
 
     @property
     def log_joint(self) -> Tensor:
         """The log joints ``(N, S)`` of all data points, of when they were last scored; NaN if never."""
-        return self.populations.log_joint
+        return self.populations.log_joint  # type: ignore[no-any-return]
 
     def population(self, indices: Tensor | None = None) -> Any:
         """The stored populations of all or the given data points, with the log joints of when they were last scored.
@@ -155,7 +155,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             raise
 
     @property
-    def _holds_whole_states(self) -> bool:
+    def _holds_whole_states(self) -> bool:  # type: ignore[override]
         """Whether populations of whole states have been loaded."""
         return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 
@@ -211,7 +211,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """The scorer of a batch, see :meth:`batch`."""
-        return self.batch(Call(self.model, args, kwargs), values).scorer
+        return self.batch(Call(self.model, args, kwargs), values).scorer  # type: ignore[no-any-return]
 
     def posterior(self, *args: Any, **kwargs: Any) -> Any:
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
@@ -327,7 +327,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
                 "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
                 "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
             )
-        return posterior
+        return posterior  # type: ignore[no-any-return]
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
@@ -339,11 +339,11 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Marginals by site: the probability of 1 of Boolean sites, ``(N, *site shape)``, of each value of others, ``(..., V)``."""
-        return self.scored(indices).marginals()
+        return self.scored(indices).marginals()  # type: ignore[no-any-return]
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The most probable joint state by site, ``(N, *site shape)``."""
-        return self.scored(indices).mode()
+        return self.scored(indices).mode()  # type: ignore[no-any-return]
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
@@ -353,18 +353,18 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
-        return self.scored(indices).sample(num_samples, generator)
+        return self.scored(indices).sample(num_samples, generator)  # type: ignore[no-any-return]
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior.
 
         Without the arguments that the model takes, those of all data points as they were last scored (in training, say).
         """
-        return self._given_medians(Call(self.model, args, kwargs)).median()
+        return self._given_medians(Call(self.model, args, kwargs)).median()  # type: ignore[no-any-return]
 
     def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Quantiles of the marginals of all latents, see :meth:`TruncatedPosterior.quantiles`; arguments as for :meth:`median`."""
-        return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)
+        return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)  # type: ignore[no-any-return]
 
     def _given_medians(self, call: Call) -> Any:
         """Given the medians of other latents; without the model's arguments, that of all data points as they were last scored."""

@@ -80,7 +80,7 @@ class ChainBatch:
 
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
-        return self._stored().words.unflatten(0, self._shape())
+        return self._stored().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
 
     def _unary(self, words: Tensor) -> Tensor:
         return self.scorer.log_likelihood(words).masked_fill(~places_of_states(words), -math.inf)

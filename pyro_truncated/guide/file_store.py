@@ -15,6 +15,7 @@ from pyro_truncated.distributed.mapped_files import release
 from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.product_layout import NodeGroup
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
 
@@ -68,7 +69,7 @@ class FileStore(PopulationStore):
             release(self._files[name])
         return buffer
 
-    def first_states(self, layout: Layout, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def first_states(self, layout: Layout | NodeGroup, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for states and log joints of which none has begun.
 
         Raises:

@@ -135,6 +135,7 @@ class PopulationStore(torch.nn.Module):
             rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
             words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
         else:
+            assert isinstance(layout, Layout)
             words = given_population(layout, init() if callable(init) else init, size).to(device)
         return words, torch.full(words.shape[:2], math.nan, device=device)
 

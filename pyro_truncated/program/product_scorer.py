@@ -209,7 +209,7 @@ class ProductScorer(Probe):
         """The part of a site's scale that does not come from subsampled plates."""
         node = self.nodes[site]
         share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
-        return node["scale"] * share
+        return node["scale"] * share  # type: ignore[no-any-return]
 
     def weights(self, sets: Sets) -> dict[int, Tensor]:
         """By node, the log weights of its states in the dimensions of a table."""
@@ -244,7 +244,9 @@ class ProductScorer(Probe):
         """Whether runs on sets of states agree with runs on single states: the graph is right, and the model takes many states at once."""
         generator = torch.Generator().manual_seed(0)
         product = self.product
-        sets, levels, places = [], {}, {}
+        sets: list[Tensor] = []
+        levels: dict[str, Tensor] = {}
+        places: dict[int, Tensor] = {}
         for number, group in enumerate(product.groups):
             words = group.space.random((self.num_rows(number), _STATES_TRIED), 0.5, generator).to(self.device)
             sets.append(words)
@@ -254,10 +256,10 @@ class ProductScorer(Probe):
                 single = own.gather(1, chosen.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.sizes_of(node), self.dtypes)
         try:
-            together, single = self.tables(sets), self._tables_of({**self.values, **levels})
+            together, singly = self.tables(sets), self._tables_of({**self.values, **levels})
         except (RuntimeError, IndexError, ValueError):
             return False
-        return all(self._agree(scope, table, expected[1], places) for (scope, table), expected in zip(together, single, strict=True))
+        return all(self._agree(scope, table, expected[1], places) for (scope, table), expected in zip(together, singly, strict=True))
 
     def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor]) -> bool:
         tree = self.product.tree

@@ -211,7 +211,7 @@ class ChainPosterior:
     def marginals(self) -> Tensor:
         """Posterior probability that each chain is on, ``(N, T, M)``; zero beyond the end of a sequence."""
         marginals = self.population().marginals().unflatten(0, self.words.shape[:2])
-        return marginals * (self.transitions.kind >= 0).unsqueeze(-1)
+        return marginals * (self.transitions.kind >= 0).unsqueeze(-1)  # type: ignore[no-any-return]
 
     def expected_transitions(self) -> Tensor:
         """Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)``."""
@@ -245,7 +245,7 @@ class ChainPosterior:
 
     def effective_states(self) -> Tensor:
         """Exponential of the entropy of each step's posterior, ``(N, T)``."""
-        return self.population().effective_states().unflatten(0, self.words.shape[:2])
+        return self.population().effective_states().unflatten(0, self.words.shape[:2])  # type: ignore[no-any-return]
 
     def best_additions(self) -> Tensor:
         """How many nats the best single flip would add to the bound, ``(N, T)``."""
@@ -301,7 +301,7 @@ class ChainPosterior:
         if own is not None:
             rows = slice(0, words.shape[0] * words.shape[1])
             gains: Tensor = own(words.flatten(0, 1), rows)
-            return gains.unflatten(0, words.shape[:2])
+            return gains.unflatten(0, words.shape[:2])  # type: ignore[no-any-return]
         latent = torch.arange(self.space.num_latents, device=words.device)
         scores = self._scored(words)
         parts = []
@@ -321,7 +321,7 @@ class ChainPosterior:
         found = []
         for first in range(0, num_rows, block):
             rows = slice(first, min(first + block, num_rows))
-            gain = own(parents.flatten(0, 1)[rows], rows) if whole is None else whole[rows]
+            gain: Tensor = whole[rows] if whole is not None else own(parents.flatten(0, 1)[rows], rows)  # type: ignore[misc]
             unary = self._tempered(self.unary)
             found.append(chains.best_flips(self.words, unary, self.transitions, self.messages, self._tempered(gain), rows, size))
         return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*found, strict=True)))
@@ -344,7 +344,7 @@ class ChainPosterior:
         population = self.population()
         found = search.propose(SearchBatch(population, score))
         best = found.log_joint.topk(min(2 * self.num_states, found.num_states), dim=1).indices
-        return found.take(best).unflatten(0, (num_data, num_steps))
+        return found.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 
     def _selected(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
         chosen, _, _ = chains.select(words, self._tempered(unary), self.transitions, self.num_states, ahead, forward=forward)

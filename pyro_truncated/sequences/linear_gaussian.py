@@ -45,7 +45,7 @@ class LinearGaussianSteps:
     @torch.no_grad()
     def __call__(self, words: Tensor) -> Tensor:
         """Log likelihoods ``(N, T, C)`` of states ``(N, T, C, W)``."""
-        return self._likelihood.packed_log_prob(words.flatten(0, 1), self.value).unflatten(0, self.shape)
+        return self._likelihood.packed_log_prob(words.flatten(0, 1), self.value).unflatten(0, self.shape)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor:
@@ -87,4 +87,4 @@ class LinearGaussianSteps:
         configurations = torch.arange(2 ** block.shape[1], device=words.device)
         bits = (configurations >> torch.arange(block.shape[1], device=words.device).unsqueeze(-1) & 1).double()
         sums = self.weight.mT[block].mT @ bits
-        return (residual * precision) @ sums - 0.5 * (precision @ sums.square())
+        return (residual * precision) @ sums - 0.5 * (precision @ sums.square())  # type: ignore[no-any-return]

@@ -167,13 +167,13 @@ class Truncated_ELBO(Described, ELBO):
         with self._beside_others(call, guide, searches=True):
             return total(self._others.parts(call, guide), _checked(self._others.loss_and_grads(call, guide)))
 
-    def _searched(self, call: Call, guide: Any) -> Batch:
+    def _searched(self, call: Call, guide: Any) -> Any:
         """Returns the batch of a single guide, after a search if due."""
         self._meet(call, guide)
         is_due = self._search_is_due()
         with together():
             with torch.enable_grad():
-                batch: Batch = guide.batch_of(*call.args, **call.kwargs)
+                batch = guide.batch_of(*call.args, **call.kwargs)
             if is_due and not (isinstance(batch, ProductBatch) and batch.is_full):
                 batch.search_(self.search, self.search_steps)
         return batch

@@ -43,7 +43,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
     batch = part.batch(guide.of(part.model), {**drawn, **subsamples})
     beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
-    return batch.free_energy() + log_density(beyond.values()) - log_q
+    return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
 
 
 def _check_reparametrised(nodes: Mapping[str, Any]) -> None:

@@ -88,4 +88,4 @@ def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:
 def states_of(run: Run) -> Tensor:
     """The states of the populations of a run, ``(N, S, L)``."""
     assert run.truncated is not None
-    return run.truncated.population().states()
+    return run.truncated.population().states()  # type: ignore[no-any-return]

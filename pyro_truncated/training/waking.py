@@ -76,9 +76,9 @@ def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
         latents = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         is_taught = all(_have_moved(value, start.parameters[name]) for name, value in parameters_of(model, y).items())
     if is_taught:
-        return latents[:0]
+        return latents[:0]  # type: ignore[no-any-return]
     most = min(_MOST, rows_per_block(start.states[:, 0].numel() * start.states.element_size(), _BYTES))
-    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]
+    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]  # type: ignore[no-any-return]
 
 
 def _have_moved(after: Tensor, before: Tensor) -> bool:
