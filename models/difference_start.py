@@ -21,7 +21,9 @@ _MAX_ROWS = 20_000
 def difference_dictionary(
     y: Tensor, num_latents: int, generator: torch.Generator | None, num_tries: int = 8, num_steps: int = 15
 ) -> tuple[Tensor, Tensor]:
-    r"""Elements of which few change between neighbouring steps, by a sparse ternary code of the differences.
+    r"""Returns elements of which few change between neighbouring steps.
+
+    They come from a sparse ternary code of the differences.
 
     .. math:: y_t - y_{t-1} = \sum_m d_{tm} W_m + \mathrm{noise}, \qquad d_{tm} \in \{-1, 0, 1\}, \text{ mostly } 0.
 
@@ -71,7 +73,10 @@ def _ternary_code(
 
 
 def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator | None) -> Tensor:
-    """Rows far from each other up to sign, ``(D, M)``, drawn by their squared distance as k-means++ does."""
+    """Draws rows far from each other up to sign, ``(D, M)``.
+
+    They are drawn by their squared distance, as k-means++ does.
+    """
     distance = rows.square().sum(1)
     chosen = []
     for _ in range(num_latents):
@@ -101,7 +106,10 @@ def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor
 
 
 def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) -> Tensor:
-    """The best elements of a code, over the entries that are seen; those of unused places stay."""
+    """Returns the best elements of a code over the entries seen.
+
+    Elements of unused places stay.
+    """
     ridge = _RIDGE * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_seen.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""Factorial hidden Markov model: binary causes with transitions of their own, and linear Gaussian observations."""
+"""Factorial hidden Markov model with linear Gaussian observations.
+
+Its causes are binary, with transitions of their own.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ class FactorialHMM(UniqueModule):
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_steps: int | None = None) -> Tensor:
-        """The model of sequences ``(N, T, D)``; without data it generates one sequence of ``num_steps`` steps."""
+        """The model of sequences ``(N, T, D)``.
+
+        Without data it generates one sequence of ``num_steps`` steps.
+        """
         size, num_steps = (1, num_steps or 1) if y is None else y.shape[:2]
         initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
@@ -95,7 +101,9 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Starts from differences of neighbouring steps, see :func:`.difference_dictionary`; causes are on half of the time.
+        """Starts from differences of neighbouring steps.
+
+        See :func:`.difference_dictionary`; causes are on half of the time.
 
         Args:
             y: sequences ``(N, T, D)``.
@@ -111,7 +119,9 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def posterior(self, y: Tensor, num_states: int = 32, steps: int = 20) -> ChainPosterior:
-        """The truncated posterior of sequences under the parameters as they are; steps without any observation are passed by.
+        """Returns the truncated posterior of sequences under the present parameters.
+
+        Steps without any observation are passed by.
 
         Args:
             y: sequences ``(N, T, D)``.
@@ -172,7 +182,10 @@ class FactorialHMM(UniqueModule):
     def _ascend(
         self, y: Tensor, num_states: int, max_steps: int, *, dynamics: bool, posterior: ChainPosterior | None = None
     ) -> tuple[float, ChainPosterior]:
-        """EM steps until the bound hardly rises; one sweep over the sets each."""
+        """Takes EM steps until the bound hardly rises.
+
+        Each has one sweep over the sets.
+        """
         observed, bound = _observed(y), -math.inf
         tolerance = _CONVERGED_NATS * int((observed.kind >= 0).sum())
         for step in range(max_steps):
@@ -232,7 +245,10 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def marginals(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
-        """Posterior probability that each cause is on at each step, ``(N, T, M)``, those without observation too."""
+        """Returns the probability that each cause is on, ``(N, T, M)``.
+
+        Steps without observation are included.
+        """
         y = self._checked(y)
         return _observed(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
@@ -254,7 +270,10 @@ class FactorialHMM(UniqueModule):
         self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()
 
     def _turn_mostly_on(self) -> None:
-        """Takes the complement of causes that are on more than half of the time; the likelihood of the data stays."""
+        """Takes the complement of causes that are mostly on.
+
+        Those are on more than half of the time. The likelihood of the data stays.
+        """
         table = self.transition
         is_on = table[:, 0, 1] > table[:, 1, 0]
         bias = self.bias + (self.weight * is_on).sum(1)
@@ -272,7 +291,10 @@ class FactorialHMM(UniqueModule):
 
 
 def _lengths(y: Tensor) -> Tensor:
-    """Number of steps of each sequence, up to the last one with an observation."""
+    """Returns the number of steps of each sequence.
+
+    They end at the last step with an observation.
+    """
     step = torch.arange(1, y.shape[1] + 1, device=y.device)
     return ((~y.isnan().all(-1)) * step).amax(1)
 

@@ -1,4 +1,7 @@
-"""Checks to run against a model of one's own: its log joints one state at a time, and whether a guide keeps its promises."""
+"""Checks to run against a model of one's own.
+
+They look at its log joints one state at a time, and at whether a guide keeps its promises.
+"""
 
 from __future__ import annotations
 

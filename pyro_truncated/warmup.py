@@ -1,4 +1,7 @@
-"""Compiles all kernels into the cache on disk, so that no later process waits for it: ``python -m pyro_truncated.warmup``."""
+"""Compiles all kernels into the cache on disk.
+
+After ``python -m pyro_truncated.warmup`` no later process waits for it.
+"""
 
 from __future__ import annotations
 

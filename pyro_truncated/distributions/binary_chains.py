@@ -149,7 +149,9 @@ class BinaryChains(TorchDistribution):
         return BinaryChains(initial, transition, self.num_steps, lengths, validate_args=False)
 
     def transitions(self) -> Transitions:
-        """The chains as sums over sets of states take them, with a row for each sequence of a batch ``(N,)``.
+        """Returns the chains as sums over sets of states take them.
+
+        There is a row for each sequence of a batch ``(N,)``.
 
         Raises:
             ValueError: if chains differ between sequences, or the batch has more than one dimension.
@@ -164,6 +166,9 @@ class BinaryChains(TorchDistribution):
 
 
 def start_and_transition(initial: Tensor, transition: Tensor) -> Tensor:
-    """Log probabilities ``(2, M, 2, 2)``: of the first step, whatever there was before, and of a transition."""
+    """Returns log probabilities ``(2, M, 2, 2)`` of start and transition.
+
+    The first are those of the first step, whatever there was before.
+    """
     first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
     return safe_log(torch.stack([first, transition]))

@@ -1,4 +1,7 @@
-"""A guide on a site of binary chains: its free energy and gradient, its search, what is read from it, and the program it is."""
+"""A guide on a site of binary chains.
+
+Its free energy and gradient, its search, what is read from it, and the program it is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ _SWEEPS_PER_STEP = 2
 
 @dataclasses.dataclass(frozen=True)
 class ChainBatch:
-    r"""The sets of all steps of the sequences that a run of the model selects, with the scorer of this run.
+    r"""The sets of all steps of the selected sequences.
+
+    A run of the model selects them, whose scorer comes with the sets.
 
     Attributes:
         populations: where the sets are kept, a row for each step.
@@ -49,7 +54,9 @@ class ChainBatch:
     indices = None
 
     def check(self) -> None:
-        """Checks that the sets are of these data, and are where the model is.
+        """Checks that the sets are of these data.
+
+        They must also be where the model is.
 
         Raises:
             ValueError: if there are sets of other steps, or they are on another device.
@@ -86,7 +93,10 @@ class ChainBatch:
         return self.scorer.log_likelihood(words).masked_fill(~places_of_states(words), -math.inf)
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
-        """The posterior on the stored sets, or on others, in this run of the model."""
+        """Returns the posterior on the stored sets, or on others.
+
+        It is that of this run of the model.
+        """
         words = self.words() if words is None else words
         with torch.no_grad():
             moves = self.scorer.transitions()
@@ -94,18 +104,27 @@ class ChainBatch:
             return ChainPosterior(self.scorer, moves, words.shape[2], words=words)
 
     def outside(self) -> Tensor:
-        """The log probability of what is observed and does not depend on the chains; of new data without priors of parameters."""
+        """Returns the log probability of what depends on no chain.
+
+        It is that of what is observed and does not depend on the chains; of new data without priors of parameters.
+        """
         return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
 
     def rescored(self) -> list[Population]:
-        """The sets with their log joints in this run of the model; nothing is stored."""
+        """Returns the sets, scored in this run of the model.
+
+        Nothing is stored.
+        """
         return self._populations(self.posterior())
 
     def _populations(self, posterior: ChainPosterior) -> list[Population]:
         return [dataclasses.replace(posterior.population(), indices=self.scorer.rows)]
 
     def rescore_(self) -> list[Population]:
-        """Stores and returns the sets with their log joints in this run of the model."""
+        """Stores and returns the sets, scored in this run.
+
+        Their log joints are those of this run of the model.
+        """
         populations = self.rescored()
         self.populations.store_(populations)
         return populations
@@ -118,11 +137,17 @@ class ChainBatch:
         return self.scorer.scale * chains.free_energy(words, self._unary(words), self.scorer.transitions()).sum() + self.outside()
 
     def mean_free_energy(self, particles: int) -> Tensor:
-        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        """Returns the free energy, averaged over draws.
+
+        The draws are of the latents that no guide covers, where there are any.
+        """
         return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
 
     def draws(self, particles: int) -> Iterator[ChainBatch]:
-        """Batches of the same data, this one first, each with its own draws of the latents that no guide covers."""
+        """Yields batches of the same data, this one first.
+
+        Each has its own draws of the latents that no guide covers.
+        """
         yield self
         for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
             yield dataclasses.replace(self, scorer=ChainScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples))
@@ -191,7 +216,9 @@ class ChainBatch:
 
 @dataclasses.dataclass(frozen=True)
 class ChainReadings:
-    """What can be read from sets of all steps: every result has the plates of the site in front, then steps and chains.
+    """What can be read from sets of all steps.
+
+    Every result has the plates of the site in front, then steps and chains.
 
     Attributes:
         batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
@@ -206,7 +233,10 @@ class ChainReadings:
 
     @property
     def populations(self) -> list[Population]:
-        """The sets of all steps with their log joints, under the first draw."""
+        """Returns the sets of all steps with their log joints.
+
+        These are the log joints under the first draw.
+        """
         return [self.posteriors[0].population()]
 
     def free_energy(self) -> Tensor:
@@ -218,7 +248,10 @@ class ChainReadings:
         return self._named(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def mode(self) -> dict[str, Tensor]:
-        """The best path of each sequence, ``(*plates, T, M)``; under several draws that of the first."""
+        """Returns the best path of each sequence, ``(*plates, T, M)``.
+
+        Under several draws it is that of the first.
+        """
         return self._named(self.posteriors[0].mode())
 
     def median(self) -> dict[str, Tensor]:
@@ -242,7 +275,9 @@ class ChainReadings:
 
 
 class ChainProgramRun(ProgramRun):
-    r"""One run of a guide on a site of chains: a path drawn by messages, with its log probability :math:`\log q`.
+    r"""One run of a guide on a site of chains.
+
+    Messages draw a path, with its log probability :math:`\log q`.
 
     Since :math:`\log p(s, y) - \log q(s) = \mathcal F` for every path, any ELBO of Pyro's returns the free energy without noise.
     """

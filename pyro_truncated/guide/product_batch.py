@@ -1,4 +1,7 @@
-"""A batch of a guide on a product of sets: its free energy and gradient, and what a search makes of its sets."""
+"""A batch of a guide on a product of sets.
+
+It has a free energy and a gradient, and a search improves its sets.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from pyro_truncated.states.population import Population
 
 @dataclasses.dataclass(frozen=True)
 class ProductBatch:
-    r"""The sets of the nodes that a run of the model selects, with the scorer of this run.
+    r"""The sets of the nodes that a run of the model selects.
+
+    They come with the scorer of this run.
 
     .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y), \qquad
               \nabla \mathcal F = \sum_f \sum_{s} q_f(s) \nabla \log \psi_f(s).
@@ -36,7 +41,9 @@ class ProductBatch:
     indices = None
 
     def check(self) -> None:
-        """Checks that the populations are of these data, and are where the model is.
+        """Checks that the populations are of these data.
+
+        They must also be where the model is.
 
         Raises:
             ValueError: if the model's plates have other sizes, or the populations are on another device.
@@ -71,14 +78,20 @@ class ProductBatch:
         return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
 
     def outside(self) -> Tensor:
-        """The log probability of what is observed and depends on no discrete latent; of new data without priors of parameters."""
+        """Returns the log probability of what depends on no discrete latent.
+
+        Only what is observed counts; of new data it is without priors of parameters.
+        """
         return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
 
     # --- reading ---
 
     @torch.no_grad()
     def rescored(self) -> list[Population]:
-        """The populations of all groups with their log joints in this run of the model; nothing is stored."""
+        """Returns the populations of all groups, scored in this run.
+
+        Nothing is stored.
+        """
         sets = self.sets()
         return self._populations(sets, self.scorer.messages(sets))
 
@@ -100,7 +113,10 @@ class ProductBatch:
         return found
 
     def rescore_(self) -> list[Population]:
-        """Stores and returns the populations with their log joints in this run of the model."""
+        """Stores and returns the populations, scored in this run.
+
+        Their log joints are those of this run of the model.
+        """
         populations = self.rescored()
         self.populations.store_(populations)
         return populations
@@ -112,11 +128,17 @@ class ProductBatch:
         return self.scorer.free_energy(self.sets()) + self.outside()
 
     def mean_free_energy(self, particles: int) -> Tensor:
-        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        """Returns the free energy, averaged over draws.
+
+        The draws are of the latents that no guide covers, where there are any.
+        """
         return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
 
     def draws(self, particles: int) -> Iterator[ProductBatch]:
-        """Batches of the same data, this one first, each with its own draws of the latents that no guide covers."""
+        """Yields batches of the same data, this one first.
+
+        Each has its own draws of the latents that no guide covers.
+        """
         yield self
         for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
             again = ProductScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples)
@@ -153,7 +175,9 @@ class ProductBatch:
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
-        """Improves the sets in place by :class:`SetSearch`, and returns the populations with their log joints.
+        """Improves the sets in place by :class:`SetSearch`.
+
+        Returns the populations with their log joints.
 
         Args:
             search: proposes the states.
@@ -173,7 +197,10 @@ class ProductBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether every set of this batch holds all states, so that there is nothing to search."""
+        """Whether every set of this batch holds all states.
+
+        There is then nothing to search.
+        """
         groups = self.scorer.product.groups
         return all(store.words.shape[1] >= group.space.size for store, group in zip(self.populations.stores, groups, strict=True))
 

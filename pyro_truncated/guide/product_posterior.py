@@ -1,4 +1,7 @@
-"""A truncated posterior on a product of sets as numbers, by site of the model: marginals, modes, quantiles, draws."""
+"""A truncated posterior on a product of sets as numbers.
+
+Marginals, modes, quantiles and draws are given by site of the model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class ProductPosterior:
-    """What can be read from sets of states, in the shapes that whole states have, ``(N, *site shape)``: data points in front.
+    """What can be read from sets of states.
+
+    It has the shapes of whole states, ``(N, *site shape)``, with data points in front.
 
     Attributes:
         batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
@@ -35,14 +40,20 @@ class ProductPosterior:
 
     @cached_property
     def populations(self) -> list[Population]:
-        """The sets of all groups with their log joints; under several draws with the mean weights."""
+        """Returns the sets of all groups with their log joints.
+
+        Under several draws they have the mean weights.
+        """
         every = [batch.rescored() for batch in self.batches]
         if len(every) == 1:
             return every[0]
         return [_averaged(populations) for populations in zip(*every, strict=True)]
 
     def marginals(self) -> dict[str, Tensor]:
-        """The probability of 1, ``(N, *site shape)``, at Boolean sites; of each value, ``(N, *site shape, V)``, at others."""
+        """Returns the probability of each value.
+
+        At Boolean sites it is that of 1, ``(N, *site shape)``, at others ``(N, *site shape, V)``.
+        """
         found = {}
         for name, site, table in self._by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
@@ -50,11 +61,17 @@ class ProductPosterior:
         return found
 
     def free_energy(self) -> Tensor:
-        """The evidence of each data point, ``(N,)`` in float64: of each member of the plates that all nodes share."""
+        """Returns the evidence of each data point, ``(N,)`` in float64.
+
+        Data points are the members of the plates that all nodes share.
+        """
         return torch.stack([free_energy_of(batch, batch.sets()) for batch in self.batches]).mean(0)
 
     def mode(self) -> dict[str, Tensor]:
-        """The most probable joint state of the product of the sets, ``(N, *site shape)``; under several draws that of the first."""
+        """Returns the most probable joint state of the sets' product.
+
+        It has shape ``(N, *site shape)``; under several draws it is that of the first.
+        """
         return {name: self._by_data(name, value) for name, value in self._best().items()}
 
     def _best(self) -> dict[str, Tensor]:
@@ -76,7 +93,9 @@ class ProductPosterior:
         return {name: self._by_data(name, torch.cat([states[name] for states in drawn]), 1) for name in drawn[0]}
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
-        r"""The smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`, shaped ``(Q, ...)`` as the model's sites.
+        r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
+
+        They are the smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`.
 
         Raises:
             ValueError: if a number does not lie in 0 .. 1.
@@ -124,7 +143,10 @@ class ProductPosterior:
         return {name: found[name] for name in scorer.layout.sites}
 
     def _by_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
-        """A tensor with a site's plates by dimension, with the plates that all nodes share first, as one dimension of data points."""
+        """Returns a tensor with data points as one dimension.
+
+        It is given with a site's plates by dimension; data points are the plates that all nodes share.
+        """
         layout, site = self.batch.scorer.layout, self.batch.scorer.layout.sites[name]
         dims = sorted(frame.dim for frame in site.frames if frame.vectorized)
         order = [start + dims.index(dim) for dim in layout.dims] + [start + dims.index(dim) for dim in dims if dim not in layout.dims]
@@ -133,7 +155,10 @@ class ProductPosterior:
         return table.reshape(*table.shape[:start], self.batch.scorer.num_data, *table.shape[start + len(layout.dims) :])
 
     def _as_model(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values ``(*plates, *event)`` in the shapes of the model's sites, with ones where no plate is."""
+        """Returns values in the shapes of the model's sites.
+
+        They are given as ``(*plates, *event)``; the result has ones where no plate is.
+        """
         found = {}
         for name, value in values.items():
             site = self.batch.scorer.layout.sites[name]
@@ -152,7 +177,10 @@ def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
 
 @torch.no_grad()
 def free_energy_of(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
-    """The evidence ``(N,)`` of the product of some sets, of each member of the plates that all nodes share."""
+    """Returns the evidence ``(N,)`` of the product of some sets.
+
+    It is that of each member of the plates that all nodes share.
+    """
     scorer = batch.scorer
     total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
     for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(sets)), strict=True):
@@ -164,7 +192,10 @@ def free_energy_of(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
 
 
 def _averaged(populations: Sequence[Population]) -> Population:
-    """The same sets under the mean of their weights, with the mean of their free energies."""
+    """Returns the same sets under the mean of their weights.
+
+    Their free energy is the mean one.
+    """
     weights = torch.stack([population.weights().double() for population in populations]).mean(0)
     free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
     return dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1))
@@ -176,7 +207,10 @@ def pick(words: Tensor, position: Tensor) -> Tensor:
 
 
 def _in_order(table: Tensor, outer: Sequence[int], inner: Sequence[int], start: int = 0) -> Tensor:
-    """A tensor with data plates first and inner plates next, with all plates by dimension from left to right."""
+    """Returns a tensor with all plates by dimension.
+
+    It is given with data plates first and inner plates next; the result has them from left to right.
+    """
     dims = [*outer, *inner]
     order = sorted(range(len(dims)), key=dims.__getitem__)
     rest = range(start + len(dims), table.dim())

@@ -1,4 +1,7 @@
-"""A guide on a product of sets as a Pyro program: a joint state drawn by messages, and the sites set to it."""
+"""A guide on a product of sets as a Pyro program.
+
+Messages draw a joint state, and the sites are set to it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from pyro_truncated.program.sites import trim
 
 
 class ProductProgramRun(ProgramRun):
-    r"""One run of a guide whose posterior lives on a product of sets.
+    r"""One run of a guide on a product of sets.
 
     For each node an auxiliary site holds the drawn position in its set, with the log probability :math:`\log q(s_v \mid s_{>v})`. Their
     sum is :math:`\log q(s)`, and :math:`\log p(s, y) - \log q(s) = \mathcal F` for every draw: any ELBO of Pyro's returns the free energy
@@ -78,7 +81,10 @@ class ProductProgramRun(ProgramRun):
             pyro.sample("_".join([*own.sites, "index"]), dist.Delta(position, log_density=log_prob), infer=infer)
 
     def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, hidden: Tensor) -> Tensor:
-        """Samples a site; the guide's density gives back what a mask takes away from the model's."""
+        """Samples a site as a point mass.
+
+        The guide's density gives back what a mask takes away from the model's.
+        """
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:
@@ -91,7 +97,10 @@ class ProductProgramRun(ProgramRun):
 
 
 def _left_of(particles: list[Any], depth: int) -> tuple[int, ...]:
-    """The shape of the plates of parallel draws, left of all plates of the model."""
+    """Returns the shape of the plates of parallel draws.
+
+    They lie left of all plates of the model.
+    """
     if not particles:
         return ()
     shape = [1] * (max(-frame.dim for frame in particles) - depth)

@@ -1,4 +1,7 @@
-"""The populations of a guide on a product of sets: one store for each group of nodes of the factor graph."""
+"""The populations of a guide on a product of sets.
+
+There is one store for each group of nodes of the factor graph.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class ProductStore(torch.nn.Module):
             store.seed_()
 
     def start_(self, product: ProductLayout, device: torch.device) -> None:
-        """Creates the populations, or checks that those which have been loaded are of these nodes.
+        """Creates the populations, or checks those that have been loaded.
+
+        Loaded ones must be of these nodes.
 
         Raises:
             ValueError: if the populations that were loaded are of other nodes.
@@ -95,6 +100,9 @@ class ProductStore(torch.nn.Module):
 
 
 def saved_groups(state_dict: Mapping[str, Tensor], prefix: str) -> int:
-    """How many groups of nodes a state dict holds populations of; zero of whole states."""
+    """Returns how many groups of nodes a state dict holds.
+
+    Each has a population; there are zero groups where it holds whole states.
+    """
     start = f"{prefix}groups."
     return len({name.removeprefix(start).split(".")[0] for name in state_dict if name.startswith(start)})

@@ -1,4 +1,7 @@
-"""The search on a product of sets: proposals for all nodes of a group together, selection for one node after the other."""
+"""The search on a product of sets.
+
+Proposals are for all nodes of a group together, selection for one node after the other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _BLOCKS_PER_STEP = 2
 
 @dataclasses.dataclass(frozen=True)
 class SetSearch:
-    r"""Improves the sets of the nodes of a factor graph; the evidence of no component ever falls.
+    r"""Improves the sets of the nodes of a factor graph.
+
+    The evidence of no component ever falls.
 
     What a candidate adds to the evidence, given the sets of all other nodes, is exact and additive: it is the fitness that a
     :class:`Search` sees, and the best ``S`` states by it are the best set. A step has two parts:
@@ -46,7 +51,10 @@ class SetSearch:
     is_new: bool = False
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> list[Tensor]:
-        """The sets after some steps; those that hold all states stay as they are."""
+        """Returns the sets after some steps.
+
+        Those that hold all states stay as they are.
+        """
         found = list(sets)
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if found[number].shape[1] < group.space.size]
@@ -69,7 +77,10 @@ class SetSearch:
         return self._exchanged(sets, {number: (words, is_free)}, messages) if bool(is_free.any()) else sets
 
     def _scores(self, messages: Messages, number: int) -> Tensor:
-        """What the states of a group add to the evidence of their component, ``(rows, S)``; what is impossible adds nothing."""
+        """Returns what the states of a group add to the evidence.
+
+        The evidence is that of their component, ``(rows, S)``; what is impossible adds nothing.
+        """
         product, beliefs = self.scorer.product, messages.beliefs()
         nodes = product.groups[number].nodes
         return torch.cat([product.rows(node, beliefs[node] + messages.weights[node], self.scorer.sizes_of(node)) for node in nodes])
@@ -111,7 +122,9 @@ class SetSearch:
     def _exchanged(
         self, sets: list[Tensor], proposals: dict[int, tuple[Tensor, Tensor]], before: Messages, *, look_ahead: bool = False
     ) -> list[Tensor]:
-        """The best of old and new states, chosen for one node after the other, of each component that does not lose by it.
+        """Returns the best of old and new states.
+
+        They are chosen for one node after the other, of each component that does not lose by it.
 
         Args:
             sets: the sets as they are.
@@ -156,7 +169,10 @@ class SetSearch:
     def _accepted(
         self, sets: list[Tensor], found: list[Tensor], changed: Sequence[int] | dict[int, tuple[Tensor, Tensor]], before: Messages
     ) -> list[Tensor]:
-        """The new sets of components whose evidence they do not lower, as they might where members of one plate change together."""
+        """Returns the new sets where the evidence does not fall.
+
+        It might fall where members of one plate change together.
+        """
         scorer, product = self.scorer, self.scorer.product
         old, new = product.evidence_by_node(before), product.evidence_by_node(scorer.messages(found))
         for number in changed:
@@ -170,7 +186,9 @@ class SetSearch:
 
 @dataclasses.dataclass(frozen=True)
 class NodeScores:
-    """Scores candidate states of a group of nodes, given the sets of all nodes.
+    """Scores candidate states of a group of nodes.
+
+    The sets of all nodes are given.
 
     Attributes:
         scorer: densities of a run of the model as tables over sets.
@@ -196,7 +214,10 @@ class NodeScores:
 
 
 def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
-    """The best proposals of each row, at most as many as it has states, and which of them are neither members nor repetitions."""
+    """Returns the best proposals of each row.
+
+    There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
+    """
     every = torch.cat([known.words, proposed.words], 1)
     is_new = ~ops.repeated(every)[:, known.num_states :]
     scores = proposed.log_joint.masked_fill(~is_new, -math.inf)

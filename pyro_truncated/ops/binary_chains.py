@@ -1,4 +1,6 @@
-r"""Exact sums over sequences of binary chains, restricted to a set of packed states at every step.
+r"""Exact sums over sequences of binary chains on sets of states.
+
+Every step has a set of packed states.
 
 A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with transitions of their own, and a table of log
 likelihoods of the states that are kept. The sum over the product :math:`K_1 \times \dots \times K_T` of the sets,
@@ -21,7 +23,9 @@ from pyro_truncated.ops.fields import WORD_BITS
 
 
 class Transitions(NamedTuple):
-    """Log transition probabilities of ``M`` binary chains, of several kinds, and which one leads into each step.
+    """Log transition probabilities of ``M`` binary chains.
+
+    There are several kinds; ``kind`` says which one leads into each step.
 
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
 
@@ -52,7 +56,10 @@ class Messages(NamedTuple):
         return self.log_norm.sum(1)
 
     def log_weights(self) -> Tensor:
-        """Log posterior probabilities of the members of every step, ``(N, T, S)``; minus infinity where no path is possible."""
+        """Returns log posterior probabilities of all members, ``(N, T, S)``.
+
+        They are minus infinity where no path is possible.
+        """
         joint = self.forward + self.backward
         total = joint.logsumexp(-1, keepdim=True)
         return torch.where(total > -torch.inf, joint - total, joint)
@@ -80,7 +87,10 @@ class Flips(NamedTuple):
 
 
 def safe_log(probability: Tensor) -> Tensor:
-    """Logarithm of probabilities whose gradient is zero, not NaN, where they are zero."""
+    """Returns logarithms whose gradient is zero where probabilities are zero.
+
+    It is not NaN there.
+    """
     is_zero = probability == 0
     logarithm: Tensor = torch.where(is_zero, 1.0, probability).log()
     return logarithm.masked_fill(is_zero, -torch.inf)
@@ -127,7 +137,9 @@ def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tenso
 
 
 def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
-    r"""Expected numbers of transitions of each kind and chain, summed over all sequences.
+    r"""Returns expected numbers of transitions of each kind and chain.
+
+    They are summed over all sequences.
 
     They are the gradient of the bounds with respect to ``transitions.log_prob``, and divided by their row sums the M-step.
 
@@ -151,7 +163,9 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
 
 
 def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """The most probable path of each product of sets, by the Viterbi algorithm.
+    """Returns the most probable path of each product of sets.
+
+    The Viterbi algorithm finds it.
 
     Returns:
         Positions ``(N, T)`` of the members along the path, zero beyond the end, and the log joints of the paths ``(N,)``.
@@ -161,7 +175,9 @@ def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[T
 
 
 def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
-    """Independent paths from the posterior on the product of sets, by backward sampling.
+    """Draws independent paths from the posterior on the sets.
+
+    The draws use backward sampling.
 
     Args:
         words: as for :func:`messages`.
@@ -181,7 +197,9 @@ def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform
 def select(
     words: Tensor, unary: Tensor, transitions: Transitions, size: int, ahead: Tensor, *, forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Chooses the best sets, one step after the other, among candidates of every step.
+    r"""Chooses the best sets, one step after the other.
+
+    They are chosen among candidates of every step.
 
     Given the sets of both neighbours a state adds to :math:`e^{\mathcal F}` exactly what the messages of the neighbours and its own
     likelihood say, so the best ``size`` distinct states are the best set. The pass takes new messages from where it comes from, and from
@@ -212,7 +230,9 @@ def select(
 
 
 def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
-    r"""The states of largest mass that differ from a member of their step in one latent, and are no members.
+    r"""Returns the states of largest mass one flip from a member.
+
+    They differ from a member of their step in one latent, and are no members.
 
     With weights :math:`w_j` of the states of the step before, given a member, and :math:`a_m = \sum_j w_j s'_{jm}`, the left factor of a
     member with latent ``m`` flipped is that of the member times
@@ -245,7 +265,9 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
 
 
 def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
-    """Log mass of states, members or not, relative to the sum over the sets; of members their log posterior probability.
+    """Returns the log mass of states, members or not.
+
+    It is relative to the sum over the sets: of members it is their log posterior probability.
 
     Args:
         words: members ``(N, T, S, W)``.
@@ -269,7 +291,9 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
-    r"""Exact posteriors of the joint configurations of ``k`` chains at every step, by Kronecker products at :math:`k 2^k` a step.
+    r"""Returns exact posteriors of the joint configurations of ``k`` chains.
+
+    Kronecker products give them at every step, at :math:`k 2^k` a step.
 
     Args:
         unary: log likelihood of every configuration, ``(N, T, 2**k)``; bit ``i`` of its position is the value of ``block[i]``.

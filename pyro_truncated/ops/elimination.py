@@ -1,4 +1,7 @@
-"""Sums over products of sets by variable elimination on a bucket tree, with plates."""
+"""Sums over products of sets by variable elimination.
+
+A bucket tree says the order; tables may have plates.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ IMPOSSIBLE = -1e12
 
 @dataclasses.dataclass(frozen=True)
 class BucketTree:
-    r"""The order in which variables are summed out of a product of tables, one clique after the other.
+    r"""The order in which variables are summed out.
+
+    What is summed is a product of tables, one clique after the other.
 
     Every table has one dimension for each colour, followed by the plate dimensions: a variable's states lie in the dimension of its
     colour, which no other variable of its cliques has, so that tables add up by broadcasting. With the sets :math:`K_v` of states,
@@ -62,7 +67,10 @@ class BucketTree:
         return -self.depth - 1 - self.colours[node]
 
     def bucket_of(self, nodes: Sequence[int]) -> int:
-        """The variable that a table of some variables is summed out with: the first to be eliminated."""
+        """Returns the variable that a table is summed out with.
+
+        Of the table's variables it is the first to be eliminated.
+        """
         return min(nodes, key=self.place.__getitem__)
 
     def collect(self, tables: Sequence[tuple[Sequence[int], Tensor]], weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
@@ -85,7 +93,9 @@ class BucketTree:
 
 
 class Messages:
-    """The sums of all tables and messages in each bucket, and the messages that were sent.
+    """The sums of tables and messages in each bucket.
+
+    The messages that were sent are kept beside them.
 
     Args:
         tree: the elimination order.
@@ -116,7 +126,10 @@ class Messages:
         return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
 
     def send(self, node: int) -> None:
-        """Sums a variable out, and adds what is left to the bucket of its parent, in place of what was sent there before."""
+        """Sums a variable out, and sends the rest to its parent.
+
+        What is left is added to the parent's bucket, in place of what was sent there before.
+        """
         tree, parent = self.tree, self.tree.parents[node]
         message = self._reduce(self._sum(node) + self.weights[node], tree.dim(node), keepdim=True)
         if parent is None:
@@ -132,18 +145,26 @@ class Messages:
         self._sent[node], self._impossible[node] = message, count
 
     def _beyond(self, node: int) -> list[int]:
-        """The plates of a variable that no other member of its clique lies in."""
+        """Returns the plates of a variable beyond those of its clique.
+
+        No other member of its clique lies in them.
+        """
         tree = self.tree
         return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
 
     def evidence(self, node: int) -> Tensor:
-        """The log of the sum over all states of a component whose last variable this is, with the plates of that variable."""
+        """Returns the log of the sum over a component's states.
+
+        This is its last variable, whose plates the result has.
+        """
         found = self._sent[node]
         assert found is not None
         return found
 
     def belief(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the states of a variable weigh, without its own weights, and the message from above.
+        """Returns what the states of a variable weigh.
+
+        Its own weights and the message from above are left out.
 
         Args:
             node: the variable.
@@ -165,7 +186,9 @@ class Messages:
         return self._reduce(clique, others, keepdim=True) if others else clique, down
 
     def beliefs(self) -> dict[int, Tensor]:
-        r"""By variable, :math:`\log` of what each state adds to :math:`e^F`, without its own weight: exact, and additive.
+        r"""Returns, by variable, what each state adds to :math:`e^F`.
+
+        It is a logarithm without the state's own weight, exact and additive.
 
         Where a set of states is searched, this is the fitness of a candidate.
         """
@@ -176,7 +199,9 @@ class Messages:
         return found
 
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
-        """Visits the variables one after the other, each given the newest weights of all others.
+        """Visits the variables one after the other.
+
+        Each is given the newest weights of all others.
 
         Args:
             choose: maps a variable and the belief of its states to new log weights of these, or to ``None`` to keep them. Weights that
@@ -199,7 +224,9 @@ class Messages:
                     self.send(node)
 
     def draw(self, num_samples: int | None, generator: torch.Generator | None = None) -> dict[int, tuple[Tensor, Tensor]]:
-        """Joint states, and the log probability of each variable's state given those above it.
+        """Draws joint states.
+
+        With them comes the log probability of each variable's state given those above it.
 
         Args:
             num_samples: number of independent draws; ``None`` for the most probable joint state, of messages that are maxima.
@@ -228,7 +255,10 @@ class Messages:
 
 
 def _replaced(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
-    """A sum of messages with a new one in place of an old one, each added up over some plates."""
+    """Returns a sum of messages with one of them replaced.
+
+    The old message and the new one are each added up over some plates.
+    """
     for message, sign in ((new, 1), (old, -1)):
         if message is not None:
             total = message.sum(list(beyond), keepdim=True) if beyond else message

@@ -1,4 +1,7 @@
-"""The log probability of a transition of binary chains as a function that is linear in products of bits."""
+"""The log probability of a transition, linear in products of bits.
+
+Transitions are those of binary chains.
+"""
 
 from __future__ import annotations
 

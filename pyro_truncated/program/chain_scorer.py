@@ -1,4 +1,7 @@
-"""One site of binary chains in a program: log likelihoods of states of each step, and the transitions between them."""
+"""One site of binary chains in a program.
+
+It has log likelihoods of states of each step, and the transitions between them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class ChainLayout:
-    """A program with one discrete site, of binary chains: every step of a sequence has a set of states.
+    """A program with one discrete site, of binary chains.
+
+    Every step of a sequence has a set of states.
 
     Args:
         layout: the discrete sites of the program.
@@ -50,7 +55,10 @@ class ChainLayout:
 
     @classmethod
     def of(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
-        """That of a program whose only discrete site has binary chains, in the plates of its data; ``None`` of others."""
+        """Returns the layout of a program whose only site is chains.
+
+        They are binary and in the plates of its data; the result is ``None`` of others.
+        """
         (name, site), *others = layout.sites.items()
         fn = trace.nodes[name]["fn"]
         return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn, dependents)
@@ -79,7 +87,9 @@ class _Steps:
 
 
 class ChainScorer(Probe):
-    """Log likelihoods of states of all steps in a run of the model, and the chains' transitions.
+    """Log likelihoods of states of all steps in a run.
+
+    They come with the chains' transitions.
 
     The i-th candidates of all steps make the i-th path, so that one run of the model on ``C`` paths scores all candidates.
 
@@ -97,7 +107,10 @@ class ChainScorer(Probe):
 
     @property
     def rows(self) -> Tensor | None:
-        """Which rows of the population this run selects, ``None`` for all in order."""
+        """Returns which rows of the population this run selects.
+
+        It is ``None`` for all in order.
+        """
         if self.chosen is None:
             return None
         steps = torch.arange(self.product.num_steps)
@@ -119,7 +132,9 @@ class ChainScorer(Probe):
         return torch.cat(parts, 2)
 
     def log_likelihood(self, words: Tensor) -> Tensor:
-        """Log likelihoods ``(N, T, C)`` in float64 of states ``(N, T, C, W)``, differentiable in whatever the model is.
+        """Returns log likelihoods ``(N, T, C)`` of states, in float64.
+
+        The states are ``(N, T, C, W)``; the result is differentiable in whatever the model is.
 
         Raises:
             ValueError: if a log density is NaN or ``+inf``; the message names the site.
@@ -161,7 +176,9 @@ class ChainScorer(Probe):
 
     @torch.no_grad()
     def refuse_coupled_steps(self) -> None:
-        """Checks that the likelihood of a step depends on the state of this step alone, on two paths and their mixtures.
+        """Checks that a step's likelihood depends on its own state alone.
+
+        It is checked on two paths and their mixtures.
 
         Raises:
             NotImplementedError: naming the sites.
@@ -186,7 +203,9 @@ class ChainScorer(Probe):
         return node["name"] in self.product.dependents or node["name"] == self.product.site.name
 
     def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Scaled log density of what is observed and does not depend on the chains: a part of the objective.
+        """Returns the scaled log density of what depends on no chain.
+
+        It is that of what is observed and does not depend on the chains: a part of the objective.
 
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
@@ -196,5 +215,8 @@ class ChainScorer(Probe):
 
 
 def places_of_states(words: Tensor) -> Tensor:
-    """Which places ``(N, T, S)`` of sets hold a state that no earlier place holds."""
+    """Returns which places ``(N, T, S)`` hold a new state.
+
+    No earlier place of a set holds the same state.
+    """
     return ~ops.repeated(words.flatten(0, 1)).view(words.shape[:3])

@@ -1,4 +1,7 @@
-"""Programs whose sample sites depend on the values of latents, or on chance: they have no space of states."""
+"""Programs whose sample sites change from run to run.
+
+They depend on the values of latents, or on chance, and have no space of states.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class ChangingSitesError(NotImplementedError):
 
 
 def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Dependencies) -> None:
-    """Checks that a model samples the same sites whatever the values of its latents.
+    """Checks that a model always samples the same sites.
+
+    They must be the same whatever the values of its latents.
 
     Only Python code that reads values can choose between sites. So the model is run for the joint values of the discrete latents that it
     reads, up to 16 of them, and for some draws of all latents, always the same.
@@ -62,7 +67,10 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
 
 def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[str, Tensor]] = ()) -> set[str]:
-    """The sites that a run and others of the same model do not share: some with given values of latents, some by chance."""
+    """Returns the sites that runs of a model do not share.
+
+    It compares a run and others, some with given values of latents, some by chance.
+    """
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and name not in sample_nodes(trace)}
     found = [_names(trace)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
@@ -75,7 +83,10 @@ def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[
 
 
 def _names(trace: poutine.Trace) -> set[str]:
-    """Names of the sites of a run, but for those in sequential plates of which it takes some members."""
+    """Returns names of the sites of a run.
+
+    Those in sequential plates of which it takes some members are left out.
+    """
     return {name for name, node in sample_nodes(trace).items() if not any(_is_partial(frame) for frame in node["cond_indep_stack"])}
 
 
@@ -84,7 +95,10 @@ def _is_partial(frame: Any) -> bool:
 
 
 def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:
-    """Joint values of discrete latents, all entries of a site alike; where there are too many, each value of each latent by itself."""
+    """Returns joint values of discrete latents.
+
+    All entries of a site are alike; where there are too many, each value of each latent stands by itself.
+    """
     choices = {node["name"]: list(_values(node)) for node in nodes if not node["is_observed"] and node["fn"].support.is_discrete}
     if math.prod(map(len, choices.values())) <= _MAX_JOINT_VALUES:
         return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]

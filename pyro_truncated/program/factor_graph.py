@@ -1,4 +1,7 @@
-"""The factor graph of a Pyro program: its discrete latents as nodes, the densities that touch them as factors."""
+"""The factor graph of a Pyro program.
+
+Its discrete latents are nodes, and the densities that touch them are factors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ DENSITY_LIMIT = 2**10
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A variable of the graph: discrete sites that are decided together, once for each member of its plates.
+    """A variable of the graph: discrete sites decided together.
+
+    There is one for each member of its plates.
 
     Attributes:
         sites: names of the sites.
@@ -68,7 +73,10 @@ class FactorGraph:
         return max(self.colours) + 1
 
     def parent(self, node: int) -> int | None:
-        """The node whose elimination takes up the message of this one, ``None`` of the last one of a component."""
+        """Returns the node that takes up this one's message.
+
+        It is ``None`` of the last node of a component.
+        """
         return min(self.separators[node], key=self.position.__getitem__, default=None)
 
     @property
@@ -111,7 +119,10 @@ def _plates_of(node: Mapping[str, Any]) -> set[Plate]:
 
 
 class _Builder:
-    """Merges sites to nodes until every component has an elimination order with small cliques."""
+    """Merges sites to nodes until cliques are small.
+
+    Every component then has an elimination order with small cliques.
+    """
 
     def __init__(
         self, scopes: Mapping[str, frozenset[str]], places: Mapping[str, set[Plate]], sizes: Mapping[str, int], num_states: int
@@ -139,11 +150,16 @@ class _Builder:
 
     @property
     def _density_limit(self) -> int:
-        """Joint states of a density up to which its sites stay apart: all pairs of two populations, and not too few."""
+        """Returns how many joint states of a density keep sites apart.
+
+        Up to that number sites stay apart: all pairs of two populations, and not too few.
+        """
         return max(self._num_states**2, DENSITY_LIMIT)
 
     def _decisions(self) -> list[frozenset[str]]:
-        """Sites at one place, at least three, that one density depends on which is not itself that of a discrete latent.
+        """Returns groups of sites at one place that one density joins.
+
+        There are at least three of them, and the density is not itself that of a discrete latent.
 
         Groups that overlap, as where an observation depends on the last three steps of a chain, are none.
         """
@@ -166,7 +182,10 @@ class _Builder:
         return found
 
     def _merge_until_narrow(self, component: frozenset[str]) -> None:
-        """Merges sites until there is an elimination order with small cliques, in the end all of them."""
+        """Merges sites until there is a narrow elimination order.
+
+        Its cliques are small; in the end all sites are merged.
+        """
         while (wide := self._widest(component)) is not None:
             if not self._merge_at_one_place(wide):
                 break
@@ -182,7 +201,10 @@ class _Builder:
         return eliminate(members, self._cliques(members), self._plates, self._limit_of)
 
     def _merge_at_one_place(self, scope: Collection[str]) -> bool:
-        """Merges the nodes of a density that lie at one place; whether there were any."""
+        """Merges the nodes of a density that lie at one place.
+
+        Returns whether there were any.
+        """
         before = {self._nodes[site] for site in scope}
         for group in self._by_place(scope).values():
             self._merge(frozenset().union(*(self._nodes[site] for site in group)))
@@ -193,12 +215,18 @@ class _Builder:
             self._nodes[site] = sites
 
     def _is_decision(self, component: frozenset[str]) -> bool:
-        """Whether all sites lie at one place, and one density that is not that of a discrete latent depends on all of them."""
+        """Whether all sites lie at one place and are decided together.
+
+        One density that is not that of a discrete latent depends on all of them.
+        """
         places = {frozenset(self._places[site]) for site in component}
         return len(places) == 1 and any(scope == component for name, scope in self._scopes.items() if name not in self._sizes)
 
     def _widest(self, component: frozenset[str]) -> frozenset[str] | None:
-        """The scope of a density that takes more joint states than all pairs of two populations, if there is one."""
+        """Returns the scope of a density that is too wide.
+
+        It takes more joint states than all pairs of two populations; there may be none.
+        """
         for name, scope in self._scopes.items():
             if scope <= component:
                 nodes = {self._nodes[site] for site in scope}
@@ -224,7 +252,10 @@ class _Builder:
         return frozenset(set.intersection(*(self._places[site] for site in node)))
 
     def _size_of(self, node: frozenset[str]) -> int:
-        """How many states a node has: sites in further plates count once for each member."""
+        """Returns how many states a node has.
+
+        Sites in further plates count once for each member.
+        """
         common = self._plates(node)
         return math.prod(self._sizes[site] ** math.prod(size for _, _, size in self._places[site] - common) for site in node)
 
@@ -295,7 +326,9 @@ def eliminate(
     size_of: Callable[[Any], int],
     limit: int = CLIQUE_LIMIT,
 ) -> dict[Any, set[Any]] | None:
-    """An elimination order by the fewest new edges, with the separator of each node; ``None`` where cliques become too large.
+    """Returns an elimination order by the fewest new edges.
+
+    It comes with the separator of each node; it is ``None`` where cliques become too large.
 
     A node can be eliminated once all its neighbours lie in no other plates than it does.
     """
@@ -333,7 +366,10 @@ def eliminate(
 
 
 def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]]) -> dict[Any, int]:
-    """The smallest number that no node of the separator has, from the last node to the first: as many as the largest clique has nodes."""
+    """Returns the smallest number that no node of the separator has.
+
+    It is by node, from the last to the first. There are as many as the largest clique has nodes.
+    """
     colours: dict[Any, int] = {}
     for node in reversed(order):
         taken = {colours[other] for other in separators[node]}

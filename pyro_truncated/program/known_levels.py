@@ -1,4 +1,7 @@
-"""What is known of states: latents that a call of the model observes, and entries that masks switch off."""
+"""What is known of states.
+
+Known are latents that a call of the model observes, and entries that masks switch off.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ class KnownLevels:
         return ((self.layout.space.unpack(words).long() != self.levels) & (self.levels >= 0)).any(-1)
 
     def put_into(self, words: Tensor) -> Tensor:
-        """Distinct states ``(N, S, num_words)`` with the levels put in; those that would repeat others stay as they are."""
+        """Returns states ``(N, S, num_words)`` with the levels put in.
+
+        They are distinct: those that would repeat others stay as they are.
+        """
         space = self.layout.space
         changed = space.pack(torch.where(self.levels >= 0, self.levels, space.unpack(words).long()))
         # States that have the levels already count as the first of their kind: they repeat none of each other.
@@ -73,7 +79,9 @@ class KnownLevels:
 
 
 def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
-    """The discrete sites whose entries change no other density where masks switch them off: missing entries, ends of sequences.
+    """Returns the discrete sites that are idle where masked.
+
+    Their entries change no other density where masks switch them off: missing entries, ends of sequences.
 
     Args:
         call: the model and its arguments.

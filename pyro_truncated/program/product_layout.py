@@ -1,4 +1,7 @@
-"""Sets of states for the nodes of a program's factor graph: which nodes, in which plates, and what each set can hold."""
+"""Sets of states for the nodes of a program's factor graph.
+
+It says which nodes, in which plates, and what each set can hold.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from pyro_truncated.states.space import StateSpace
 
 @dataclasses.dataclass(frozen=True)
 class NodeGroup:
-    """Nodes with equal state spaces and plates and the same colour: their sets are rows of one population.
+    """Nodes with equal state spaces, plates and colour.
+
+    Their sets are rows of one population.
 
     Attributes:
         nodes: positions of the nodes in the graph.
@@ -53,7 +58,9 @@ class NodeGroup:
 
 
 class ProductLayout:
-    r"""A factor graph with a set of states for each node: the truncated posterior lives on the product of the sets.
+    r"""A factor graph with a set of states for each node.
+
+    The truncated posterior lives on the product of the sets.
 
     .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y)
 
@@ -85,7 +92,10 @@ class ProductLayout:
         return {node: (number, at) for number, group in enumerate(self.groups) for at, node in enumerate(group.nodes)}
 
     def root(self, component: Sequence[int]) -> int:
-        """The node of a component that is eliminated last, in the plates that all of the component lies in."""
+        """Returns the node of a component that is eliminated last.
+
+        It stands with the plates that all of the component lies in.
+        """
         return max(component, key=self.tree.place.__getitem__)
 
     @property
@@ -94,12 +104,17 @@ class ProductLayout:
         return [self.root(component) for component in self.graph.components]
 
     def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
-        """By node, the evidence of its component, in the dimensions of a table."""
+        """Returns, by node, the evidence of its component.
+
+        It has the dimensions of a table.
+        """
         pairs = zip(self.graph.components, self.roots, strict=True)
         return {node: messages.evidence(root) for component, root in pairs for node in component}
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """What belongs to the states ``(rows, S)`` of a node, in the dimensions of a table.
+        """Spreads what belongs to a node's states, ``(rows, S)``.
+
+        The result has the dimensions of a table.
 
         Args:
             node: position of the node.
@@ -112,7 +127,10 @@ class ProductLayout:
         return rows.mT.reshape(*(1,) * left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
 
     def rows(self, node: int, table: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The inverse of :meth:`spread`: ``(rows, S)`` of a table that varies with the states and plates of one node only."""
+        """Returns ``(rows, S)`` of a table: the inverse of :meth:`spread`.
+
+        The table varies with the states and plates of one node only.
+        """
         own, tree = self.node_layouts[node], self.tree
         shape = [1] * tree.num_dims
         shape[tree.dim(node)] = table.shape[tree.dim(node)]
@@ -122,14 +140,20 @@ class ProductLayout:
         return table.expand(shape).movedim(tree.dim(node), -1).reshape(-1, states)
 
     def values(self, node: int, words: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Site values of a node's states ``(rows, S, num_words)``, with the states in the dimension of its colour."""
+        """Returns site values of a node's states ``(rows, S, num_words)``.
+
+        The states lie in the dimension of its colour.
+        """
         own, tree = self.node_layouts[node], self.tree
         levels = own.space.unpack(words).transpose(0, 1)
         batch = (levels.shape[0], *(1,) * (tree.colours[node]), *own.spread(sizes, self.layout.depth))
         return own.decode(levels.reshape(*batch, levels.shape[-1]), len(batch) - 1, dtypes)
 
     def summary(self, num_states: int) -> list[str]:
-        """A line for each kind of node: its sites, how many sets there are, how large they are, and whether they are exact."""
+        """Returns a line for each kind of node.
+
+        It names its sites, how many sets there are, how large they are, and whether they are exact.
+        """
         lines = []
         for group in self.groups:
             sites, count = group.sites, group.num_data

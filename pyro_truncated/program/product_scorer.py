@@ -1,4 +1,7 @@
-"""Densities of a program as tables over sets of states, one set for each node of its factor graph."""
+"""Densities of a program as tables over sets of states.
+
+There is one set for each node of its factor graph.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ Sets = Sequence[Tensor]
 
 
 class ProductScorer(Probe):
-    r"""Tables :math:`\psi_f(s_{v \in f})` of a run of the model over sets of states, and sums over the product of the sets.
+    r"""Tables :math:`\psi_f(s_{v \in f})` of a run of the model.
+
+    They are tables over sets of states; sums go over the product of the sets.
 
     The model is run once on the sets of all nodes: the states of a node lie in the dimension of its colour, left of all plates, and
     nodes that share a density have different colours. Everything else that the run draws is held fixed.
@@ -79,7 +84,10 @@ class ProductScorer(Probe):
         return int(frame.full_size or frame.size)
 
     def rows_of(self, group: int) -> Tensor | None:
-        """Which rows of a group's population this run selects, ``None`` for all in order."""
+        """Returns which rows of a group's population this run selects.
+
+        It is ``None`` for all in order.
+        """
         found = self.product.groups[group]
         positions, is_whole = torch.zeros(1, dtype=torch.int64), True
         for name in found.plates:
@@ -104,7 +112,10 @@ class ProductScorer(Probe):
 
     @torch.no_grad()
     def hidden_log_probs(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What masks hide of the log probabilities of discrete sites at some values, by name of the masked."""
+        """Returns what masks hide of the sites' log probabilities.
+
+        The sites are discrete and have some values; results are by name of the masked.
+        """
         if not self.hidden:
             return {}
         with pyro.validation_enabled(False):
@@ -126,7 +137,7 @@ class ProductScorer(Probe):
         ]
 
     def put_known_into(self, words: Tensor, group: int) -> Tensor:
-        """The states of a group with what is known of them put in."""
+        """Returns the states of a group with known values put in."""
         known = self.known_sets[group]
         if all(levels is None for levels in known):
             return words
@@ -134,7 +145,10 @@ class ProductScorer(Probe):
         return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known, strict=True)])
 
     def log_weights(self, words: Tensor, group: int) -> Tensor:
-        """Log weights ``(rows, S)`` of a group's states: zero, or impossible where they contradict what is known."""
+        """Returns log weights ``(rows, S)`` of a group's states.
+
+        They are zero, or impossible where states contradict what is known.
+        """
         weights = torch.zeros(words.shape[:2], dtype=torch.float64, device=self.device)
         for part, own, levels in zip(self.nodes_of(words, group), self.nodes_of(weights, group), self.known_sets[group], strict=True):
             if levels is not None:
@@ -144,7 +158,9 @@ class ProductScorer(Probe):
     # --- tables and sums ---
 
     def tables(self, sets: Sets) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The log density of each sample site that depends on discrete latents, as a table over the states of its nodes.
+        """Returns the log density of each sample site as a table.
+
+        The sites depend on discrete latents; a table is over the states of their nodes.
 
         Raises:
             ValueError: if a log density is NaN or ``+inf``; the message names the site.
@@ -206,13 +222,19 @@ class ProductScorer(Probe):
         return scale
 
     def scale_beyond_subsamples(self, site: str) -> float | Tensor:
-        """The part of a site's scale that does not come from subsampled plates."""
+        """Returns the part of a site's scale without subsampling.
+
+        It does not come from subsampled plates.
+        """
         node = self.nodes[site]
         share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in node["cond_indep_stack"])
         return node["scale"] * share  # type: ignore[no-any-return]
 
     def weights(self, sets: Sets) -> dict[int, Tensor]:
-        """By node, the log weights of its states in the dimensions of a table."""
+        """Returns, by node, the log weights of its states.
+
+        They have the dimensions of a table.
+        """
         found = {}
         for number, (group, words) in enumerate(zip(self.product.groups, sets, strict=True)):
             for node, rows in zip(group.nodes, self.nodes_of(self.log_weights(words, number), number), strict=True):
@@ -224,7 +246,10 @@ class ProductScorer(Probe):
         return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
-        """By component, the log of the sum over its product of sets, ``(rows of its plates,)`` in float64, ``-inf`` if impossible."""
+        """Returns, by component, the log of the sum over its sets.
+
+        The sum is over the product of sets, ``(rows of its plates,)`` in float64, and ``-inf`` if impossible.
+        """
         found = []
         for root in self.product.roots:
             rows = self.product.rows(root, messages.evidence(root), self.sizes_of(root)).squeeze(-1)
@@ -232,16 +257,25 @@ class ProductScorer(Probe):
         return found
 
     def free_energy(self, sets: Sets) -> Tensor:
-        """The scaled free energy of all components, differentiable in whatever the model is, without what is outside."""
+        """Returns the scaled free energy of all components.
+
+        It is differentiable in whatever the model is, and leaves out what is outside.
+        """
         return self.scaled(self.evidence(self.messages(sets)))
 
     def scaled(self, evidence: Sequence[Tensor]) -> Tensor:
-        """The sum of the evidence of all components, each scaled as its plates are subsampled."""
+        """Returns the scaled sum of the evidence of all components.
+
+        Each is scaled as its plates are subsampled.
+        """
         return torch.stack([self.scale_of(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
     def takes_sets(self) -> bool:
-        """Whether runs on sets of states agree with runs on single states: the graph is right, and the model takes many states at once."""
+        """Whether runs on sets of states agree with single runs.
+
+        Then the graph is right, and the model takes many states at once.
+        """
         generator = torch.Generator().manual_seed(0)
         product = self.product
         sets: list[Tensor] = []
@@ -281,7 +315,9 @@ class ProductScorer(Probe):
         return node["name"] in self.product.graph.factors
 
     def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Scaled log density of what is observed and depends on no discrete latent: a part of the objective.
+        """Returns the scaled log density of what depends on no discrete latent.
+
+        Only what is observed counts: it is a part of the objective.
 
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.

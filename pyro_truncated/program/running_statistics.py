@@ -1,4 +1,7 @@
-"""A file of its own: layers with running statistics that runs of a model change, and the warning of it."""
+"""A file of its own: layers with running statistics, and a warning.
+
+Runs of a model change these statistics.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 @contextmanager
 def warning_of_running_statistics() -> Iterator[None]:
-    """Warns of layers that run in here in training mode and keep running statistics, such as ``BatchNorm1d``.
+    """Warns of layers in training mode that keep running statistics.
+
+    The layers run in here, such as ``BatchNorm1d``.
 
     Warns:
         UserWarning: naming their classes.

@@ -1,4 +1,7 @@
-"""Log probabilities of discrete distributions that give some values probability zero, which torch and Pyro clamp."""
+"""Log probabilities of discrete distributions with values of probability zero.
+
+Torch and Pyro clamp these.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _Formula = Callable[[Any, Tensor], Tensor | None]
 
 
 def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tensor:
-    """The log probability of values in the support, ``-inf`` where it is zero; ``usual()`` where that says the same.
+    """Returns the exact log probability of values in the support.
+
+    It is ``-inf`` where the probability is zero, and ``usual()`` where that says the same.
 
     Where no single value is as improbable as the least that torch knows, none is impossible, and parameters need no look.
     """
@@ -40,7 +45,9 @@ def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tenso
 
 
 def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
-    r"""The log probability of values in the support, ``-inf`` where it is zero; ``None`` where ``fn.log_prob`` says the same.
+    r"""Returns the log probability of values, ``-inf`` for impossible ones.
+
+    The values are in the support. It is ``None`` where ``fn.log_prob`` says the same.
 
     Torch scores :math:`\mathrm{Bernoulli}(0)` at one as :math:`\log \epsilon = -15.9`, so that impossible values are merely improbable.
     With infinite logits it computes NaN for possible values too. Here probabilities that are exactly 0 or 1 have exact logarithms, and
@@ -68,7 +75,10 @@ def _has_own_density(fn: Any) -> bool:
 
 
 def _through_wrappers(fn: Any, value: Tensor, of_one_entry: _Formula) -> Tensor | None:
-    """What is said of single entries, summed over events, without masked ones, in the shape of the batch."""
+    """Returns what is said of single entries in the batch's shape.
+
+    It is summed over events, without masked entries.
+    """
     if not isinstance(fn, _WRAPPERS):
         return of_one_entry(fn, value)
     found = _through_wrappers(fn.base_dist, value, of_one_entry)
@@ -83,7 +93,10 @@ def _through_wrappers(fn: Any, value: Tensor, of_one_entry: _Formula) -> Tensor 
 
 
 def is_certain_somewhere(fn: Any) -> bool:
-    """Whether a distribution has probabilities that are exactly zero or one, wherever its parameters are."""
+    """Whether a distribution has probabilities of exactly zero or one.
+
+    Its parameters may be on any device.
+    """
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
     fn = vars(fn)["_categorical"] if isinstance(fn, distributions.OneHotCategorical) else fn
@@ -94,13 +107,19 @@ def is_certain_somewhere(fn: Any) -> bool:
 
 
 def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
-    """Where a Bernoulli distribution cannot be one, and where it cannot be zero; ``None`` if nowhere, as far as a CPU can tell."""
+    """Returns where a Bernoulli distribution is certain.
+
+    The first tells where it cannot be one, the second where it cannot be zero. It is ``None`` if nowhere, as far as a CPU can tell.
+    """
     parameter = _Probability.of(fn)
     return (parameter.is_zero, parameter.is_one) if parameter.may_be_certain else None
 
 
 def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
-    """How many entries of an observed value have probability zero, by batch entry; ``None`` for families that torch does not clamp."""
+    """Returns how many observed entries have probability zero.
+
+    They are counted by batch entry; it is ``None`` for families that torch does not clamp.
+    """
     return _through_wrappers(fn, value, _impossible)
 
 
@@ -132,7 +151,10 @@ class _Probability:
 
     @classmethod
     def of(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:
-        """The parameter that a distribution was made with: the other one is computed from it when first asked for."""
+        """Returns the parameter that a distribution was made with.
+
+        The other one is computed from it when first asked for.
+        """
         known = [name for name in vars(fn) if name in (probs, logits)]
         given = next((name for name in known if vars(fn).get("_param") is vars(fn)[name]), known[0])
         return cls(once(vars(fn)[given]), "probs" if given == probs else "logits")
@@ -162,7 +184,10 @@ class _Probability:
 
 
 def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
-    """Whether a parameter may have these ends of its range; on a device, or where many runs go together, it is taken to."""
+    """Whether a parameter may reach these ends of its range.
+
+    On a device, or where many runs go together, it is taken to.
+    """
     if parameter.device.type != "cpu":
         return True
     if parameter.numel() == 0:
@@ -171,7 +196,10 @@ def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
 
 
 def _is_within(values: Tensor, low: float, high: float) -> bool:
-    """Whether all values lie between two numbers, as far as there is a number to look at: under ``torch.func.vmap`` there is none."""
+    """Whether all values lie between two numbers.
+
+    It is answered as far as there is a number to look at: under ``torch.func.vmap`` there is none.
+    """
     ends = values.detach().aminmax()
     try:
         return low < float(ends.min) <= float(ends.max) < high
@@ -206,7 +234,10 @@ def _one_hot(fn: Any, value: Tensor) -> Tensor | None:
 
 
 def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor | None:
-    """The log probability where a probability of 0 leaves the value ``low`` alone, and one of 1 the value ``high``, if there are such."""
+    """Returns the log probability with certain values put right.
+
+    A probability of 0 leaves the value ``low`` alone, and one of 1 the value ``high``, if there are such.
+    """
     parameter = _Probability.of(fn)
     if not parameter.may_be_certain:
         return None

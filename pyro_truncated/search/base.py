@@ -200,7 +200,9 @@ class Search(Described, Stateful, abc.ABC):
 
 
 def check_search(search: object, advice: str | None = None) -> None:
-    """Refuses what is no search; where something else may have been meant, with advice.
+    """Refuses what is no search.
+
+    Where something else may have been meant, the message gives advice.
 
     Raises:
         TypeError: saying what it is.

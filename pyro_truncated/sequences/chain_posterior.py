@@ -1,4 +1,7 @@
-"""The truncated posterior of binary chains: a set of joint states at every step, and exact sums over the paths through them."""
+"""The truncated posterior of binary chains.
+
+It has a set of joint states at every step, and exact sums over the paths through them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ _MIN_GAIN_NATS = 1e-3
 
 
 class ChainPosterior:
-    r"""The exact posterior of binary chains, restricted to a set of states at every step.
+    r"""The exact posterior of binary chains, restricted to sets of states.
+
+    Every step has one set.
 
     With sets :math:`K_t` of ``S`` joint states it is the posterior on :math:`K_1 \times \dots \times K_T`, and its free energy
 
@@ -121,7 +126,10 @@ class ChainPosterior:
         return self
 
     def improve_(self, steps: int = 20, *, first_forward: bool = True) -> Self:
-        """Sweeps over flips of the members, forward and backward in turn, while the bound rises; at most so many steps."""
+        """Sweeps over flips of the members while the bound rises.
+
+        Sweeps go forward and backward in turn, at most so many steps.
+        """
         bound = -math.inf
         for step in range(0 if self.is_complete else steps):
             self.sweep_(*self._flips(self.num_states), forward=(step % 2 == 0) == first_forward)
@@ -132,7 +140,9 @@ class ChainPosterior:
         return self
 
     def sweep_(self, words: Tensor, unary: Tensor, *, forward: bool) -> Self:
-        """Keeps the best states of each step among members and candidates, one step after the other; the bound never falls.
+        """Keeps the best states of each step among members and candidates.
+
+        One step is chosen after the other, and the bound never falls.
 
         Args:
             words: candidates ``(N, T, C, W)``; they may repeat each other and members.
@@ -146,7 +156,9 @@ class ChainPosterior:
         return self
 
     def look_ahead_(self, words: Tensor, unary: Tensor, *, forward: bool) -> Tensor:
-        """The same with messages over all candidates from where the pass goes; sequences whose bound would fall keep their sets.
+        """Sweeps with messages over all candidates from where the pass goes.
+
+        Sequences whose bound would fall keep their sets.
 
         Returns:
             By how much the bound has risen at the present temperature, ``(N,)``.
@@ -199,7 +211,9 @@ class ChainPosterior:
         return self.at_temperature_(1.0)
 
     def population(self) -> Population:
-        r"""The sets as populations of ``N * T`` data points, steps of a sequence in order.
+        r"""Returns the sets as populations of ``N * T`` data points.
+
+        The steps of a sequence are in order.
 
         Log joints are :math:`\log q_t + c_t`: weights are posterior probabilities, and free energies sum to that of the sequence. Steps
         beyond the end of a sequence have one state of log joint zero.
@@ -209,7 +223,10 @@ class ChainPosterior:
         return Population(self.space, self.words.flatten(0, 1), log_joint)
 
     def marginals(self) -> Tensor:
-        """Posterior probability that each chain is on, ``(N, T, M)``; zero beyond the end of a sequence."""
+        """Returns the probability that each chain is on, ``(N, T, M)``.
+
+        Beyond the end of a sequence it is zero.
+        """
         marginals = self.population().marginals().unflatten(0, self.words.shape[:2])
         return marginals * (self.transitions.kind >= 0).unsqueeze(-1)  # type: ignore[no-any-return]
 
@@ -236,7 +253,10 @@ class ChainPosterior:
         return self._values(self._at(places.movedim(0, -1)).movedim(2, 0))
 
     def draw_with_log_prob(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        r"""One path of each sequence from the posterior, ``(N, T, M)``, and its log probability :math:`\log q`, ``(N,)``."""
+        r"""Draws one path of each sequence from the posterior, ``(N, T, M)``.
+
+        Its log probability :math:`\log q` has shape ``(N,)``.
+        """
         uniform = torch.rand((1, *self.words.shape[:2]), dtype=torch.float64, generator=generator, device=self.words.device)
         place = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)[0].unsqueeze(-1)
         words = self._at(place)
@@ -248,12 +268,17 @@ class ChainPosterior:
         return self.population().effective_states().unflatten(0, self.words.shape[:2])  # type: ignore[no-any-return]
 
     def best_additions(self) -> Tensor:
-        """How many nats the best single flip would add to the bound, ``(N, T)``."""
+        """Returns how much the best single flip would add to the bound.
+
+        The numbers are nats, ``(N, T)``.
+        """
         masses = self._best_flips(1, self.num_states).log_mass.view(*self.words.shape[:2])
         return torch.log1p(masses.exp())
 
     def certificate(self) -> Tensor:
-        r"""A lower bound of the log evidence that counts paths outside of the sets, ``(N,)``.
+        r"""Returns a lower bound of the log evidence, ``(N,)``.
+
+        It counts paths outside of the sets.
 
         Paths with exactly one step outside are disjoint, so
         :math:`\log p(y) \ge \log(e^{\mathcal F} + \sum_t \sum_{s \notin K_t} e^{\mathrm{score}_t(s)})`, with the flips of all members.
@@ -264,7 +289,10 @@ class ChainPosterior:
         return self.free_energy() + torch.log1p(masses.exp().sum(1))
 
     def _start(self) -> None:
-        """Greedy words of each step, their best neighbours and the words of the steps beside it, connected by a pass in each direction."""
+        """Starts from greedy words of each step and their best neighbours.
+
+        The words of the steps beside it join them; a pass in each direction connects the steps.
+        """
         kind = self.transitions.kind
         chances = self.transitions.log_prob.double().exp()
         switch = chances[..., 0, 1] / (chances[..., 0, 1] + chances[..., 1, 0]).clamp(min=1e-300)
@@ -282,7 +310,10 @@ class ChainPosterior:
         self.sweep_(candidates, scores, forward=False)
 
     def _pursuit(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The words ``(N, T, W)`` of a greedy ascent from zero at each step, and what flips would change there, ``(N, T, M)``."""
+        """Returns the words ``(N, T, W)`` of a greedy ascent from zero.
+
+        With them comes what flips would change there, ``(N, T, M)``.
+        """
         words = torch.zeros(*logits.shape[:2], 1, self.space.num_words, dtype=torch.int64, device=logits.device)
         for _ in range(2 * self.space.num_latents):
             values = self._values(words.squeeze(2))
@@ -312,7 +343,10 @@ class ChainPosterior:
         return torch.stack(parts, 2).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
     def _best_flips(self, size: int, num_parents: int) -> chains.Flips:
-        """The best candidates ``(N, T, size)`` that differ from one of the first members in one chain."""
+        """Returns the best candidates that differ from a member in one chain.
+
+        The members are the first ones, the candidates ``(N, T, size)``.
+        """
         parents = self.words[:, :, :num_parents]
         num_rows = parents.shape[0] * parents.shape[1]
         own = getattr(self.log_likelihood, "flip_gains", None)
@@ -370,16 +404,21 @@ class ChainPosterior:
         return self.words.gather(2, places.unsqueeze(-1).expand(*places.shape, self.words.shape[-1]))
 
     def _values(self, words: Tensor) -> Tensor:
-        """Values of chains as floating point numbers, zero beyond the end of a sequence."""
+        """Returns values of chains as floating point numbers.
+
+        Beyond the end of a sequence they are zero.
+        """
         return self.space.unpack(words, torch.float64) * (self.transitions.kind >= 0).unsqueeze(-1)
 
 
 class BlockSearch(Described):
-    r"""Proposes the likeliest configurations of random blocks of chains at all steps of a sequence.
+    r"""Proposes the likeliest configurations of random blocks of chains.
+
+    They are proposed at all steps of a sequence.
 
     Flips of single steps get stuck where several chains explain the same thing over a stretch of time. A step of this search takes the
-    best path, chooses ``k`` chains, and computes the exact posterior of their :math:`2^k` joint configurations at every step, given the
-    others on this path. The best configurations of each step become candidates.
+    best path and chooses ``k`` chains. It computes the exact posterior of their :math:`2^k` joint configurations at every step, given
+    the others on this path. The best configurations of each step become candidates.
 
     Example:
         >>> BlockSearch(num_chains=4)
@@ -433,7 +472,10 @@ def _with_block(words: Tensor, block: Tensor, place: Tensor) -> Tensor:
 
 
 def _block_scores(posterior: ChainPosterior, path: Tensor, block: Tensor) -> Tensor:
-    """Log likelihoods of all configurations of a block, by the likelihood's own way if it has one."""
+    """Returns log likelihoods of all configurations of a block.
+
+    The likelihood's own way is taken if it has one.
+    """
     own = getattr(posterior.log_likelihood, "block_scores", None)
     if own is not None:
         scores: Tensor = own(path, block)

@@ -1,4 +1,7 @@
-"""Likelihoods of the steps of sequences whose observations are a noisy sum of what active chains contribute."""
+"""Likelihoods of the steps of sequences with linear Gaussian observations.
+
+Observations are a noisy sum of what active chains contribute.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class LinearGaussianSteps:
 
     @torch.no_grad()
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor:
-        r"""How much the log likelihood of states changes if a chain is flipped.
+        r"""Returns how a flip of each chain changes the log likelihood.
 
         Args:
             words: states of some steps, ``(rows, S, W)``.
@@ -70,7 +73,9 @@ class LinearGaussianSteps:
 
     @torch.no_grad()
     def block_scores(self, words: Tensor, block: Tensor) -> Tensor:
-        r"""Log likelihoods of all configurations of some chains, given the others, up to a constant of each step.
+        r"""Returns log likelihoods of all configurations of some chains.
+
+        The other chains are given; a constant of each step is left out.
 
         Args:
             words: one state of each step, ``(N, T, W)``.

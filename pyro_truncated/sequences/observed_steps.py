@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ObservedSteps(NamedTuple):
-    r"""Which steps of sequences hold an observation, and how many steps lie between them.
+    r"""Which steps of sequences hold an observation, and the gaps between.
 
     The posterior of a step without an observation is broad, so that a set of states would hold little of it. Chains that are
     independent a priori pass it by: their transition over ``k`` steps is :math:`A_m^k`. No mass is lost.
@@ -52,7 +52,10 @@ class ObservedSteps(NamedTuple):
         return cls(position, kind.masked_fill(~is_part, -1), tuple(first.tolist()), tuple(gaps.tolist()))
 
     def transitions(self, initial: Tensor, transition: Tensor) -> Transitions:
-        """The transitions between observed steps of chains with initial probabilities ``(M,)`` and transitions ``(M, 2, 2)``."""
+        """Returns the transitions between observed steps of chains.
+
+        The chains have initial probabilities ``(M,)`` and transitions ``(M, 2, 2)``.
+        """
         start = torch.stack([1 - initial, initial], -1).unsqueeze(-2)
         first = [(start @ _power(transition, gap)).expand_as(transition) for gap in self.first]
         tables = [*first, *(_power(transition, gap) for gap in self.gaps)]
@@ -61,7 +64,9 @@ class ObservedSteps(NamedTuple):
         return Transitions(safe_log(torch.stack(tables)), self.kind)
 
     def expected_transitions(self, initial: Tensor, transition: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Expected values at the first step ``(M, 2)``, and transitions of single steps ``(M, 2, 2)``.
+        """Returns expected first values and transitions of single steps.
+
+        Their shapes are ``(M, 2)`` and ``(M, 2, 2)``.
 
         Args:
             initial: initial probabilities ``(M,)`` of the chains.
@@ -82,7 +87,9 @@ class ObservedSteps(NamedTuple):
         return (start * of_start).detach(), (table * of_table).detach()
 
     def marginals(self, posterior: ChainPosterior, initial: Tensor, transition: Tensor, lengths: Tensor, num_steps: int) -> Tensor:
-        r"""Posterior probability that each chain is on at each step, those without observation too, ``(N, T, M)``.
+        r"""Returns the probability that each chain is on, ``(N, T, M)``.
+
+        Steps without observation are included.
 
         Chain by chain, between observed steps ``a`` and ``b`` it is
         :math:`\sum_{ij} q(s_a = i, s_b = j)\, p(s_t \mid s_a = i, s_b = j)`. Steps beyond the end of a sequence have zeros.

@@ -1,4 +1,7 @@
-"""Random restarts of models whose guide has a set of states for each node of the factor graph: sequences, trees, hierarchies."""
+"""Random restarts of models with a set of states for each node.
+
+Nodes are those of the factor graph of sequences, trees and hierarchies.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def learn_on_product(
     generator: torch.Generator | None,
     bar: ProgressBar,
 ) -> ProductRestarts:
-    """Short runs from random places until two of the best agree, and the training from the best one.
+    """Trains the best of several short runs from random places.
+
+    Short runs go on until two of the best agree.
 
     The first restart begins where the model is, others at its parameters with noise as large as these, or where the model draws a start.
 
@@ -93,6 +98,9 @@ def learn_on_product(
 
 
 def _agree(energies: list[float], tolerance: float) -> bool:
-    """Whether the two best are equal up to the tolerance, and not the first two of two."""
+    """Whether the two best are equal up to the tolerance.
+
+    The first two of two are not enough.
+    """
     ranked = sorted((value for value in energies if math.isfinite(value)), reverse=True)
     return len(ranked) > 2 and ranked[0] - ranked[1] <= tolerance

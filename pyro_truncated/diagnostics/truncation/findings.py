@@ -1,4 +1,7 @@
-"""When not to trust a truncated posterior: the warning, the limits at which checks raise it, and what to change."""
+"""When not to trust a truncated posterior.
+
+The warning, the limits at which checks raise it, and what to change.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def warn_of(findings: Sequence[Finding], stacklevel: int = 3, what: str = "trunc
 
 
 def silently(call: Callable[[], Result]) -> Result:
-    """The result of a call whose :class:`TruncationWarning` the caller reports in another way."""
+    """Returns a call's result without its :class:`TruncationWarning`.
+
+    The caller reports the warning in another way.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TruncationWarning)
         return call()
@@ -71,7 +77,10 @@ def _at(position: np.intp, values: np.ndarray) -> int:
 
 
 def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
-    """Findings from the tail index of the importance weights of a guide's draws; weights that hardly vary have no tail."""
+    """Returns findings from the tail index of importance weights.
+
+    The weights are those of a guide's draws. Weights that hardly vary have no tail.
+    """
     if shape <= PARETO_LIMIT or np.ptp(log_weights) <= RELEVANT_NATS:
         return []
     problem = f"The draws of the guide do not follow the posterior: their importance weights have a Pareto index of {shape:.2f} (> 0.7)."
@@ -114,7 +123,10 @@ def _twice(num_states: int, space_size: int | None) -> int:
 
 
 def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
-    """Findings from what more search, and twice the states, gain; each ``(N,)`` or ``(guides, N)`` in nats."""
+    """Returns findings from what more search or more states gain.
+
+    More states are twice the states. Gains are ``(N,)`` or ``(guides, N)`` in nats.
+    """
     found = []
     if not by_search.mean() <= GROWTH_LIMIT:
         found.append(
@@ -143,7 +155,10 @@ def gap_of(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
 
 
 def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
-    """A finding from the gap between the log evidence and the bound, ``(N,)`` or ``(guides, N)`` in nats."""
+    """Returns a finding from the gap of the bound.
+
+    It lies between the log evidence and the bound, ``(N,)`` or ``(guides, N)`` in nats.
+    """
     if gap.mean() <= GAP_LIMIT:
         return []
     return [
@@ -155,7 +170,10 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
 
 
 def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[Finding]:
-    """Findings from estimates of the evidence that rest on few draws, or on none that is possible."""
+    """Returns findings from estimates of the evidence that are unreliable.
+
+    They rest on few draws, or on none that is possible.
+    """
     found: list[Finding] = []
     if (~is_reliable).mean() <= MANY:
         return found

@@ -1,4 +1,7 @@
-"""Checks of a truncated posterior on a product of sets: what one more state would add to each set, and what search and size gain."""
+"""Checks of a truncated posterior on a product of sets.
+
+They tell what one more state would add to each set, and what search and size gain.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ class ProductReport:
 
     @property
     def covered_mass(self) -> Tensor:
-        """Upper bound on the posterior mass of the product of the sets, ``(N,)``."""
+        """Returns an upper bound on the mass of the product, ``(N,)``.
+
+        The product is that of the sets, the mass that of the posterior.
+        """
         return (self.free_energy - self.certified).exp()
 
     def __str__(self) -> str:
@@ -177,7 +183,10 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
 
 
 def _certified(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
-    """The bound that states of one node at a time outside of its set add to, for each member of the plates that all share."""
+    """Returns the bound that states outside of a set add to.
+
+    States of one node at a time count, for each member of the plates that all share.
+    """
     scorer, product = batch.scorer, batch.scorer.product
     shared = set(scorer.layout.dims)
     total = free_energy.new_zeros(scorer.sizes)

@@ -1,4 +1,7 @@
-"""What every check of a truncation starts from: the truncated part of a guide, and a scorer of states under the model."""
+"""What every check of a truncation starts from.
+
+It is the truncated part of a guide, and a scorer of states under the model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def truncated_part(guide: Any) -> AutoTruncated:
 
 
 def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a guide has a set of states for each node of the model's factor graph, in place of whole states."""
+    """Whether a guide has a set of states for each node.
+
+    The nodes are those of the model's factor graph; other guides have whole states.
+    """
     part = truncated_part(guide)
     if part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():

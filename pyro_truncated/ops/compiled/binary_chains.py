@@ -1,4 +1,6 @@
-"""Compiled CPU kernels for messages along binary chains on sets of packed states; everything is float64.
+"""Compiled CPU kernels for messages along binary chains.
+
+The chains are on sets of packed states; everything is float64.
 
 A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight.
 """
@@ -22,7 +24,10 @@ _LOST_NATS = 45.0
 
 
 class _Tables(NamedTuple):
-    """Terms of transitions by the octets of a state, and masks of forbidden ones."""
+    """Terms of transitions by the octets of a state.
+
+    Masks tell which are forbidden.
+    """
 
     constant: np.ndarray  # (K,)
     previous: np.ndarray  # (K, octets, 256)
@@ -129,7 +134,10 @@ def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tenso
 
 @njit(cache=True, nogil=True)
 def _by_octets(table, state):
-    """The sum of a table's entries over the octets of a state ``(W,)``."""
+    """Returns the sum of a table's entries over octets.
+
+    The octets are those of a state ``(W,)``.
+    """
     total = 0.0
     for octet in range(table.shape[0]):
         total += table[octet, (state[octet >> 3] >> (8 * (octet & 7))) & 255]
@@ -147,7 +155,9 @@ def _is_forbidden(masks, previous, current):
 
 @njit(cache=True, nogil=True)
 def _log_pairs(both, masks, forward, near, others, state, out):
-    """Adds to ``near`` what a state and each of the others have in common; returns the largest.
+    """Adds terms of a state and each of the others to ``near``.
+
+    They are the terms that both have in common; the largest sum is returned.
 
     Going forward the others are of the step before.
     """
@@ -183,7 +193,10 @@ def _log_sum(values, best):
 
 @njit(cache=True, nogil=True)
 def _log_factor(both, masks, forward, near, others, state, scratch):
-    """Logarithm of the sum over the others' weights times transition probabilities, up to what depends on ``state`` alone."""
+    """Returns the log of a sum over weights times transition probabilities.
+
+    The weights are those of the others; what depends on ``state`` alone is left out.
+    """
     return _log_sum(scratch, _log_pairs(both, masks, forward, near, others, state, scratch))
 
 
@@ -208,14 +221,20 @@ def _set_first(values):
 
 @njit(cache=True, nogil=True)
 def _near(others, message, terms, constant, near):
-    """Weights of the members of a neighbouring step, with the terms of the transition that depend on them alone."""
+    """Writes weights of the members of a neighbouring step.
+
+    They include the terms of the transition that depend on these members alone.
+    """
     for j in range(others.shape[0]):
         near[j] = message[j] + constant + _by_octets(terms, others[j])
 
 
 @njit(cache=True, nogil=True)
 def _message(states, own, terms, both, masks, forward, near, others, scratch, out):
-    """What the members of a neighbouring step send to states, plus ``own``; impossible states get minus infinity."""
+    """Writes what members of a neighbouring step send to states.
+
+    ``own`` is added; impossible states get minus infinity.
+    """
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
@@ -271,7 +290,9 @@ def _equal(a, b):
 
 @njit(cache=True, nogil=True)
 def _best_distinct(score, states, chosen, kept):
-    """Writes the positions of the best distinct states into ``chosen``, the best first, and their words into ``kept``; -1 fills up.
+    """Writes the positions of the best distinct states into ``chosen``.
+
+    The best comes first; words go into ``kept``, and -1 fills up.
 
     Where all are impossible the first ones are chosen. Scores are overwritten.
     """
@@ -360,7 +381,10 @@ def _select(words, unary, kind, ahead, constant, previous, current, both, forbid
 
 @njit(cache=True, nogil=True)
 def _posterior_pairs(others, near, states, own, terms, both, masks, pairs):
-    """Writes the posterior of the pair of a state and one of the step before into ``pairs (S, S')``; returns whether any is possible."""
+    """Writes the posterior of pairs of states into ``pairs (S, S')``.
+
+    A pair is a state and one of the step before. Returns whether any is possible.
+    """
     num = others.shape[0]
     best = -np.inf
     for i in range(states.shape[0]):
@@ -405,7 +429,10 @@ def _expected_pairs(
 
 @njit(cache=True, nogil=True)
 def _add_pairs(others, state, shares, weight, previous, current, both):
-    """Adds the bits of pairs of a state and those of the step before to sums over them."""
+    """Adds the bits of pairs of states to sums over them.
+
+    A pair is a state and one of the step before.
+    """
     for j in range(others.shape[0]):
         share = weight * shares[j]
         if share != 0.0:
@@ -513,7 +540,10 @@ def _masses(words, unary, members, forward, onward, kind, constant, previous, cu
 
 @njit(cache=True, nogil=True)
 def _chance_on(others, scratch, best, on):
-    """Probability that each latent is on in a neighbouring step, given the weights of its members."""
+    """Writes the probability that each latent is on into ``on``.
+
+    It is that of a neighbouring step, given the weights of its members.
+    """
     on[:] = 0.0
     total = 0.0
     for j in range(others.shape[0]):
@@ -528,14 +558,20 @@ def _chance_on(others, scratch, best, on):
 
 @njit(cache=True, nogil=True)
 def _ratio(on, from_off, from_on, value):
-    """By how much a sum over a neighbour's values grows if a latent's value is changed; weights go with the old transitions."""
+    """Returns by how much a sum over a neighbour's values grows.
+
+    A latent's value is changed; weights go with the old transitions.
+    """
     ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
     return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
 
 
 @njit(cache=True, nogil=True)
 def _times_ratios(near, others, state, both, masks, forward, chances, scratch, on, ratio):
-    """Multiplies ratios ``(M,)`` by what each flip of a state changes in its sum over a neighbouring step."""
+    """Multiplies ratios ``(M,)`` by what each flip changes.
+
+    A flip of a state changes its sum over a neighbouring step.
+    """
     num = others.shape[0]
     best = _log_pairs(both, masks, forward, near[:num], others, state, scratch[:num])
     _chance_on(others, scratch[:num], best, on)
@@ -558,7 +594,10 @@ def _is_among(states, weights, state):
 
 @njit(cache=True, nogil=True)
 def _insert(log_mass, i, m, state, score, member, latent, kept):
-    """Puts a candidate into the list of the best, which is sorted; the last one falls out."""
+    """Puts a candidate into the sorted list of the best.
+
+    The last one falls out.
+    """
     j = score.shape[0] - 1
     while j > 0 and score[j - 1] < log_mass:
         score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
@@ -570,7 +609,10 @@ def _insert(log_mass, i, m, state, score, member, latent, kept):
 
 @njit(cache=True, nogil=True)
 def _keep_best(i, states, weights, gain, ratio, score, member, latent, kept, state):
-    """Puts the flips of member ``i`` that are among the best, and no members, into the list."""
+    """Puts the best flips of member ``i`` into the list.
+
+    Flips that are members are left out.
+    """
     for m in range(ratio.shape[0]):
         log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
         if log_mass > score[score.shape[0] - 1]:
@@ -613,7 +655,10 @@ def _flips(
 
 @njit(cache=True, nogil=True)
 def _step(vector, chances, block):
-    """One step of all chains of a block, in place: ``chances[m, i, j]`` is that of ``j`` at the far end, given ``i`` here."""
+    """Takes all chains of a block one step on, in place.
+
+    ``chances[m, i, j]`` is that of ``j`` at the far end, given ``i`` here.
+    """
     for i in range(block.shape[0]):
         chance, bit = chances[block[i]], 1 << i
         for c in range(vector.shape[0]):
@@ -625,7 +670,10 @@ def _step(vector, chances, block):
 
 @njit(cache=True, nogil=True)
 def _times(vector, unary, out):
-    """The normalised product of a vector and likelihoods; of likelihoods alone, where it vanishes."""
+    """Writes the normalised product of a vector and likelihoods.
+
+    Where it vanishes, it is that of likelihoods alone.
+    """
     best = unary.max()
     if best == -np.inf:
         best = 0.0
