@@ -315,27 +315,27 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
                 return
             values = following
 
-    def _whole_posterior(self, indices: Tensor | None) -> TruncatedPosterior:
-        """What can be read from populations of whole states.
+    def _refuse_product(self) -> None:
+        """Refuses to list whole states where each node of the model's factor graph has a set of states of its own.
 
         Raises:
-            NotImplementedError: if each node of the model's factor graph has a set of states of its own.
+            NotImplementedError: saying what can be read.
         """
-        posterior = self.scored(indices)
-        if isinstance(posterior, ProductPosterior):
+        if self.product is not None:
             raise NotImplementedError(
                 "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
                 "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
             )
-        return posterior  # type: ignore[no-any-return]
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
-        return self._whole_posterior(indices).population.weights()
+        self._refuse_product()
+        return self.scored(indices).population.weights()
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
-        return self.layout.split(self._whole_posterior(indices).population.states())
+        self._refuse_product()
+        return self.layout.split(self.population(indices).states())
 
     def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Marginals by site: the probability of 1 of Boolean sites, ``(N, *site shape)``, of each value of others, ``(..., V)``."""
@@ -347,7 +347,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
-        return self._whole_posterior(indices).expectation(f, self.memory_budget)
+        self._refuse_product()
+        return self.scored(indices).expectation(f, self.memory_budget)
 
     def sample_posterior(
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None

@@ -69,7 +69,9 @@ def test_mode_is_the_best_state(make):
     idle = {name: mask.expand(case.num_data) for name, mask in guide.batch_of(*case.args).scorer.idle.items()}
     for position, (name, site) in enumerate(guide.layout.sites.items()):
         for n, t in enumerate(best.tolist()):
-            assert (name in idle and bool(idle[name][n])) or torch.equal(mode[name][n].flatten().double(), combinations[t][position].flatten().double())
+            assert (name in idle and bool(idle[name][n])) or torch.equal(
+                mode[name][n].flatten().double(), combinations[t][position].flatten().double()
+            )
         assert median[name].numel() == mode[name].numel()
         trace = poutine.trace(case.model).get_trace(*case.args)
         assert median[name].shape == trace.nodes[name]["value"].shape, site
