@@ -50,9 +50,9 @@ class ProductPosterior:
         return [_averaged(populations) for populations in zip(*every, strict=True)]
 
     def marginals(self) -> dict[str, Tensor]:
-        """Returns the probability of each value.
+        """Returns the marginal probabilities by site.
 
-        At Boolean sites it is that of 1, ``(N, *site shape)``, at others ``(N, *site shape, V)``.
+        At Boolean sites it is that of 1, ``(N, *site shape)``, at others that of each value, ``(N, *site shape, V)``.
         """
         found = {}
         for name, site, table in self._by_site(lambda population: population.value_probabilities()):

@@ -89,7 +89,7 @@ class Flips(NamedTuple):
 def safe_log(probability: Tensor) -> Tensor:
     """Returns logarithms whose gradient is zero where probabilities are zero.
 
-    It is not NaN there.
+    There the gradient is not NaN.
     """
     is_zero = probability == 0
     logarithm: Tensor = torch.where(is_zero, 1.0, probability).log()

@@ -155,16 +155,16 @@ class Messages:
     def evidence(self, node: int) -> Tensor:
         """Returns the log of the sum over a component's states.
 
-        This is its last variable, whose plates the result has.
+        The node is its last variable; the result has the plates of this variable.
         """
         found = self._sent[node]
         assert found is not None
         return found
 
     def belief(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns what the states of a variable weigh.
+        """Returns what a variable's states weigh, and the message from above.
 
-        Its own weights and the message from above are left out.
+        The variable's own weights are left out.
 
         Args:
             node: the variable.

@@ -55,9 +55,9 @@ class ChainLayout:
 
     @classmethod
     def of(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
-        """Returns the layout of a program whose only site is chains.
+        """Returns the layout of a program whose only discrete site has chains.
 
-        They are binary and in the plates of its data; the result is ``None`` of others.
+        The chains are binary, in the plates of its data; the result is ``None`` for other programs.
         """
         (name, site), *others = layout.sites.items()
         fn = trace.nodes[name]["fn"]

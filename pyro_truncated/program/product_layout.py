@@ -94,7 +94,7 @@ class ProductLayout:
     def root(self, component: Sequence[int]) -> int:
         """Returns the node of a component that is eliminated last.
 
-        It stands with the plates that all of the component lies in.
+        It lies in the plates that all of the component lies in.
         """
         return max(component, key=self.tree.place.__getitem__)
 
