@@ -186,9 +186,11 @@ def test_a_guide_alone_reads_what_is_stored(y):
     assert torch.equal(guide.weights(), guide.population().weights())
 
 
-def test_copies_carry_no_data(y):
+def test_copies_share_the_data_and_pickles_have_none(y):
     guide = guide_of(model)
     step(model, guide, y)
-    for duplicate in (copy.deepcopy(guide[-1]), pickle.loads(pickle.dumps(guide[-1]))):
-        assert duplicate._last_call is None
-        assert torch.equal(duplicate.population().weights(), guide[-1].population().weights())
+    duplicate, loaded = copy.deepcopy(guide[-1]), pickle.loads(pickle.dumps(guide[-1]))
+    assert duplicate._last_call.args[0] is y
+    assert loaded._last_call is None
+    for one in (duplicate, loaded):
+        assert torch.equal(one.population().weights(), guide[-1].population().weights())
