@@ -14,7 +14,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, check_truncation
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 
 DOUBLE = torch.float64
@@ -160,3 +160,24 @@ def test_states_are_saved_and_loaded() -> None:
     other = AutoTruncated(model, num_states=6)
     other.load_state_dict(guide.state_dict())
     assert Truncated_ELBO().loss(model, other, y) == pytest.approx(Truncated_ELBO().loss(model, guide, y), rel=1e-12)
+
+
+def test_the_check_says_what_the_sets_lack():
+    pyro.set_rng_seed(0)
+    weight = 2.0 * torch.randn(4, 3, dtype=torch.float64)
+    switch = torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64).repeat(4, 1, 1)
+    first = torch.full((4,), 0.3, dtype=torch.float64)
+    y = dist.Normal(BinaryChains(first, switch, num_steps=8).expand([2]).sample() @ weight, 1.0).sample()
+
+    def model(y):
+        with pyro.plate("sequences", len(y)):
+            s = pyro.sample("s", BinaryChains(first, switch, num_steps=8))
+            pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(2), obs=y)
+
+    evidence = -Truncated_ELBO().loss(model, AutoTruncated(model, num_states=16), y)
+    report = check_truncation(AutoTruncated(model, num_states=4).infer(y, steps=5), y, warn=False)
+    torch.testing.assert_close(report.exact.sum(), torch.tensor(evidence, dtype=torch.float64))
+    for lower, upper in itertools.pairwise([report.free_energy, report.searched, report.doubled, report.exact]):
+        assert bool((lower <= upper + 1e-9).all())
+    assert bool((report.free_energy <= report.certified).all())
+    assert bool((report.certified <= report.exact + 1e-9).all())

@@ -19,17 +19,22 @@ from pyro_truncated.diagnostics.truncation import findings as trust
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
 from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
+from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import free_energy_of
 from pyro_truncated.guide.set_search import NodeScores
 from pyro_truncated.program.call import Call
 from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.moves import Moves
+from pyro_truncated.sequences import BlockSearch, ChainPosterior
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 _MOST_ENUMERATED = 2**12
+# The most states of a step whose pairs are summed over for an exact log evidence.
+_MOST_SUMMED = 2**8
+_BLOCK_CHAINS, _SWEEPS_PER_STEP = 4, 2
 # Share of a set beyond which its posterior is too broad for sets of this size.
 _BROAD_LIMIT = 0.25
 
@@ -129,6 +134,8 @@ def check_product(
     call = Call(part.model, args, kwargs)
     with poutine.block(), spare_random_numbers():
         batch = part.batch(call, part.other_values(call, median=True))
+        if isinstance(batch, ChainBatch):
+            return _reported(_check_chains(batch, steps), part.num_states, warn)
         assert isinstance(batch, ProductBatch)
         sets = batch.sets()
         free_energy = free_energy_of(batch, sets)
@@ -141,10 +148,38 @@ def check_product(
         doubled = torch.maximum(free_energy_of(batch, doubled_sets), searched)
         exact = plain(free_energy_of(batch, full_sets(batch))) if _is_small(batch) else None
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
-    report = dataclasses.replace(report, findings=tuple(_findings(report, part.num_states)))
+    return _reported(report, part.num_states, warn)
+
+
+def _reported(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
+    report = dataclasses.replace(report, findings=tuple(_findings(report, num_states)))
     if warn:
-        warn_of(report.findings, stacklevel=4)
+        warn_of(report.findings, stacklevel=5)
     return report
+
+
+def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
+    """Checks sets of all steps of binary chains; sets of twice the size start anew."""
+    posterior = batch.posterior()
+    size, space = posterior.num_states, posterior.space
+    free_energy = posterior.free_energy()
+    blocks = BlockSearch(_BLOCK_CHAINS, generator=torch.Generator().manual_seed(0))
+
+    def improved(start: ChainPosterior) -> Tensor:
+        for _ in range(0 if start.is_complete else steps):
+            start.improve_(_SWEEPS_PER_STEP).search_(blocks)
+        return start.free_energy()
+
+    searched = torch.maximum(improved(batch.posterior()), free_energy)
+    moves = posterior.transitions
+    doubled = searched if posterior.is_complete else torch.maximum(improved(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
+    exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= _MOST_SUMMED else None
+    effective, added = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
+    site = batch.scorer.product.site.name
+    node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(added))
+    certified = free_energy if posterior.is_complete else posterior.certificate()
+    bounds = [plain(bound) for bound in (free_energy, certified, searched, doubled)]
+    return ProductReport(*bounds, None if exact is None else plain(exact), [node])
 
 
 def _is_small(batch: ProductBatch) -> bool:
