@@ -9,20 +9,19 @@ from sklearn.utils.validation import check_array, validate_data
 from pyro_truncated.utils.arrays import as_plain_array
 
 
-def validated_data(estimator: Any, X: Any, y: Any = None, **options: Any) -> Any:
+def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:
     """Returns data as scikit-learn checks them, NaN where missing.
 
     Args:
         estimator: whose features are counted and named.
         X: data ``(n_samples, n_features)``.
-        y: targets; default: there are none.
+        y: targets, ``None`` where they are missing; by default there are none to look at.
         **options: of :func:`sklearn.utils.validation.validate_data`.
 
     Raises:
         ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
     """
-    targets = {} if y is None else {"y": as_plain_array(y)}
-    return validate_data(estimator, _with_nan(X), **targets, **options)
+    return validate_data(estimator, _with_nan(X), y=as_plain_array(y), **options)
 
 
 def validated_array(X: Any, **options: Any) -> Any:
