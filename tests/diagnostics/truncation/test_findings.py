@@ -94,7 +94,7 @@ def test_draws_of_probability_zero_say_nothing():
 def test_draws_from_the_prior_keep_to_its_hard_constraints(generator):
     model, y, evidence = chain(LEFT_TO_RIGHT, gaussian, 12, generator)
     # All of the 78 paths that are possible, in a space of half a million.
-    guide = AutoTruncated(model, 128).infer(y, steps=60)
+    guide = AutoTruncated(model, 128, whole_states=True).infer(y, steps=60)
     torch.testing.assert_close(guide.population().free_energy(), evidence)
     report = check_truncation(guide, y, num_samples=100, warn=False)
     assert report.is_trusted
