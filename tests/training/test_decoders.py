@@ -131,6 +131,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:site 'y' gets other log probabilities")  # of dropout
 @pytest.mark.parametrize("kind", OTHERS)
 def test_all_other_networks_stay_as_they_are(kind):
     pyro.set_rng_seed(0)

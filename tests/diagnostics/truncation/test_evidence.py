@@ -48,7 +48,7 @@ def found(sparse, num_states):
 @pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.__name__)
 def test_proposal_is_a_distribution_over_the_whole_space(case):
     case = case()
-    guide = AutoTruncated(case.model, max(1, case.num_states // 4), max_count=case.max_count)
+    guide = AutoTruncated(case.model, max(1, case.num_states // 4), max_count=case.max_count, whole_states=True)
     proposal = Proposal(guide.posterior(*case.args), None)
     words = guide.space.enumerate().expand(len(guide.words), -1, -1).contiguous()
     density, is_inside = proposal.log_density(words, ALL)

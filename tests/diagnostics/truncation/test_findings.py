@@ -58,7 +58,7 @@ def counts(place):
 @pytest.mark.parametrize("emission", [gaussian, counts])
 def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emission, generator):
     model, y, evidence = chain(transition, emission, 12, generator)
-    guide = AutoTruncated(model, 64).infer(y, steps=30)
+    guide = AutoTruncated(model, 64, whole_states=True).infer(y, steps=30)
     gap = evidence - guide.population().free_energy()
     assert float(gap.max()) < 0.01
     with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emissi
 
 def test_heavy_tails_count_where_mass_is_missing(generator):
     model, y, evidence = chain(MIXING, lambda place: dist.Normal(place.double(), 1.0), 12, generator)
-    guide = AutoTruncated(model, 4).infer(y, steps=10)
+    guide = AutoTruncated(model, 4, whole_states=True).infer(y, steps=10)
     assert float((evidence - guide.population().free_energy()).mean()) > 0.2
     report = check_truncation(guide, y, num_samples=200, warn=False)
     assert any("rests on few draws" in str(finding) for finding in report.findings)
