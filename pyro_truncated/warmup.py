@@ -31,9 +31,9 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.component_sums import sums_of_components
-from pyro_truncated.ops.grouped import square_distances
 from pyro_truncated.ops.largest import largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.ops.square_distances import square_distances
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
 from pyro_truncated.sequences import BlockSearch

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
-from pyro_truncated.ops.grouped import square_distances
+from pyro_truncated.ops.square_distances import square_distances
 
 
 class ComponentMultivariateNormal(ComponentGaussian):

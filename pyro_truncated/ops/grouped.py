@@ -76,30 +76,3 @@ class Grouped:
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """The values ``(E, ...)`` of the entries, of those ``(B, T, ...)`` that were found for one part after the other."""
         return torch.cat(list(values)).flatten(0, 1)[self.place]
-
-
-def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
-    r"""Square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of some pairs of data points and components; differentiable in all numbers.
-
-    Example:
-        >>> from pyro_truncated.ops.grouped import square_distances
-        >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
-        >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
-        tensor([ 25., 100.])
-
-    Args:
-        rows: data :math:`x`, ``(N, D)``.
-        row: which data points, numbers below ``N``, ``(E,)``.
-        component: of which components, numbers below ``K``, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
-        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
-
-    Returns:
-        ``(E,)``.
-    """
-    grouped = Grouped.of(component, len(loc))
-    found = []
-    for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
-        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
-        found.append((distance @ whitening[part.group]).square().sum(-1))
-    return grouped.gather(found)

@@ -159,7 +159,10 @@ def _reported(report: ProductReport, num_states: int, warn: bool) -> ProductRepo
 
 
 def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
-    """Checks sets of all steps of binary chains; sets of twice the size start anew."""
+    """Checks sets of all steps of binary chains.
+
+    Sets of twice the size start anew.
+    """
     posterior = batch.posterior()
     size, space = posterior.num_states, posterior.space
     free_energy = posterior.free_energy()

@@ -1,0 +1,39 @@
+"""Compiled square distances: EM steps of full mixtures take 0.8 to 0.9 times as long."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.compiled.threads import parallel_kernel
+
+_BLOCKS = 16
+
+
+def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.square_distances.square_distances`."""
+    found = torch.empty(len(row), dtype=rows.dtype, device="cpu")
+    _measure(*(tensor.detach().contiguous().numpy() for tensor in (rows, row, component, loc, whitening)), found.numpy())
+    return found
+
+
+@parallel_kernel(cost=64, fastmath={"reassoc", "contract", "nsz"})
+def _measure(rows, row, component, loc, whitening, found):
+    num_entries, size = len(row), rows.shape[1]
+    num_blocks = min(num_entries, _BLOCKS)
+    for block in prange(num_blocks):
+        white = np.empty(size, rows.dtype)
+        for e in range(num_entries * block // num_blocks, num_entries * (block + 1) // num_blocks):
+            n, k = row[e], component[e]
+            white[:] = 0
+            for i in range(size):
+                distance = rows[n, i] - loc[k, i]
+                # Zeros included: loops of one length run in vector registers.
+                for j in range(size):
+                    white[j] += distance * whitening[k, i, j]
+            total = white[0] * 0
+            for j in range(size):
+                total += white[j] * white[j]
+            found[e] = total
