@@ -10,10 +10,10 @@ import pytest
 
 import pyro_truncated
 import pyro_truncated.models
-from pyro_truncated import distributions, extend, scenes, search
+from pyro_truncated import distributions, extend, scenes, search, sequences
 
 FILES = sorted(Path(pyro_truncated.models.__file__).parent.glob("*.py"))
-PUBLIC = {module.__name__: set(module.__all__) for module in (pyro_truncated, distributions, extend, scenes, search)}
+PUBLIC = {module.__name__: set(module.__all__) for module in (pyro_truncated, distributions, extend, scenes, search, sequences)}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
