@@ -213,6 +213,11 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "MaxSpikeSlabSparseCoding 1": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
     "MaxSpikeSlabSparseCoding 2": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
     "SASDecoder": lambda: {"x": torch.randn(1200, 4), "x_new": torch.randn(3, 4)},
+    "SASDecoder.reconstruct": lambda: {
+        "decoder": pyro_truncated.SASDecoder(60, 4, num_active=20),
+        "x": torch.randn(60, 4),
+        "x_new": torch.randn(3, 4),
+    },
     "SASFunctionDecoder": lambda: {"x": torch.rand(10, 784).round()},
     "SparseCoding": dict,
     "SpikeSlabGPLVM": lambda: {"y": torch.randn(20, 3), "fit": short_fit},

@@ -34,7 +34,15 @@ MIN_SHARE_OF_SIGNAL = 0.05
 
 
 class VaryingNoiseWarning(UserWarning):
-    """Noise is not equal everywhere, and one level was taken off."""
+    """Noise is not equal everywhere, and one level was taken off.
+
+    Example:
+        >>> counts = torch.poisson(torch.linspace(2.0, 200.0, 64).expand(64, 64))
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     restored = denoise(counts, rounds=1, progress=False)
+        >>> any(warning.category is VaryingNoiseWarning for warning in caught)
+        True
+    """
 
 
 def stabilise(counts: Tensor) -> Tensor:

@@ -163,4 +163,4 @@ WITH_UNITS = [name for name, configuration in CONFIGURATIONS.items() if configur
 # By model, and whether data are missing.
 WITH_MISSING = [(name, missing) for name, row in CONFIGURATIONS.items() for missing in (False, True)[: 1 + row.takes_missing]]
 # These have latents that cannot be enumerated, or take data of another kind; their own files check them.
-ELSEWHERE = {"GatedDecoder", "MaxSpikeSlabSparseCoding", "OcclusiveComponents"}
+ELSEWHERE = {"FactorialHMM", "GatedDecoder", "MaxSpikeSlabSparseCoding", "OcclusiveComponents"}

@@ -63,6 +63,6 @@ def test_by_default_incomplete_data_are_not_fitted_too_closely() -> None:
         filled = coder.inverse_transform(coder.fit_transform(damaged))
         errors[ridge] = np.sqrt(np.square(filled - truth)[hole].mean())
         assert coder.model_.ridge == pytest.approx(0.0 if ridge == 0.0 else 10 * hole.mean() ** 2)
-    assert errors[None] < 0.92 * errors[0.0]
+    assert errors[None] < 0.93 * errors[0.0]
     # Complete data have no prior.
     assert SparseCoding(2, random_state=0, max_iter=1, n_init=1, n_states=4).fit(truth).model_.ridge == 0.0
