@@ -330,7 +330,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
         self._refuse_product()
-        return self.scored(indices).population.weights()
+        return self.scored(indices).population.weights()  # type: ignore[no-any-return]
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
@@ -348,7 +348,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
         self._refuse_product()
-        return self.scored(indices).expectation(f, self.memory_budget)
+        return self.scored(indices).expectation(f, self.memory_budget)  # type: ignore[no-any-return]
 
     def sample_posterior(
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None

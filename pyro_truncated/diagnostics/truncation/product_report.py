@@ -181,8 +181,8 @@ def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
     site = batch.scorer.product.site.name
     node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(added))
     certified = free_energy if posterior.is_complete else posterior.certificate()
-    bounds = [plain(bound) for bound in (free_energy, certified, searched, doubled)]
-    return ProductReport(*bounds, None if exact is None else plain(exact), [node])
+    known = None if exact is None else plain(exact)
+    return ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), known, [node])
 
 
 def _is_small(batch: ProductBatch) -> bool:
