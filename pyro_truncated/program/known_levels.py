@@ -97,7 +97,11 @@ def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
     changed = dict(values)
     for name in masked:
         site, node = layout.sites[name], nodes[name]
-        levels = site.to_levels(node["value"])
+        try:
+            levels = site.to_levels(node["value"])
+        except ValueError:
+            # A draw of a count beyond its bound.
+            levels = torch.zeros(node["value"].shape, dtype=torch.int64, device=node["value"].device)
         other = (levels + 1) % torch.tensor(max(site.cardinalities))
         mask = torch.as_tensor(node["mask"]).expand(node["fn"].batch_shape)
         mask = mask.reshape(*mask.shape, *(1,) * site.event_dim)
