@@ -25,6 +25,7 @@ class CategoricalMixture(UniqueModule):
     r"""Latent class model, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Categorical}(\theta_{zd})`.
 
     Example:
+        >>> from pyro_truncated.models.categorical_mixture import CategoricalMixture
         >>> y = torch.cat([torch.zeros(50, 3), torch.ones(50, 3)])
         >>> model = CategoricalMixture(3, 2, 2).initialize(y)
         >>> svi = SVI(model, AutoTruncated(model, num_states=2), ClosedForm(model), Truncated_ELBO())
