@@ -133,7 +133,7 @@ def test_a_hidden_markov_model_with_default_steps() -> None:
                 pyro.factor(f"y_{t}", torch.gather(problem.unary[:, t].expand(*state.shape, 4), -1, state.unsqueeze(-1)).squeeze(-1))
 
     for size in (64, 200):
-        guide, elbo = AutoTruncated(model, num_states=size), Truncated_ELBO()
+        guide, elbo = AutoTruncated(model, num_states=size, whole_states=True), Truncated_ELBO()
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), elbo)
         for _ in range(60):
             loss = svi.step()
