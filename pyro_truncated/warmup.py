@@ -35,7 +35,7 @@ from pyro_truncated.ops.largest import largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.square_distances import square_distances
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
-from pyro_truncated.search.affinities import Singletons
+from pyro_truncated.search.preselection import Singletons
 from pyro_truncated.sequences import BlockSearch
 from pyro_truncated.utils.console import progress_bar
 

@@ -35,7 +35,6 @@ TO_MERGE = {
     "pyro_truncated/program/nesting.py",
     "pyro_truncated/scenes/colours.py",
     "pyro_truncated/scenes/matching.py",
-    "pyro_truncated/search/sampling.py",
     "pyro_truncated/training/given_draws.py",
     "pyro_truncated/training/prior_draws.py",
 }

@@ -26,8 +26,8 @@ from pyro_truncated.utils.arrays import takes_arrays
 # Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
 _CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
 
-# 1 - |V_n|^2 of a data point that alone determines its prediction is zero but for rounding.
-_SMALLEST_SHARE = 1e-12
+# What is left of one where a data point, or a column, explains itself alone is zero but for rounding.
+SMALLEST_SHARE = 1e-12
 
 
 class NoisyCovariance(abc.ABC):
@@ -191,7 +191,7 @@ class LowRankCovariance(NoisyCovariance):
     def inverse_diagonal(self) -> Tensor:
         r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
         share: Tensor = 1 - self.basis.square().sum(0)
-        return share.clamp(min=_SMALLEST_SHARE) / self.noise
+        return share.clamp(min=SMALLEST_SHARE) / self.noise
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
         r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""

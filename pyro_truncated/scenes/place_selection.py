@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.scenes.candidates import PlaceAffinity, scene_sizes
-from pyro_truncated.search.affinities import AffinitySearch
 from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.search.affinities import Affinity, Cosine, Projection, Singletons
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.combined_flips import CombinedFlips
@@ -12,13 +11,13 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.linear_functions import LinearFunctions
 from pyro_truncated.search.neighbours import NeighbourSearch
-from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.search.preselection import Affinity, Cosine, Preselection, Projection, Singletons
 from pyro_truncated.search.sampling import SampledSearch
-from pyro_truncated.search.surrogate_search import SurrogateSearch
+from pyro_truncated.search.surrogate.surrogate_search import SurrogateSearch
 
 if TYPE_CHECKING:
     from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
-    from pyro_truncated.search.learned_flips import LearnedFlips
+    from pyro_truncated.search.surrogate.learned_flips import LearnedFlips
 
 __all__ = [
     "Affinity",
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 # Loaded when first asked for (PEP 562), with the Gaussian processes that they need.
-_LATER = {"GPSelect": "gp_select", "LearnedFlips": "learned_flips", "RegressionAffinity": "gp_select"}
+_LATER = {"GPSelect": "gp_select", "LearnedFlips": "surrogate.learned_flips", "RegressionAffinity": "gp_select"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +18,6 @@ from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.console import Described
-
-_FEW_PROPOSED = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +103,19 @@ class SearchBatch:
         return dataclasses.replace(self.population, words=words, log_joint=log_joint), moments
 
 
+def flat_observations(batch: SearchBatch) -> Tensor:
+    """Returns a batch's observations side by side, ``(n, D)`` in float64.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    size = len(batch.population)
+    parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
+    if not parts:
+        raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
+    return torch.cat(parts, 1)
+
+
 @functools.lru_cache(maxsize=1)
 def _in_order(first: int, number: int, device: torch.device) -> Tensor:
     # The same tensor in every step: what random numbers are made of for these positions is then known.
@@ -166,7 +178,7 @@ class Search(Described, Stateful, abc.ABC):
 
     def most_proposed(self, num_states: int) -> int:
         """Returns roughly how many states it proposes per data point."""
-        return max(_FEW_PROPOSED, 4 * num_states)
+        return max(256, 4 * num_states)
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses a space in which the search can propose nothing.

@@ -7,14 +7,11 @@ from torch import Tensor
 
 from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.options import options_of
+from pyro_truncated.search.preselection import options_of
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
-
-# Single flips that are scored at a time, so that words of many latents need no more memory than those of other searches.
-_AT_A_TIME = 256
 
 
 class CombinedFlips(Search):
@@ -75,19 +72,11 @@ class CombinedFlips(Search):
 
         The states themselves come first.
         """
-        states = best.unsqueeze(1)
+        states, flips = best.unsqueeze(1), options_of(batch.space, best.device).words
         flip_gains = getattr(batch.score, "flip_gains", None)
         gains = None if flip_gains is None else flip_gains(best)
-        scores = _scores_of_flips(batch, states) if gains is None else gains
-        chosen = scores.topk(min(self.num_selected, scores.shape[1]), 1).indices
-        return batch.scored(combine(_flips(batch)[chosen]) ^ states)
-
-
-def _flips(batch: SearchBatch) -> Tensor:
-    """What changes one latent of a state, ``(H, W)``."""
-    return options_of(batch.space, batch.population.words.device).words
-
-
-def _scores_of_flips(batch: SearchBatch, states: Tensor) -> Tensor:
-    """Log joints ``(N, H)`` of states ``(N, 1, W)`` with one latent flipped."""
-    return torch.cat([batch.score(states ^ some) for some in _flips(batch).split(_AT_A_TIME)], 1)
+        if gains is None:
+            # A few at a time, so that words of many latents need no more memory than those of other searches.
+            gains = torch.cat([batch.score(states ^ some) for some in flips.split(256)], 1)
+        chosen = gains.topk(min(self.num_selected, gains.shape[1]), 1).indices
+        return batch.scored(combine(flips[chosen]) ^ states)

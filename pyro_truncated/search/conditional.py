@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,17 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.search import runs
+from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.moves import moves_of
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
-
-_REPLACED = 0.4  # share of the candidates that are states with a replaced run
-_NEIGHBOURS = 0.4  # share of the candidates that differ from another in one latent
-_IMPOSSIBLE = -1e30  # stands for a log joint of minus infinity in differences
 
 
 class ConditionalSearch(Search):
@@ -77,8 +74,11 @@ class ConditionalSearch(Search):
         draws = batch.draws(self.generator)
         moves = moves_of(space, population.words.device)
         size = self.candidates_of(population.num_states)
-        num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
-        changed = num_parents + int(_REPLACED * size)
+        # Two fifths of the candidates differ from another in one latent, two fifths in a run.
+        share = int(0.4 * size)
+        num_parents = max(2, share // moves.count)
+        num_moves = max(1, min(moves.count, share // num_parents))
+        changed = num_parents + share
         choices = num_parents * moves.count if num_moves < moves.count else 0
         ops.draw_ahead([changed, changed, 5 * changed, changed, 2 * changed, *([choices] if choices else [])], **draws)
         before, others = (_members(population, changed, draws) for _ in range(2))
@@ -86,10 +86,14 @@ class ConditionalSearch(Search):
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
-        chosen = _choice(parents, moves.count, num_moves, draws)
+        shape = (*parents.shape[:2], moves.count)
+        if choices:
+            chosen = ops.uniform(shape=shape[1:], **draws).topk(num_moves, -1).indices
+        else:
+            chosen = torch.arange(moves.count, device=parents.device).expand(shape)
         moved, value = moves.apply(parents, chosen)
         scored = batch.scored(torch.cat([after, moved.flatten(1, 2)], 1))
-        scores = scored.log_joint.clamp(min=_IMPOSSIBLE)
+        scores = scored.log_joint.clamp(min=-1e30)  # of impossible states, for differences
         gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
         table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
         each = max(1, (size - scored.num_states) // num_parents)
@@ -97,12 +101,6 @@ class ConditionalSearch(Search):
         draws["rows"] = (draws["rows"].unsqueeze(1) * num_parents + torch.arange(num_parents, device=table.device)).flatten()
         drawn = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
         return join([scored, batch.scored(drawn)])
-
-
-def _shares(size: int, num_moves: int) -> tuple[int, int]:
-    """Returns how many states get neighbours scored, and how many neighbours each."""
-    num_parents = max(2, size // num_moves)
-    return num_parents, max(1, min(num_moves, size // num_parents))
 
 
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:
@@ -118,18 +116,10 @@ def _changed(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, 
 
     No state stays what it was.
     """
-    replaced = runs.replace(words, others, space, draws)
+    replaced = _replace_runs(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
     single |= (replaced == words).all(-1)
     return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, **draws), replaced)
-
-
-def _choice(parents: Tensor, count: int, chosen: int, draws: dict[str, Any]) -> Tensor:
-    """Moves ``(N, P, chosen)`` of every state: all of them, or a random subset."""
-    shape = (*parents.shape[:2], count)
-    if chosen == count:
-        return torch.arange(count, device=parents.device).expand(shape)
-    return ops.uniform(shape=shape[1:], **draws).topk(chosen, -1).indices
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:
@@ -144,3 +134,75 @@ def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor,
     table.scatter_(3, past, -math.inf)
     table.scatter_(3, now, 0.0)
     return table.flatten(0, 1).softmax(-1)
+
+
+def _replace_runs(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
+    """Replaces a run of neighbouring latents in every state.
+
+    The new values are a common one, those of another state, or those elsewhere in that state.
+
+    The start of a run is uniform, its length is log-uniform, and it ends with the last latent. In two of five cases
+    its latents take a common value, at most their largest. In two of five they take the values of the other state a
+    log-uniform number of places away (at the same places if latents differ in kind). In the others they take its
+    values at the same places.
+
+    Args:
+        words: packed states ``(N, C, W)``.
+        others: as many more.
+        space: the state space.
+        draws: what is drawn with: ``rows`` and ``generator`` as for :func:`pyro_truncated.ops.uniform`.
+
+    Returns:
+        Packed states ``(N, C, W)``; some may equal the given ones.
+    """
+    first, constant = _tables(space, words.device)
+    uniform = ops.uniform(shape=(5, words.shape[1]), **draws).unbind(1)
+    start = (uniform[0] * space.num_latents).long().clamp(max=space.num_latents - 1)
+    length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
+    value = (uniform[2] * len(constant)).long().clamp(max=len(constant) - 1)
+    inside = first[(start + length).clamp(max=space.num_latents)] & ~first[start]
+    moved = others if len(set(space.cardinalities)) > 1 else _translated(others, _distance(uniform[3], space), space)
+    kind = uniform[4].unsqueeze(-1)
+    new = torch.where(kind < 0.4, constant[value], torch.where(kind < 0.8, moved, others))
+    return (words & ~inside) | (new & inside)
+
+
+def _distance(uniform: Tensor, space: StateSpace) -> Tensor:
+    """Draws log-uniform distances up to half of the latents, in both directions."""
+    sign = torch.where(uniform < 0.5, -1, 1)
+    return sign * ((2 * uniform % 1) * math.log(max(2.0, space.num_latents / 2))).exp().long()
+
+
+def _translated(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
+    """Shifts states ``(N, C, W)``: latent ``l`` takes latent ``l + distance``.
+
+    Beyond the ends values are zero.
+
+    The latents must have equally many values.
+    """
+    width = int(space.bits[0])
+    per_word = WORD_BITS // width
+    jump = distance.div(per_word, rounding_mode="floor").unsqueeze(-1)
+    shift = (distance.unsqueeze(-1) - jump * per_word) * width
+    # A word of zeros at either end stands for all words beyond it.
+    padded = torch.nn.functional.pad(words, (1, 1))
+    place = torch.arange(1, words.shape[-1] + 1, device=words.device) + jump
+    low, high = (padded.gather(-1, (place + i).clamp(0, words.shape[-1] + 1)) for i in (0, 1))
+    used = -1 if per_word * width == WORD_BITS else (1 << (per_word * width)) - 1
+    # What comes in from above when a negative word is shifted down is cut off, by a mask without shifts of 64.
+    kept = ~(-1 << (per_word * width - 1 - shift) << 1)
+    return (((low >> shift) & kept) | (high << (per_word * width - shift - 1) << 1)) & used
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(space: StateSpace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns masks of the first ``0 .. L`` latents and states of equal values.
+
+    Their shapes are ``(L + 1, W)`` and ``(V, W)``.
+    """
+    bits = torch.zeros(space.num_latents + 1, space.num_words, dtype=torch.int64, device="cpu")
+    rows = torch.arange(1, space.num_latents + 1, device="cpu")
+    field = torch.where(space.bits == WORD_BITS, -1, (1 << space.bits) - 1) << space.shift
+    bits[rows, space.word] = field
+    values = torch.arange(max(space.cardinalities), device="cpu").unsqueeze(-1)
+    return bits.cumsum(0).to(device), space.pack(values.minimum(space.cardinality - 1)).to(device)

@@ -14,8 +14,6 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 
-_BYTES_PER_STATE = 64  # of packing, scoring and merging
-
 
 class ExhaustiveSearch(Search):
     """Scores all states of the space and keeps the best.
@@ -66,5 +64,6 @@ class ExhaustiveSearch(Search):
                 "use EvolutionarySearch, or raise max_states"
             )
         words = space.enumerate(batch.population.words.device)
-        for block in torch.split(words, rows_per_block(_BYTES_PER_STATE * num_data)):
+        # A state takes 64 bytes for packing, scoring and merging.
+        for block in torch.split(words, rows_per_block(64 * num_data)):
             yield block.expand(num_data, -1, -1).contiguous()

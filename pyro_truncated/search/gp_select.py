@@ -5,6 +5,7 @@ It maps data to posterior marginals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,15 +14,148 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
+from pyro_truncated.gp.cholesky import stable_cholesky
+from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.base import SearchBatch, flat_observations
 from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
-from pyro_truncated.search.met_data import MetData, flat_observations, rows_of
-from pyro_truncated.search.options import options_of
-from pyro_truncated.search.preselection import Preselection
-from pyro_truncated.search.spread_regression import MOST_ROWS, SpreadRegression, rows_of_all, spread
+from pyro_truncated.search.preselection import Preselection, options_of
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
+
+
+class MetData:
+    """Inputs and latest marginals of met data points, by global position."""
+
+    def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
+        self.inputs, self.marginals, self.visits = inputs, marginals, visits
+
+    @classmethod
+    def like(cls, inputs: Tensor, marginals: Tensor) -> MetData:
+        """An empty memory for data points of the kind."""
+        return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
+
+    def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
+        """Whether a batch is of the remembered data: known rows are unchanged."""
+        is_larger = indices is None and len(self.visits) > len(inputs)
+        sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
+        if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
+            return False
+        rows = rows_of(inputs, indices)
+        met = (rows < len(self.visits)).nonzero().squeeze(-1)
+        met = met[self.visits[rows[met]] > 0]
+        known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
+        return torch.equal(known, given)
+
+    def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
+        """Takes in a batch; returns where its rows are."""
+        rows = rows_of(inputs, indices)
+        self._grow(int(rows.max()) + 1 if len(rows) else 0)
+        self.inputs[rows], self.marginals[rows] = inputs, marginals
+        self.visits[rows] += 1
+        return rows
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.visits)
+        if more > 0:
+            self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
+            self.marginals = torch.cat([self.marginals, self.marginals.new_zeros(more, self.marginals.shape[1])])
+            self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
+
+
+def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
+    """Returns positions of a batch's data points among this process's."""
+    return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
+
+
+# Kernel and pivots are chosen from so many data points; to choose pivots, no more are ever looked at in one process.
+MOST_ROWS = 20_000
+
+
+def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
+    """Gathers rows of all processes, or a random part of many.
+
+    The part does not depend on how processes share them.
+
+    Args:
+        values: ``(n, ...)`` of the data points of this process.
+        positions: of these among the data of all processes.
+        seed: the same on every process.
+        most: how many, roughly; ``None`` for all.
+    """
+    number = sum(world.gather(len(values)))
+    if most is not None and number > most:
+        values = values[ops.uniform(positions, generator=ops.Stream(seed)) < most / number]
+    return torch.cat(world.gather(values))
+
+
+class OwnRegression:
+    """A leave-one-out regression on the data points of this process.
+
+    Args:
+        regression: the regression.
+        inputs: those of this process's own data points that it is of, ``(n, D)``.
+    """
+
+    def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
+        self.regression, self.inputs = regression, inputs
+
+    def take(self, targets: Tensor) -> None:
+        """Takes in the targets ``(n, P)`` of this process's own data points."""
+        self._first, self._targets = 0, targets
+
+    def loo(self, rows: Tensor) -> Tensor:
+        """Means ``(m, P)`` of some of its own data points, from all others."""
+        return self.regression.loo(self._targets, self._first + rows)[0]
+
+    def predict(self, new_inputs: Tensor) -> Tensor:
+        """Means ``(m, P)`` at new inputs."""
+        return self.regression.predict(new_inputs, self._targets)[0]
+
+
+class GatheredRegression(OwnRegression):
+    """One on all data points: each process has all inputs and targets.
+
+    :meth:`take` is for all of them, predictions are for one.
+    """
+
+    def take(self, targets: Tensor) -> None:
+        """See :class:`OwnRegression`."""
+        every = world.gather(targets)
+        self._first, self._targets = sum(map(len, every[: world.rank()])), torch.cat(every)
+
+
+class LowRankRegression(OwnRegression):
+    r"""A low-rank factor :math:`L` by rows of processes; only sums travel.
+
+    Let :math:`B = I + L^\top L / \lambda` and :math:`c = B^{-1} L^\top R / \lambda`. A row of :math:`C^{-1} R` is
+    :math:`(R_n - L_n c) / \lambda`. The diagonal of :math:`C^{-1}` is :math:`(1 - L_n B^{-1} L_n^\top / \lambda) /
+    \lambda`. The prediction at a new input with features :math:`f` is :math:`f c`.
+    """
+
+    def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
+        super().__init__(regression, inputs)
+        self._factor, self._noise = regression.features(inputs), regression.noise
+        (products,) = world.add([self._factor.mT @ self._factor / self._noise])
+        self._cholesky = stable_cholesky(torch.eye(len(products), dtype=products.dtype, device=products.device) + products)
+
+    def take(self, targets: Tensor) -> None:
+        """See :class:`OwnRegression`."""
+        (products,) = world.add([self._factor.mT @ targets / self._noise])
+        self._targets, self._coefficients = targets, torch.cholesky_solve(products, self._cholesky)
+
+    def loo(self, rows: Tensor) -> Tensor:
+        """See :class:`OwnRegression`."""
+        factor, targets = self._factor[rows], self._targets[rows]
+        whitened: Tensor = torch.linalg.solve_triangular(self._cholesky, factor.mT, upper=False)
+        share: Tensor = (1 - whitened.square().sum(0) / self._noise).clamp(min=SMALLEST_SHARE)
+        return targets - (targets - factor @ self._coefficients) / share.unsqueeze(-1)
+
+    def predict(self, new_inputs: Tensor) -> Tensor:
+        """See :class:`OwnRegression`."""
+        means: Tensor = self.regression.features(new_inputs) @ self._coefficients
+        return means
 
 
 class RegressionAffinity(LearnedAffinity[Tensor]):
@@ -91,7 +225,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Forgets all data, and what was fitted to them."""
         super().forget()
         self._memory = None
-        self._spread: SpreadRegression | None = None
         self._trained_on = torch.zeros(0, dtype=torch.int64)
         self._num_trained = self._last_fit = self._seed = 0
         self._first_position, self._is_spread = 0, False
@@ -104,8 +237,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         assert self._memory is not None
         visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
-        if self._spread is not None:
-            self._spread.take(self._memory.marginals[self._trained_on])
+        self._shared.take(self._memory.marginals[self._trained_on])
 
     def _store(self, data: Tensor, batch: SearchBatch) -> Tensor:
         marginals = _marginals(batch)
@@ -138,8 +270,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
         found.load_state_dict(regression)
         self._share(found)
-        if self._spread is not None:
-            self._spread.take(self._memory.marginals[self._trained_on])
+        self._shared.take(self._memory.marginals[self._trained_on])
         return found
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
@@ -190,24 +321,22 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
         assert self._memory is not None
+        shared = GatheredRegression if self.rank is None else LowRankRegression
         own = _filled(self._memory.inputs[self._trained_on], self._centre)
-        self._spread = spread(regression, own) if self._is_spread else None
+        self._shared = (shared if self._is_spread else OwnRegression)(regression, own)
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Returns leave-one-out means for training rows, else predictions (-1)."""
         assert self._memory is not None
-        assert self.regression is not None
         place = torch.full((len(self._memory.visits) + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self._trained_on] = torch.arange(len(self._trained_on), device=rows.device)
         place = place[rows]
-        inside, targets = place >= 0, self._memory.marginals[self._trained_on]
-        means = targets.new_empty(len(rows), targets.shape[1])
-        spread = self._spread
+        inside = place >= 0
+        means = self._memory.marginals.new_empty(len(rows), self._memory.marginals.shape[1])
         if bool(inside.any()):
-            means[inside] = self.regression.loo(targets, place[inside])[0] if spread is None else spread.loo(place[inside])
+            means[inside] = self._shared.loo(place[inside])
         if not bool(inside.all()):
-            new = _filled(inputs[~inside], self._centre)
-            means[~inside] = self.regression.predict(new, targets)[0] if spread is None else spread.predict(new)
+            means[~inside] = self._shared.predict(_filled(inputs[~inside], self._centre))
         return means
 
 

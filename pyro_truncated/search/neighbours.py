@@ -17,9 +17,6 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
 
-# What earlier searches have seen counts half as much with every search.
-_MEMORY = 0.5
-
 
 class NeighbourSearch(Search):
     r"""Proposes neighbours of the best components, and a few random ones.
@@ -131,7 +128,8 @@ class NeighbourSearch(Search):
         known = self._weight > 0
         first = torch.arange(size, device=pairs.device).unsqueeze(-1) * size + self.neighbours
         pairs, where = torch.cat([first[known], pairs[told]]).unique(return_inverse=True)
-        weights = torch.cat([_MEMORY * self._weight[known], torch.ones_like(distances[told])])
+        # What earlier searches have seen counts half as much with every search.
+        weights = torch.cat([0.5 * self._weight[known], torch.ones_like(distances[told])])
         total = torch.zeros(len(pairs), dtype=torch.float64, device=pairs.device)
         mean = total.index_add(0, where, weights * torch.cat([self._distance[known], distances[told]]))
         total = total.index_add(0, where, weights)

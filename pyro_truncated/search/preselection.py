@@ -2,20 +2,205 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.combination import combine
-from pyro_truncated.search.affinities import Affinity, AffinitySearch
-from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.options import Options, options_of
+from pyro_truncated.ops.fields import single_states
+from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a preselection: pairs of latent and value, with their states.
+
+    Of binary latents these are the latents. Of latents with more values they are every non-zero value of every
+    latent, in this order. A single latent per data point (the class of a mixture) has no value for "nothing", so all
+    its values are options.
+
+    Attributes:
+        latent: the latent of each option, ``(P,)`` int64.
+        value: its value, ``(P,)`` int64.
+        group: options of one group exclude each other in a selection, ``(P,)`` int64, numbered from 0 in order. They
+            are those of one latent, or each on its own for a mixture.
+        words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
+        num_groups: number of options that can be selected together.
+    """
+
+    latent: Tensor
+    value: Tensor
+    group: Tensor
+    words: Tensor
+    num_groups: int
+
+    def __len__(self) -> int:
+        return len(self.latent)
+
+
+@functools.lru_cache(maxsize=16)
+def options_of(space: StateSpace, device: torch.device | str = "cpu") -> Options:
+    """The options of a state space, brought to a device once."""
+    is_mixture = space.num_latents == 1
+    latent, value, words = single_states(space.fields, first=0 if is_mixture else 1)
+    group = torch.arange(len(latent), device="cpu") if is_mixture else latent.unique_consecutive(return_inverse=True)[1]
+    num_groups = int(group[-1]) + 1 if len(group) else 0
+    return Options(latent.to(device), value.to(device), group.to(device), words.to(device), num_groups)
+
+
+Affinity = Callable[[SearchBatch], Tensor]
+
+
+class AffinitySearch(Search):
+    """A search that ranks by an affinity, which may learn from data.
+
+    What it has learned is forgotten, saved and restored with the search.
+
+    Attributes:
+        affinity: what ranks.
+    """
+
+    affinity: Any
+
+    @property
+    def learns(self) -> bool:
+        """Whether the affinity does."""
+        return getattr(self.affinity, "learns", False)
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Lets the affinity learn."""
+        if self.learns:
+            self.affinity.meet(batch)
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the generator's state and what the affinity has learned."""
+        return {**super().state_dict(), "affinity": state_of(self.affinity)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where a search has been."""
+        super().load_state_dict(state)
+        set_state(self.affinity, state["affinity"])
+
+
+class Singletons:
+    r"""Log joint of single active latents: :math:`f_{nh} = \log p(s = e_h, y_n)`.
+
+    For latents of several values it is that of the state with this value alone. For a mixture it is the log joint of
+    every class. It works for every model and costs the evaluation of one state per option.
+
+    Example:
+        >>> search = Preselection(Singletons(), 4)  # for any model of binary latents
+    """
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Scores ``(N, P)`` of the options of the batch's data points."""
+        words = options_of(batch.space, batch.population.words.device).words
+        return batch.score(words.expand(len(batch.population), -1, -1).contiguous())
+
+
+class _Dictionary(abc.ABC):
+    """An affinity that compares observations with the columns of a dictionary."""
+
+    @names_arguments
+    def __init__(self, weight: Callable[[], Tensor], site: str | None = None) -> None:
+        if not callable(weight):
+            raise TypeError(
+                f"weight must be a function that returns the current dictionary, such as lambda: model.weight; got {type(weight).__name__}"
+            )
+        self.weight = weight
+        self.site = site
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Scores ``(N, H)`` of the data points of a batch.
+
+        Raises:
+            ValueError: if the observations are not those of one site, or do not fit the dictionary.
+        """
+        observed, weight = self._observations(batch), self.weight().detach()
+        if weight.dim() != 2 or observed.dim() != 2 or weight.shape[0] != observed.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__} compares observations (N, D) with a dictionary (D, H); "
+                f"got shapes {tuple(observed.shape)} and {tuple(weight.shape)}"
+            )
+        return self._compare(observed, weight.to(observed))
+
+    @abc.abstractmethod
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        """Scores ``(N, H)`` of observations ``(N, D)``."""
+
+    def _observations(self, batch: SearchBatch) -> Tensor:
+        names = list(batch.observations)
+        if self.site is None and len(names) != 1:
+            raise ValueError(f"{type(self).__name__} needs the name of one observed site (site=...); the model has {names}")
+        if self.site is not None and self.site not in names:
+            raise ValueError(f"{type(self).__name__} found no observed site {self.site!r}; the model has {names}")
+        found = batch.observations[names[0] if self.site is None else self.site]
+        return found if found.is_floating_point() else found.to(torch.get_default_dtype())
+
+
+class Projection(_Dictionary):
+    r"""Projection of the observation on the dictionary, :math:`f_{nh} = W_h^\top y_n`.
+
+    Missing (NaN) entries are left out.
+
+    Example:
+        >>> model = BinarySparseCoding(16, 8)
+        >>> search = Preselection(Projection(lambda: model.weight), 4)
+
+    Args:
+        weight: returns the current dictionary :math:`W`, ``(D, H)``.
+        site: name of the observed site; needed only where there are several.
+    """
+
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        return observed.nan_to_num(nan=0.0) @ weight
+
+
+class Cosine(_Dictionary):
+    r"""Cosine of observation and dictionary element, times the observation's norm.
+
+    The norm does not change ranks.
+
+    .. math:: f_{nh} = W_h^\top y_n / \|W_h\|
+
+    Sums and norms run over the observed entries of :math:`y_n`; an element without length there has the score zero.
+
+    Example:
+        >>> model = BinarySparseCoding(16, 8)
+        >>> search = Preselection(Cosine(lambda: model.weight), 4)
+
+    Args:
+        weight: returns the current dictionary :math:`W`, ``(D, H)``.
+        site: name of the observed site; needed only where there are several.
+    """
+
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        missing = observed.isnan()
+        if not bool(missing.any()):
+            direction: Tensor = weight / _or_one(weight.norm(dim=0))
+            return observed @ direction
+        norm = ((~missing).to(weight) @ weight.square()).sqrt()
+        projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
+        return projection / _or_one(norm)
+
+
+def _or_one(norm: Tensor) -> Tensor:
+    return torch.where(norm > 0, norm, 1.0)
 
 
 class Preselection(AffinitySearch):

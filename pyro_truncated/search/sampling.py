@@ -1,8 +1,9 @@
-"""Sampled search: independent latents from marginals and a prior."""
+"""Random states: from marginals and a prior, or of the populations."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
@@ -54,3 +55,10 @@ class SampledSearch(Search):
             for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
         ]
         return batch.scored(torch.cat(words, 1))
+
+
+def drawn_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
+    """States of the populations drawn by their posterior weights, as words ``(N, number, W)``."""
+    weight = batch.population.weights().double().cumsum(1)
+    at = ops.uniform(shape=(number,), **batch.draws(generator)).double() * weight[:, -1:]
+    return batch.population.take(torch.searchsorted(weight, at).clamp(max=weight.shape[1] - 1))

@@ -16,7 +16,7 @@ import torch
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import compilation
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.search.options import options_of
+from pyro_truncated.search.preselection import options_of
 from pyro_truncated.states import Population, StateSpace
 
 TRAINING = """

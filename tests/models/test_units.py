@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO
 from pyro_truncated import models as library
-from pyro_truncated.search.affinities import Cosine
+from pyro_truncated.search.preselection import Cosine
 
 D64 = torch.float64
 FAMILIES: dict[str, Callable[[int, torch.dtype], torch.nn.Module]] = {

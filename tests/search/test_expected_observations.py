@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.search import SurrogateSearch
-from pyro_truncated.search.expected_observations import ApproximateLikelihoods, ExpectedObservations
-from pyro_truncated.search.quadratic_functions import QuadraticFunctions
+from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations
+from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.moments import Moments
 
 H, D = 5, 8

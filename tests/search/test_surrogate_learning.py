@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, StateSpace
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search import SearchBatch, SurrogateSearch, surrogate_search
-from pyro_truncated.search.expected_observations import ExpectedObservations
-from pyro_truncated.search.log_joint_regression import Belief, LogJointRegression, Trials
-from pyro_truncated.search.scored_states import ScoredStates
+from pyro_truncated.search import SearchBatch, SurrogateSearch
+from pyro_truncated.search.surrogate.expected_observations import ExpectedObservations
+from pyro_truncated.search.surrogate.log_joint_regression import Belief, LogJointRegression, Trials
+from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
@@ -49,11 +49,13 @@ def deviations(monkeypatch) -> list[Tensor | None]:
     """The least deviations of own effects of each step."""
     seen: list[Tensor | None] = []
 
-    def believed(trials: Trials, regression: LogJointRegression, least: Tensor | None) -> Belief:
-        seen.append(least)
-        return Belief(trials, regression, least)
+    init = Belief.__init__
 
-    monkeypatch.setattr(surrogate_search, "Belief", believed)
+    def believed(self: Belief, trials: Trials, regression: LogJointRegression, *least: Tensor | None) -> None:
+        seen.extend(least)
+        init(self, trials, regression, *least)
+
+    monkeypatch.setattr(Belief, "__init__", believed)
     return seen
 
 
@@ -148,7 +150,7 @@ def test_what_was_learned_does_not_fade_because_another_search_finds_better_stat
 def test_moments_are_asked_for_only_where_they_are_used(monkeypatch) -> None:
     asked, with_moments = [], LogJoint.score_with_moments
     monkeypatch.setattr(LogJoint, "score_with_moments", lambda self, words: (asked.append(1), with_moments(self, words))[1])
-    monkeypatch.setattr(surrogate_search, "_MOST_LATENTS", H - 1)
+    monkeypatch.setattr(SurrogateSearch, "MAX_LATENTS", H - 1)
     search = SurrogateSearch(4)
     guide = searched(search)
     # Only now the search has seen how many latents there are.

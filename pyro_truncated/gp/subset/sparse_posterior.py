@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.noisy_covariance import LowRankCovariance
+from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
 from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, covariances_with
-
-# 1 - w of a column that explains a data point alone is zero but for rounding.
-_SMALLEST_SHARE = 1e-12
 
 
 class LeftOut(NamedTuple):
@@ -57,7 +54,7 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
     inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
     lost = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
     solved = covariance.solve(lost)
-    room = (1 - (lost * solved).sum(0)).clamp(min=_SMALLEST_SHARE)
+    room = (1 - (lost * solved).sum(0)).clamp(min=SMALLEST_SHARE)
     own = solved[members].diagonal()
     precision = covariance.inverse_diagonal[members] + own.square() / room
     weights = covariance.solve(targets, members) + (own / room)[:, None] * (solved.mT @ targets)

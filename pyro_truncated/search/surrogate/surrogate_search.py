@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.expected_observations import ApproximateLikelihoods, ExpectedObservations
-from pyro_truncated.search.log_joint_regression import IMPOSSIBLE, Belief, LogJointRegression, Trials
-from pyro_truncated.search.met_data import flat_observations
-from pyro_truncated.search.quadratic_functions import QuadraticFunctions
-from pyro_truncated.search.scored_states import ScoredStates, drawn_by_weight
+from pyro_truncated.search.base import Search, SearchBatch, flat_observations
+from pyro_truncated.search.sampling import drawn_by_weight
+from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations
+from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, Belief, LogJointRegression, Trials
+from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
-# Flips from a state to an optimum of the quadratic function.
-_CLIMB = 12
-# Where likelihoods are known approximately: second orders that are climbed one after the other, steps on each, and the most latents.
-_EXPANSIONS, _STEPS, _MOST_LATENTS = 3, 2, 64
-# States whose second orders are held at a time: what fits into the cache.
-_BLOCK = 512
-# Deviations of the draws from their means, as powers of two times what is believed: some children are cautious; a belief may be wrong.
-_BOLDNESS = -1.0, 1.0
-# Steps without a better state after which they are twice as bold: a data point gets stuck where the regression trusts itself.
-_PATIENCE = 2
+# In the place of the log joints of states of probability zero, and of repetitions.
+_LOWEST = -1e30
 
 
 class SurrogateSearch(Search):
@@ -81,6 +72,9 @@ class SurrogateSearch(Search):
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
         generator: source of randomness; default: torch's global generator.
 
+    Attributes:
+        MAX_LATENTS: number of latents above which log joints alone are regressed.
+
     Raises:
         ValueError: if an argument is out of range; when searching, if a latent has more than two values.
         NotImplementedError: when searching, for data that are shared out to several processes.
@@ -89,6 +83,8 @@ class SurrogateSearch(Search):
         Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018, for Thompson sampling from a quadratic
         regression. Here many problems that share most of it are solved at a time.
     """
+
+    MAX_LATENTS: ClassVar[int] = 64
 
     @names_arguments
     def __init__(
@@ -118,7 +114,7 @@ class SurrogateSearch(Search):
     @property
     def takes_moments(self) -> bool:
         """Whether moments help: few enough latents, and likelihoods not found wrong."""
-        return not self._is_misled and all(len(known.variance) <= _MOST_LATENTS for known in self.regressions.values())
+        return not self._is_misled and all(len(known.variance) <= self.MAX_LATENTS for known in self.regressions.values())
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses latents of more than two values."""
@@ -152,7 +148,7 @@ class SurrogateSearch(Search):
         functions = QuadraticFunctions(self._drawn(Belief(trials, regression, self._surprise), batch), regression.effects.pairs)
         start = batch.space.unpack(drawn_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
-            found = batch.scored(batch.space.pack(functions.best_unseen(functions.climbed(start, _CLIMB), scored).long()))
+            found = batch.scored(batch.space.pack(functions.best_unseen(functions.climbed(start), scored.space, scored.words).long()))
         else:
             children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], self._of_others(trials, batch)], 1))
             found = self._scored_and_learned(children, batch)
@@ -216,7 +212,7 @@ class SurrogateSearch(Search):
     def _likelihoods(self, batch: SearchBatch, is_continued: bool) -> ApproximateLikelihoods | None:
         """Returns approximate likelihoods, or ``None`` where moments do not help."""
         moments, num_latents = batch.moments, batch.space.num_latents
-        if moments is None or self._is_misled or num_latents > _MOST_LATENTS:
+        if moments is None or self._is_misled or num_latents > self.MAX_LATENTS:
             return None
         observations = flat_observations(batch)
         num_values = observations.shape[1]
@@ -239,14 +235,15 @@ class SurrogateSearch(Search):
     def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
         """Returns the best unscored states near optima reached from a start."""
         assert self._scored is not None
-        found, number = [], max(1, _BLOCK // self.children)
+        # States whose second orders fit into the cache.
+        found, number = [], max(1, 512 // self.children)
         for first in range(0, len(start), number):
             rows = slice(first, first + number)
             likelihood = likelihoods._replace(observed=likelihoods.observed[rows])
             states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
-            for _ in range(_EXPANSIONS):
-                states = likelihood.near(states, rest).climbed_by_pairs(states, _STEPS)
-            found.append(likelihood.near(states, rest).best_unseen(states, self._scored.of_rows(rows)))
+            for _ in range(3):
+                states = likelihood.near(states, rest).climbed_by_pairs(states)
+            found.append(likelihood.near(states, rest).best_unseen(states, self._scored.space, self._scored.words[rows]))
         return torch.cat(found)
 
     def _drawn(self, belief: Belief, batch: SearchBatch) -> Tensor:
@@ -255,9 +252,11 @@ class SurrogateSearch(Search):
         uniform = ops.uniform(shape=(self.children, num_latents + num_trials), **batch.draws(self.generator))
         normal = torch.special.ndtri(uniform.double().clamp(min=1e-16))
         normal[:, 0] = 0.0
-        normal[:, 1:] *= torch.logspace(*_BOLDNESS, self.children - 1, base=2.0, dtype=normal.dtype, device=normal.device).view(1, -1, 1)
+        # Some children are cautious; a belief may be wrong.
+        normal[:, 1:] *= torch.logspace(-1.0, 1.0, self.children - 1, base=2.0, dtype=normal.dtype, device=normal.device).view(1, -1, 1)
         assert self._scored is not None
-        normal *= 1.0 + (self._scored.num_since_best() >= _PATIENCE * self.children).to(normal).view(-1, 1, 1)
+        # A data point gets stuck where the regression trusts itself.
+        normal *= 1.0 + (self._scored.num_since_best() >= 2 * self.children).to(normal).view(-1, 1, 1)
         return belief.draws(normal[..., :num_latents], normal[..., num_latents:])
 
 
@@ -292,7 +291,75 @@ def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Ten
     """
     most = dataclasses.replace(trials, explained=None).change_of_flip() or 0.0
     said = likelihoods(children) - likelihoods(trials.best)
-    found = log_joint.double().clamp(min=-1e30) - trials.log_joint.amax(1, keepdim=True)
+    found = log_joint.double().clamp(min=_LOWEST) - trials.log_joint.amax(1, keepdim=True)
     flips = (children - trials.best).abs().sum(-1).clamp(min=1)
     wrong = ((found - said).abs() / flips.sqrt()).clamp(max=most).masked_fill(found < -IMPOSSIBLE, torch.nan)
     return wrong.square().nanmean(1).sqrt().nan_to_num(nan=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredStates:
+    """States ``(N, M, W)`` of data points with log joints ``(N, M)`` in float64."""
+
+    space: StateSpace
+    positions: Tensor
+    words: Tensor
+    log_joint: Tensor
+
+    @classmethod
+    def of(cls, batch: SearchBatch, before: ScoredStates | None) -> ScoredStates:
+        """Returns a batch's states, and earlier ones with unchanged log joints."""
+        population = batch.population
+        log_joint = population.log_joint.double().clamp(min=_LOWEST)
+        if before is not None and before.holds(batch):
+            return before.with_more(population)
+        return cls(batch.space, batch.positions, population.words, log_joint)
+
+    def holds(self, batch: SearchBatch) -> bool:
+        """Whether the best are still in populations, with equal log joints.
+
+        Populations may have better states, too, that others have found.
+        """
+        population = batch.population
+        if self.space is not batch.space or not torch.equal(self.positions, batch.positions):
+            return False
+        best, at = self.log_joint.max(1, keepdim=True)
+        is_there = (population.words == ops.take(self.words, at)).all(-1)
+        is_same = is_there & (population.log_joint.double().clamp(min=_LOWEST) == best)
+        return bool(is_there.any()) and bool((is_same.any(1) | ~is_there.any(1)).all())
+
+    def with_more(self, found: Population) -> ScoredStates:
+        """Appends other states, without repetitions within a data point."""
+        words = torch.cat([self.words, found.words], 1)
+        is_new = ~ops.repeated(words)
+        log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
+        size = max(1, int(is_new.sum(1).max()))
+        order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
+        return self._at(order, words, log_joint)
+
+    def kept(self, size: int) -> ScoredStates:
+        """Keeps the best half, and the latest of the others.
+
+        The latest say where expectations failed.
+        """
+        number = self.log_joint.shape[1]
+        if number <= size:
+            return self
+        age = torch.arange(number, device=self.log_joint.device).expand_as(self.log_joint)
+        best = self.log_joint.topk(size - size // 2, 1).indices
+        rank = age.masked_fill(self.log_joint <= _LOWEST, -1).scatter(1, best, number)
+        return self._at(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
+
+    def num_since_best(self) -> Tensor:
+        """Returns how many states were scored after the best one, ``(N,)``.
+
+        Initial states count in the order of the population.
+        """
+        return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
+
+    def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
+        return dataclasses.replace(self, words=ops.take(words, order), log_joint=log_joint.gather(1, order))
+
+    def states(self) -> Tensor:
+        """The states' values, ``(N, M, L)`` in float64."""
+        return self.space.unpack(self.words).double()

@@ -10,18 +10,14 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.search.affinities import AffinitySearch
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import RegressionAffinity
-from pyro_truncated.search.scored_states import drawn_by_weight
+from pyro_truncated.search.preselection import AffinitySearch
+from pyro_truncated.search.sampling import drawn_by_weight
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
-
-# A latent is drawn as if prediction and state differed by at least so much, so that every state can be reached.
-_LEAST = 0.02
-_MOST_FLIPS = 8
 
 
 class LearnedFlips(AffinitySearch):
@@ -90,7 +86,8 @@ class LearnedFlips(AffinitySearch):
         """Children ``(N, children)``; repetitions are possible."""
         self.check_space(batch.space)
         prediction, parents = self.affinity(batch), drawn_by_weight(batch, self.children, self.generator)
-        disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=_LEAST)
+        # Every latent may be flipped, so that every state can be reached.
+        disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=0.02)
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))
         children[:, 0] = self._predicted(batch, prediction)
         return batch.scored(children)
@@ -104,7 +101,7 @@ class LearnedFlips(AffinitySearch):
         draws, num_latents = batch.draws(self.generator), disagreement.shape[-1]
         # The largest of independently perturbed logarithms are a draw without replacement (Gumbel).
         noise = -ops.uniform(shape=(self.children, num_latents), **draws).double().clamp(min=1e-300).log()
-        place = (disagreement.log() - noise.log()).topk(min(_MOST_FLIPS, num_latents), -1).indices
+        place = (disagreement.log() - noise.log()).topk(min(8, num_latents), -1).indices
         stay = torch.tensor(1 - 1 / self.mean_flips, dtype=torch.float64)
         number = ops.uniform(shape=(self.children, 1), **draws).double().clamp(min=1e-300).log() / stay.log()
         is_flipped = torch.arange(place.shape[-1], device=place.device) <= number

@@ -16,10 +16,6 @@ _NOISE, _SHARE = 1.0, 0.4
 _OWN, _MOST, _SHARED, _LEAST = 0.5, 4.0, 0.16, 1.0
 # What a flip changes, in nats, where no two scores show it; scores further below the best one are of impossible states.
 _FLIP, IMPOSSIBLE = 200.0, 1e20
-# Share of the weight of pairs that data points' own effects leave to shared ones, roughly.
-_LEFT = 0.01
-# Share of the squared residual at which conjugate gradients have arrived; beyond it they would divide rounding by rounding.
-_SOLVED = 1e-24
 
 
 class Effects(NamedTuple):
@@ -138,7 +134,8 @@ class LogJointRegression:
         direction = ready = [r / s for r, s in zip(residual, scale, strict=True)]
         length = first = _dot(residual, ready)
         for _ in range(iterations):
-            if not length > _SOLVED * first:
+            # Beyond it rounding would be divided by rounding.
+            if not length > 1e-24 * first:
                 break
             image = self._normal(belief, Effects(*direction))
             step = length / _dot(direction, image)
@@ -189,7 +186,8 @@ class LogJointRegression:
         """The diagonal of the normal equations, of pairs roughly."""
         linear = belief.informed().mT @ belief.trials.features.square()
         pairs = 2 * _products(belief.trials.states, belief.trials.variance.reciprocal())
-        return [linear + self._ridge(), _LEFT * pairs + self._ridge()]
+        # Data points' own effects leave a hundredth of the weight of pairs to shared ones, roughly.
+        return [linear + self._ridge(), 0.01 * pairs + self._ridge()]
 
 
 class Belief:

@@ -8,17 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.search.quadratic_functions import QuadraticFunctions
+from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import blocks_of_rows
 
 # Ridges, in numbers of states that say something of an effect: that of pairs, and that of latents and of the constant.
 _RIDGE, _RIDGE_OF_LATENTS = 0.5, 0.05
-# What states scored under other parameters count, with each change of these.
-_FADED = 0.5
-# Rows from which principal axes are found.
-_MOST_ROWS = 512
 
 
 class ExpectedObservations:
@@ -68,14 +64,14 @@ class ExpectedObservations:
             self._sums += terms.mT @ (moments.mean[rows] - self._centre).float()
             self._variances += moments.variance[rows].sum(0, dtype=torch.float64)
         if not len(self._axes):
-            some = moments.mean[:: max(1, len(moments.mean) // _MOST_ROWS)]
+            some = moments.mean[:: max(1, len(moments.mean) // 512)]
             self._axes = _principal_axes((some - self._centre) / self.scale, self.rank)
         self._effects = None
 
     def fade(self) -> None:
         """What was learned so far counts half: parameters have changed."""
         for total in (self._products, self._sums, self._variances):
-            total *= _FADED
+            total *= 0.5
         self._axes = self._axes.new_zeros(0)
 
     @property

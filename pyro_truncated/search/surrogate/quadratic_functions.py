@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.search.scored_states import ScoredStates
-
-# The latents of whose pairs neighbours of a state are made.
-_PAIRED = 40
+from pyro_truncated.states.space import StateSpace
 
 
 class QuadraticFunctions(NamedTuple):
@@ -30,7 +27,7 @@ class QuadraticFunctions(NamedTuple):
         field = states @ self.pairs if self.pairs.dim() == 2 else (states.unsqueeze(-2) @ self.pairs).squeeze(-2)
         return (1 - 2 * states) * (self.effects + field)
 
-    def climbed(self, states: Tensor, steps: int) -> Tensor:
+    def climbed(self, states: Tensor, steps: int = 12) -> Tensor:
         """States after so many flips that each raise the functions most."""
         for _ in range(steps):
             gain, latent = self.gains(states).max(-1, keepdim=True)
@@ -38,7 +35,7 @@ class QuadraticFunctions(NamedTuple):
             states = (states - flip).abs()
         return states
 
-    def climbed_by_pairs(self, states: Tensor, steps: int) -> Tensor:
+    def climbed_by_pairs(self, states: Tensor, steps: int = 2) -> Tensor:
         """Returns states after greedy flips of one or two latents."""
         size = states.shape[-1]
         latent = torch.arange(size, device=states.device)
@@ -51,14 +48,14 @@ class QuadraticFunctions(NamedTuple):
             states = (states - is_flipped.to(states)).abs()
         return states
 
-    def best_unseen(self, optimum: Tensor, scored: ScoredStates) -> Tensor:
+    def best_unseen(self, optimum: Tensor, space: StateSpace, scored: Tensor) -> Tensor:
         """Returns the best unscored state within two flips of ``(n, C, H)``.
 
-        There is one for each of the functions.
+        There is one for each of the functions. Scored are words ``(n, M, W)``.
         """
         # States are known by their words, or by one number made of these; each latent adds its own.
-        latent_keys = _keys(scored.space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
-        taken, children = _keys(scored.words).sort(1).values, []
+        latent_keys = _keys(space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
+        taken, children = _keys(scored).sort(1).values, []
         for at, (state, gain) in enumerate(zip(optimum.unbind(1), self.gains(optimum).unbind(1), strict=True)):
             near, sign = Neighbours.of(gain), 1 - 2 * state
             values = near.sums(gain)
@@ -89,9 +86,9 @@ class Neighbours(NamedTuple):
     num_latents: int
 
     @classmethod
-    def of(cls, gain: Tensor) -> Neighbours:
+    def of(cls, gain: Tensor, num_paired: int = 40) -> Neighbours:
         """Those of states whose flips gain this, ``(n, H)``."""
-        best = gain.topk(min(_PAIRED, gain.shape[1]), 1).indices
+        best = gain.topk(min(num_paired, gain.shape[1]), 1).indices
         one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
         return cls(best, one, other, gain.shape[1])
 

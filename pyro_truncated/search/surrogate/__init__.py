@@ -1,0 +1,1 @@
+"""Searches for expensive scores, which learn what to score."""
