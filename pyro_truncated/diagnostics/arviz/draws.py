@@ -1,21 +1,204 @@
-"""Draws from a fitted guide of any kind."""
+"""What is drawn from a guide, gathered draw by draw."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro
 import pyro.poutine as poutine
+import torch
 from pyro.infer.autoguide import AutoGuideList
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
 
-from pyro_truncated.diagnostics.arviz.drawn import Draws
-from pyro_truncated.diagnostics.arviz.guide_draws import draw_from_guide, guide_trace_of
-from pyro_truncated.diagnostics.arviz.truncated_draws import draw_jointly, draw_states
+from pyro_truncated.diagnostics.arviz.enumeration import Enumeration
+from pyro_truncated.diagnostics.arviz.roles import FreeData, hidden_entries, is_computed, is_data, is_factor, is_latent, leaves, plates_of
+from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES, certificate
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.candidate_runs import sum_block
+from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.search.moves import Moves
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+
+Sites = dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class States:
+    """What a truncated guide knows of the states beside their draws.
+
+    Attributes:
+        part: the truncated guide.
+        log_joint: a scorer.
+        population: populations whose weights and free energies are means over the draws.
+        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``; a mean over draws of the other latents.
+        index: indices of the states drawn, ``(draws, N)``.
+    """
+
+    part: AutoTruncated
+    log_joint: LogJoint
+    population: Population
+    covered_mass: Tensor
+    index: Tensor
+
+    def values(self, draw: int) -> Sites:
+        """The states of one draw, in the model's own shapes."""
+        rows = torch.arange(len(self.population), device=self.index.device)
+        levels = self.part.space.unpack(self.population.words[rows, self.index[draw]])
+        return self.part.layout.site_values(levels, self.log_joint.sizes, self.log_joint.dtypes)
+
+
+@dataclasses.dataclass
+class Draws:
+    """Draws from guide and model.
+
+    Attributes:
+        nodes: the sites of one run of the model.
+        latents: draws of the latents, without those of ``states``, by site name, ``(draws, *shape)``.
+        computed: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
+        lp: log joint density of each draw.
+        log_q: log density of each draw under the guide.
+        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``; empty where they do not exist.
+        log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
+        local: names of the latents of data points.
+        given: those of them that ``log_likelihood`` is conditional on.
+        plates: plates whose members are the data points, by dimension from left to right, with their sizes.
+        joint: name of the variable of ``log_likelihood`` that has one entry per data point; others have the shapes of their sites.
+        states: of a truncated guide.
+    """
+
+    nodes: dict[str, Any]
+    latents: Sites
+    computed: Sites
+    lp: Tensor
+    log_q: Tensor
+    log_likelihood: Sites
+    log_prior: Sites
+    local: frozenset[str]
+    given: frozenset[str]
+    plates: dict[str, int]
+    joint: str = ""
+    states: States | None = None
+
+    def observed(self) -> Tensor | None:
+        """Returns which data points have an unmasked observation, ``(N,)``.
+
+        ``None`` if all have, or they lie in several plates.
+        """
+        if len(self.plates) != 1:
+            return None
+        ((plate, size),) = self.plates.items()
+        seen = torch.zeros(size, dtype=torch.bool)
+        for node in self.nodes.values():
+            dims = [frame.dim for frame in node["cond_indep_stack"] if frame.name == plate]
+            if not dims or not (is_data(node) or is_factor(node)):
+                continue
+            hidden = hidden_entries(node)
+            if hidden is None:
+                return None
+            hidden = hidden.cpu().expand(torch.broadcast_shapes(hidden.shape, node["fn"].batch_shape)).movedim(dims[0], 0)
+            seen |= ~hidden.reshape(size, -1).all(1)
+        return seen if seen.any() and not seen.all() else None
+
+    def values(self, draw: int) -> Sites:
+        """All latents of one draw, in the model's own shapes."""
+        return {name: values[draw] for name, values in self.latents.items()} | ({} if self.states is None else self.states.values(draw))
+
+
+class Collector:
+    """Gathers draws; values of ``states`` are not kept, but their index."""
+
+    def __init__(self, local: Collection[str], states: Collection[str] = ()) -> None:
+        self.local, self.states = local, states
+        self.lp: list[Tensor] = []
+        self.log_q: list[Tensor] = []
+        self.groups: dict[str, list[Mapping[str, Tensor]]] = {"latents": [], "computed": [], "log_likelihood": [], "log_prior": []}
+
+    def add(self, nodes: Mapping[str, Any], lp: Tensor, log_q: Tensor, log_likelihood: Mapping[str, Tensor]) -> None:
+        """Adds a draw: sites of a run with log probabilities."""
+        self.lp.append(lp)
+        self.log_q.append(log_q)
+        latents = [name for name, node in nodes.items() if is_latent(node)]
+        self.groups["latents"].append({name: nodes[name]["value"] for name in latents if name not in self.states})
+        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if is_computed(node)})
+        self.groups["log_likelihood"].append(log_likelihood)
+        self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
+
+    def stacked(self) -> dict[str, Any]:
+        """All draws, by field of :class:`Draws`."""
+        groups = {group: _stacked(draws) for group, draws in self.groups.items()}
+        return {"lp": torch.stack(self.lp), "log_q": torch.stack(self.log_q), **groups}
+
+
+def _stacked(draws: Iterable[Mapping[str, Any]]) -> Sites:
+    """Values of all draws by name."""
+    found: dict[str, list[Tensor]] = {}
+    for values in draws:
+        for name, value in values.items():
+            found.setdefault(name, []).append(torch.as_tensor(value).detach())
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def latents_of_data(nodes: Mapping[str, Any]) -> frozenset[str]:
+    """Returns latents that lie in all plates of some data.
+
+    Each belongs to a single observation. Other latents are parameters.
+    """
+    data = [plates_of(node) for node in nodes.values() if is_data(node) or is_factor(node)]
+    return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= plates_of(node) for p in data))
+
+
+def plates_of_data(nodes: Mapping[str, Any]) -> dict[str, int]:
+    """Returns sizes of the plates of all data, from left to right."""
+    data = [node for node in nodes.values() if is_data(node)] or [node for node in nodes.values() if is_factor(node)]
+    shared = frozenset.intersection(*map(plates_of, data)) if data else frozenset()
+    frames = {frame.name: frame for node in data for frame in node["cond_indep_stack"] if frame.name in shared}
+    return {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
+
+
+def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
+    """Names the likelihood of several sites by its data or factors."""
+    found = [name for name in names if is_data(nodes[name])] or [name for name in names if is_factor(nodes[name])]
+    # The observations of a long sequence would make a name that files cannot hold.
+    return "_".join(found) if len(found) <= 4 else f"{found[0]}_to_{found[-1]}"
+
+
+def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
+    """Log probabilities of the observations given everything else, by site.
+
+    The density of a ``pyro.factor`` joins that of data in the same plates. A factor in plates without data stands for
+    itself.
+    """
+    found = {name: node["log_prob"].double() for name, node in nodes.items() if is_data(node)}
+    for name, node in nodes.items():
+        if not is_factor(node):
+            continue
+        host = next((other for other in found if plates_of(nodes[other]) == plates_of(node)), None)
+        if host is not None:
+            found[host] = found[host] + node["log_prob"].double()
+        elif plates_of(node):
+            found[name] = node["log_prob"].double()
+    return found
+
+
+def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
+    """Checks that the model takes all data.
+
+    Raises:
+        ValueError: naming the plate of which it takes some.
+    """
+    for node in nodes.values():
+        for frame in node["cond_indep_stack"]:
+            if frame.vectorized and frame.size != (frame.full_size or frame.size):
+                raise ValueError(
+                    f"to_arviz needs all {frame.full_size} data points; the model subsampled {frame.size} of them in {frame.name}. Pass "
+                    "arguments with which it, and a create_plates of the guide, take the full data: subsample_size=None."
+                )
 
 
 def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
@@ -63,7 +246,8 @@ def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[An
         return
     with spare_random_numbers(), poutine.block():
         nodes = poutine.trace(model).get_trace(*args, **kwargs).nodes.values()
-    full = {frame.name: frame for node in nodes if node["type"] == "sample" for frame in node["cond_indep_stack"] if _takes_all(frame)}
+    frames = [frame for node in nodes if node["type"] == "sample" for frame in node["cond_indep_stack"] if frame.vectorized]
+    full = {frame.name: frame for frame in frames if frame.size == (frame.full_size or frame.size)}
     guide.create_plates = lambda *_, **__: [pyro.plate(name, frame.size, dim=frame.dim) for name, frame in full.items()]
     try:
         yield
@@ -71,5 +255,340 @@ def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[An
         guide.create_plates = None
 
 
-def _takes_all(frame: Any) -> bool:
-    return bool(frame.vectorized and frame.size == (frame.full_size or frame.size))
+def guide_trace_of(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
+    """Runs a guide: a callable, or an effect around the model.
+
+    An example of the latter is ``AutoNormalMessenger``.
+    """
+    effect: Any = poutine.unwrap(guide)
+    is_effect = isinstance(effect, Messenger)
+    if is_effect:
+        guide(*args, **kwargs)
+    trace: poutine.Trace = effect.get_traces()[1] if is_effect else poutine.trace(guide).get_trace(*args, **kwargs)
+    return trace
+
+
+def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
+    """Draws latents of the guide, enumerated latents and missing data."""
+    program: _Program | None = None
+    for _ in range(num_draws):
+        guide_trace = guide_trace_of(model, guide, args, kwargs)
+        if program is None:
+            program = _Program(model, guide_trace, args, kwargs)
+        program.add(guide_trace)
+    assert program is not None
+    return program.result()
+
+
+class _Program:
+    """A model whose latents come from guide, enumeration, or the model.
+
+    The last are missing data.
+    """
+
+    def __init__(self, model: Callable[..., Any], guide_trace: poutine.Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        with spare_random_numbers():
+            self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
+        refuse_subsamples(self.nodes)
+        missing = [name for name, node in self.nodes.items() if is_latent(node) and name not in guide_trace]
+        summed = [name for name in missing if self.nodes[name]["fn"].support.is_discrete and self.nodes[name]["fn"].has_enumerate_support]
+        self.drawn_anew = frozenset(missing) - set(summed)
+        self._refuse_prior_draws()
+        self.enumeration = Enumeration(model, args, kwargs, self.nodes, summed, self.drawn_anew) if summed else None
+        inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
+        self.local = latents_of_data(self.nodes) | {name for name in inside if is_latent(self.nodes[name])}
+        self.leaves = leaves(model, self.nodes, self.local - set(summed), args, kwargs)
+        self.collector = Collector(self.local)
+
+    def _refuse_prior_draws(self) -> None:
+        unknown = sorted(self.drawn_anew - leaves(self.model, self.nodes, self.drawn_anew, self.args, self.kwargs))
+        if unknown:
+            raise ValueError(
+                f"the guide has no distribution for the latents {unknown}, and they would be drawn from their prior, not from a posterior. "
+                "Give to_arviz the guide that was trained with this model; for discrete latents, AutoTruncated or enumeration."
+            )
+
+    def _run(self, values: Mapping[str, Any]) -> poutine.Trace:
+        with isolated(), Assign(values):
+            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+
+    def add(self, guide_trace: poutine.Trace) -> None:
+        """Completes a draw of the guide and takes it in."""
+        values = {name: node["value"] for name, node in sample_nodes(guide_trace).items() if name in self.nodes}
+        if self.enumeration is not None:
+            values |= self.enumeration.draw(values)
+        trace = self._run(values)
+        trace.compute_log_prob()
+        nodes = sample_nodes(trace)
+        lp = torch.as_tensor(trace.log_prob_sum()).double()
+        evidence = lp - sum(nodes[name]["log_prob_sum"] for name in self.drawn_anew)
+        likelihoods = likelihoods_given_all(nodes)
+        if self.enumeration is not None:
+            evidence = self.enumeration.log_evidence(values)
+            likelihoods = self._with_marginal(likelihoods, values)
+        guide_trace.compute_log_prob()
+        log_weight = evidence - torch.as_tensor(guide_trace.log_prob_sum()).double()
+        self.collector.add(nodes, lp, lp - log_weight, likelihoods)
+
+    def _with_marginal(self, likelihoods: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Replaces likelihoods given discrete draws by one with them summed out."""
+        assert self.enumeration is not None
+        if not self.enumeration.plates:
+            return likelihoods
+        marginal = self.enumeration.log_likelihood(values, self.leaves)
+        others = {name: value for name, value in likelihoods.items() if name not in self.enumeration.inside}
+        return {joint_name(self.nodes, self.enumeration.inside): marginal, **others}
+
+    def result(self) -> Draws:
+        """All draws stacked."""
+        plates = self.enumeration.plates if self.enumeration is not None else {}
+        summed = self.enumeration.local if self.enumeration is not None else frozenset()
+        return Draws(
+            nodes=self.nodes,
+            **self.collector.stacked(),
+            local=self.local,
+            given=self.local - summed - self.leaves,
+            plates=plates or plates_of_data(self.nodes),
+            joint=joint_name(self.nodes, self.enumeration.inside) if self.enumeration is not None and plates else "",
+        )
+
+
+def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
+    """Draws states where data points have no other latents.
+
+    The populations are scored once.
+    """
+    with poutine.block():
+        log_joint = guide.log_joint_of(*args, **kwargs)
+    refuse_subsamples(log_joint.nodes)
+    population = guide.rescored(log_joint)
+    free_energy = population.free_energy()
+    index = torch.multinomial(population.weights(), num_draws, replacement=True).mT
+    drawn = population.log_joint.double().gather(1, index.mT).mT
+    log_q = (drawn - free_energy).sum(1)
+    name = _likelihood_name(log_joint)
+    likelihood = {name: free_energy.expand(num_draws, -1)} if name else {}
+    states = States(guide, log_joint, population, _covered(log_joint, population), index)
+    lp = drawn.sum(1) + log_joint.outside()
+    draws = Draws(
+        log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
+    )
+    if any(is_computed(node) for node in log_joint.nodes.values()):
+        draws.computed = _computed(model, draws, args, kwargs)
+    return draws
+
+
+def _computed(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
+    """Values that the model computes from each draw of the states."""
+    traces = _traces_of(model, draws, args, kwargs)
+    return _stacked({name: node["value"] for name, node in sample_nodes(trace).items() if is_computed(node)} for trace in traces)
+
+
+def _traces_of(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
+    """The model's run on each draw of the latents."""
+    for position in range(len(draws.lp)):
+        with isolated(), Assign(draws.values(position)):
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        yield trace
+
+
+def _covered(log_joint: LogJoint, population: Population, max_states: int = 2**22) -> Tensor:
+    """Returns the certificate of covered mass from affordable states."""
+    per_parent = len(population) * max(1, Moves(population.space, population.words.device, MOST_MOVES).count)
+    return certificate(log_joint, population, max(1, min(population.num_states, max_states // per_parent)))
+
+
+def _plates(log_joint: LogJoint) -> dict[str, int]:
+    return dict(zip(log_joint.layout.plates, log_joint.sizes, strict=True)) or plates_of_data(log_joint.nodes)
+
+
+def _likelihood_name(log_joint: LogJoint) -> str:
+    return joint_name(log_joint.nodes, [name for name, node in log_joint.nodes.items() if log_joint.is_inside(node)])
+
+
+def draw_jointly(
+    model: Callable[..., Any], guide: Any, part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int
+) -> Draws:
+    """Draws states and other latents; populations are scored for each draw."""
+    gathered: _Gathered | None = None
+    for _ in range(num_draws):
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        log_joint = part.log_joint_of(*args, values=_given(part, guide_trace), **kwargs)
+        refuse_subsamples(log_joint.nodes)
+        if gathered is None:
+            gathered = _Gathered(model, part, log_joint, args, kwargs, num_draws)
+        gathered.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
+    assert gathered is not None
+    return gathered.result()
+
+
+def _given(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
+    """What the guide drew beside the states."""
+    own = {*part.layout.sites, part.index_name}
+    return {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
+
+
+class _Gathered:
+    """Results gathered draw by draw; probabilities and free energies are averaged."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        part: AutoTruncated,
+        log_joint: LogJoint,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        num_draws: int,
+    ) -> None:
+        self.part, self.log_joint, self.num_draws = part, log_joint, num_draws
+        nodes = log_joint.nodes
+        self.is_global = not part.layout.plates
+        inside = frozenset(name for name, node in nodes.items() if log_joint.is_inside(node))
+        self.local = latents_of_data(nodes) - frozenset(part.layout.sites) if self.is_global else inside
+        self.leaves = leaves(model, nodes, self.local & set(part.layout.other_latents), args, kwargs)
+        self.collector = Collector(self.local, part.layout.sites)
+        self.index: list[Tensor] = []
+        self.covered: list[Tensor] = []
+        self.weights, self.free_energy = torch.zeros(()), torch.zeros(())
+        self.has_likelihood = True
+        self.given: frozenset[str] = frozenset()
+
+    def add(self, log_joint: LogJoint, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
+        """Adds a draw of the global sites: its populations and traces.
+
+        Of the first draws also the covered mass.
+        """
+        population = self.part.rescored(log_joint)
+        self.weights = self.weights + population.weights().double() / self.num_draws
+        self.free_energy = self.free_energy + population.free_energy() / self.num_draws
+        if len(self.covered) < 8:
+            self.covered.append(_covered(log_joint, population))
+        self.index.append(torch.as_tensor(guide_trace.nodes[self.part.index_name]["value"]).reshape(-1))
+        model_trace.compute_log_prob()
+        nodes = sample_nodes(model_trace)
+        # What no guide draws comes from its conditional prior, the density of which cancels.
+        missing = [
+            node["log_prob_sum"] for name, node in nodes.items() if name in self.part.layout.other_latents and name not in guide_trace
+        ]
+        log_q = torch.as_tensor(guide_trace.log_prob_sum()).double() + sum(missing)
+        self.collector.add(
+            nodes, torch.as_tensor(model_trace.log_prob_sum()).double(), log_q, self._likelihoods(log_joint, population, nodes)
+        )
+
+    def _likelihoods(self, log_joint: LogJoint, population: Population, nodes: Mapping[str, Any]) -> Sites:
+        """Returns log likelihoods with the states of data points summed out.
+
+        Global states are given.
+        """
+        if self.is_global:
+            self.given = self.local - self.leaves
+            return likelihoods_given_all(nodes)
+        value = self._marginal_likelihood(log_joint, population) if self.has_likelihood else None
+        self.has_likelihood = value is not None
+        name = _likelihood_name(log_joint)
+        return {} if value is None or not name else {name: value}
+
+    def _marginal_likelihood(self, log_joint: LogJoint, population: Population) -> Tensor | None:
+        r"""Returns each data point's log likelihood given the other latents.
+
+        It is the free energy less the log prior of the point's other own latents.
+
+        Only latents that another guide draws count: for those of a ``conditional`` the free energy holds :math:`\log p - \log q` already.
+        Leaves, on which no observation depends, are left out of the sum.
+        """
+        local = [name for name in log_joint.layout.other_latents if name in self.local]
+        if not local:
+            return population.free_energy()
+        terms = log_joint.site_log_probs(population.words[:, :2])
+        scored = [name for name in local if name in terms and f"conditional of {name}" not in terms]
+        self.given = frozenset(scored) - self.leaves if log_joint.conditional is None else frozenset()
+        self.given |= (log_joint.uncovered & self.local) - self.leaves - set(terms)
+        free_energy = population.free_energy()
+        if self.leaves & set(scored):
+            free_energy = _free_energy_without(log_joint, population, self.leaves)
+        for name in self.given & set(scored):
+            # A term that varies with the states has one entry for either of them.
+            if terms[name].shape[0] > 1:
+                return None
+            free_energy = free_energy - terms[name].reshape(-1)
+        return free_energy
+
+    def result(self) -> Draws:
+        """Stacks the draws and averages probabilities and free energies."""
+        # Log joints that give back both means.
+        population = self.part.rescored(self.log_joint)
+        population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))
+        states = States(self.part, self.log_joint, population, torch.stack(self.covered).mean(0), torch.stack(self.index))
+        local = self.local | (frozenset() if self.is_global else frozenset(self.part.layout.sites))
+        return Draws(
+            nodes=self.log_joint.nodes,
+            **self.collector.stacked(),
+            local=local,
+            given=self.given,
+            plates=_plates(self.log_joint),
+            joint="" if self.is_global else _likelihood_name(self.log_joint),
+            states=states,
+        )
+
+
+def _free_energy_without(log_joint: LogJoint, population: Population, names: frozenset[str]) -> Tensor:
+    """Returns free energies ``(N,)`` of log joints without some sites."""
+    scores = []
+    for _, states in log_joint.gradient_blocks(population.num_states):
+        terms = log_joint.site_log_probs(population.words[:, states])
+        scores.append(sum_block({name: term for name, term in terms.items() if name not in names}))
+    return torch.cat(scores).double().logsumexp(0)
+
+
+def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> tuple[Sites, Sites]:
+    """Draws latents, computed values and observations ``(draws, *shape)``.
+
+    Parameters are as they are.
+    """
+    latents, observed = zip(*(_sorted(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
+    return _stacked(latents), _stacked(observed)
+
+
+def posterior_draws(
+    model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: Sequence[int], *, anew: bool
+) -> Sites:
+    """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
+
+    Args:
+        model: the model.
+        draws: of the latents.
+        args: the model's arguments.
+        kwargs: its keyword arguments.
+        chosen: which of the draws.
+        anew: keep only the global latents of the draws, and draw those of data points from their prior: predictions
+            of unseen data points. Otherwise the data points that were inferred are repeated, which favours the model.
+    """
+    left_out = draws.local if anew else frozenset()
+    given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)
+    return _stacked(_sorted(_free_run(model, values, args, kwargs))[1] for values in given)
+
+
+def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
+    """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
+    found = []
+    for trace in _traces_of(model, draws, args, kwargs):
+        trace.compute_log_prob()
+        found.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
+    return _stacked(found)
+
+
+def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the model without observations, with some latents given."""
+    with isolated(), Assign(values), FreeData():
+        return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+
+
+def _sorted(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:
+    """Values of latents, and of observations."""
+    latents: Sites = {}
+    observed: Sites = {}
+    for name, node in nodes.items():
+        if not is_factor(node):
+            (observed if is_data(node) else latents)[name] = torch.as_tensor(node["value"]).cpu()
+    return latents, observed

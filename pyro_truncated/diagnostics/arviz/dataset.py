@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,240 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from pyro_truncated.diagnostics.arviz.data_labels import DataLabels, LabelledTensor, Naming
-from pyro_truncated.diagnostics.arviz.drawn import Draws, States
+from pyro_truncated.diagnostics.arviz.draws import Draws, States
 from pyro_truncated.diagnostics.arviz.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
-from pyro_truncated.diagnostics.arviz.site_values import (
-    as_array,
-    event_dim_of,
-    is_discrete,
-    is_same,
-    labels_of,
-    level_type,
-    value_type,
-    variable_name,
-    without_hidden,
-)
 from pyro_truncated.program.sites import DiscreteSite
+from pyro_truncated.utils.arrays import Axis, as_tensors, axes_of, is_labelled, number_of
+
+
+def is_discrete(fn: Any) -> bool:
+    """Whether a distribution is known to be one of integers.
+
+    Likelihoods of one's own may have no support.
+    """
+    try:
+        return bool(fn.support.is_discrete)
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def variable_name(site: str) -> str:
+    """Returns a site's name as files and ArviZ allow it."""
+    return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
+
+
+def event_dim_of(node: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Event dimensions of a site's values of this shape.
+
+    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it
+    too. So leading dimensions that have the sizes of the plates are the plates'.
+    """
+    event_dim: int = node["fn"].event_dim
+    if not is_computed(node) or event_dim < len(shape):
+        return event_dim
+    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
+    depth = max((-dim for dim in sizes), default=0)
+    is_batch = 0 < depth <= len(shape) and all(shape[depth + dim] == size for dim, size in sizes.items())
+    return len(shape) - depth if is_batch else event_dim
+
+
+def without_hidden(node: Mapping[str, Any]) -> Tensor:
+    """The value of an observed site, NaN where a mask hides it."""
+    value: Tensor = node["value"]
+    hidden = hidden_entries(node)
+    if hidden is None:
+        return value
+    batch = node["fn"].batch_shape
+    hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape((*batch, *(1,) * node["fn"].event_dim))
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    return torch.where(hidden, torch.nan, value)
+
+
+def is_same(value: Tensor, other: Tensor) -> bool:
+    """Whether an argument is the observed value or a copy of it."""
+    if value.shape != other.shape:
+        return False
+    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
+
+
+def as_array(values: Tensor) -> np.ndarray:
+    """Values on the CPU; Boolean ones as integers."""
+    values = values.detach().cpu()
+    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
+
+
+def level_type(bounds: Sequence[int]) -> torch.dtype:
+    """Returns the smallest signed type for values below all bounds.
+
+    ArviZ plots neither bool nor unsigned types.
+    """
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
+
+
+def value_type(site: DiscreteSite) -> torch.dtype:
+    """Smallest type for the values of a discrete site."""
+    return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
+
+
+def labels_of(name: str, shape: Sequence[int]) -> list[str]:
+    """Names of the entries of a site."""
+    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
+
+
+def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
+    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
+
+    Raises:
+        ValueError: if they differ in shape.
+    """
+    arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        raise ValueError(f"training records must all have the same dimensions, (step,) or (restart, step); got {shapes}")
+    return xr.Dataset({name: (("restart", "step"), array) for name, array in arrays.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledTensor:
+    """A tensor made of a DataFrame, Series or DataArray, with its labels.
+
+    Attributes:
+        value: its numbers.
+        axes: the names and labels of its dimensions.
+    """
+
+    value: Tensor
+    axes: tuple[Axis, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLabels:
+    """Names of dimensions and coordinates that data bring.
+
+    Attributes:
+        plates: names of dimensions by plate.
+        dims: names of event dimensions by site.
+        arguments: names of dimensions, other than those of data plates, by argument that is not observed.
+        coords: labels by dimension.
+    """
+
+    plates: dict[str, str] = dataclasses.field(default_factory=dict)
+    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def without_labels(
+    model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
+    """The arguments with tensors in the place of labelled arrays, and these.
+
+    Floating point numbers take the type of the model's, else the guide's, else torch's default; other arguments are as they were.
+    """
+    like = next((number for part in (model, guide) if (number := number_of(part)) is not None), torch.empty(0))
+    found: list[LabelledTensor] = []
+    taken = tuple(_bare(value, like, found) for value in args)
+    named = {name: _bare(value, like, found) for name, value in kwargs.items()}
+    return taken, named, tuple(found)
+
+
+def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
+    if is_labelled(value):
+        found.append(LabelledTensor(as_tensors(value, like), axes_of(value)))
+        return found[-1].value
+    if type(value) in (list, tuple) and any(map(is_labelled, value)):
+        return type(value)(_bare(part, like, found) for part in value)
+    if isinstance(value, Mapping) and any(map(is_labelled, value.values())):
+        return {name: _bare(part, like, found) for name, part in value.items()}
+    return value
+
+
+class Naming:
+    """Finds which plates and events the axes of labelled data are.
+
+    Args:
+        draws: with the sites of the model.
+        reserved: names of dimensions and variables that no dimension of the data may take.
+        default_plate: the name of a plate's dimension where data bring none.
+        dims: names that the user gives, by site and argument.
+        labelled: dimensions that the user gives labels for: they keep the names they have without those of the data.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        reserved: set[str],
+        default_plate: Callable[[str], str],
+        dims: Mapping[str, Sequence[str]],
+        labelled: Collection[str],
+    ) -> None:
+        self.draws, self.default_plate, self.dims, self.labelled = draws, default_plate, dims, labelled
+        frames = {frame.name for node in draws.nodes.values() for frame in node["cond_indep_stack"]}
+        self.used = reserved | set(map(variable_name, draws.nodes)) | set(map(default_plate, frames))
+        self.labels = DataLabels()
+
+    def of(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
+        """Names the dimensions of observed sites and unobserved arguments."""
+        self.used |= set(map(variable_name, arguments))
+        for tensor in tensors:
+            sites = [name for name, node in self.draws.nodes.items() if _holds(node, tensor.value)]
+            for name in sites:
+                self._add_site(name, tensor.axes)
+            if not sites:
+                self._add_argument(next((name for name, value in arguments.items() if value is tensor.value), None), tensor)
+        return self.labels
+
+    def _add_site(self, name: str, axes: tuple[Axis, ...]) -> None:
+        node = self.draws.nodes[name]
+        num_batch = len(axes) - node["fn"].event_dim
+        plates = {frame.dim: frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
+        for position, axis in enumerate(axes[: max(num_batch, 0)]):
+            if position - num_batch in plates:
+                self._add_plate(plates[position - num_batch], axis)
+        if num_batch >= 0:
+            self._add_rest(self.labels.dims, name, axes[num_batch:])
+
+    def _add_argument(self, name: str | None, tensor: LabelledTensor) -> None:
+        """Its leading dimensions are the data plates' where the sizes are."""
+        sizes = tuple(self.draws.plates.values())
+        leading = len(sizes) if tuple(tensor.value.shape[: len(sizes)]) == sizes and name not in self.dims else 0
+        for plate, axis in zip(self.draws.plates, tensor.axes[:leading], strict=False):
+            self._add_plate(plate, axis)
+        if name is not None:
+            self._add_rest(self.labels.arguments, name, tensor.axes[leading:])
+
+    def _add_plate(self, plate: str, axis: Axis) -> None:
+        if plate not in self.labels.plates:
+            self.labels.plates[plate] = self._name(axis, self.default_plate(plate))
+        self._label(self.labels.plates[plate], axis)
+
+    def _add_rest(self, names: dict[str, tuple[str, ...]], of: str, axes: tuple[Axis, ...]) -> None:
+        if of not in self.dims:
+            names[of] = tuple(self._name(axis, f"{variable_name(of)}_dim_{position}") for position, axis in enumerate(axes))
+        for dim, axis in zip(self.dims.get(of, names.get(of, ())), axes, strict=False):
+            self._label(dim, axis)
+
+    def _name(self, axis: Axis, default: str) -> str:
+        """Returns the axis' own name, unless it is taken."""
+        own = None if axis.name is None else axis.name.replace("/", ".")
+        if own is None or default in self.labelled:
+            return default
+        if own != default and own in self.used:
+            # Data may have labelled another event's dimension of this name alike, such as genes in two tables.
+            events = {name for names in (*self.labels.dims.values(), *self.labels.arguments.values()) for name in names}
+            if own not in events or axis.labels is None or not np.array_equal(self.labels.coords.get(own, ()), axis.labels):
+                return default
+        self.used.add(own)
+        return own
+
+    def _label(self, dim: str, axis: Axis) -> None:
+        if axis.labels is not None:
+            self.labels.coords.setdefault(dim, axis.labels)
+
+
+def _holds(node: Any, value: Tensor) -> bool:
+    return is_data(node) and torch.is_tensor(node["value"]) and is_same(node["value"], value)
+
 
 Dims = Mapping[str, Sequence[str]]
 Coords = Mapping[str, Sequence[Any]]
