@@ -27,7 +27,7 @@ REASON = "A file of its own"
 # Short files that await their neighbours. None is added.
 TO_MERGE = {
     "models/kinds.py",
-    "pyro_truncated/diagnostics/truncation/skewed_weights.py",
+    "pyro_truncated/diagnostics/truncation/evidence.py",
     "pyro_truncated/distributed/fingerprint.py",
     "pyro_truncated/distributions/normal_or_missing.py",
     "pyro_truncated/em/singleton_score.py",

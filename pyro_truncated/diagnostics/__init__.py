@@ -3,18 +3,16 @@
 from pyro_truncated.diagnostics.arviz.convert import to_arviz
 from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_activations,
+    plot_comparison,
     plot_covered_mass,
     plot_effective_states,
-    plot_gap,
-    plot_marginals,
-    plot_restarts,
-)
-from pyro_truncated.diagnostics.pages.prediction_plots import (
-    plot_comparison,
     plot_forest,
+    plot_gap,
     plot_loo_pit,
+    plot_marginals,
     plot_pareto_k,
     plot_predictive_check,
+    plot_restarts,
 )
 from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
 from pyro_truncated.diagnostics.prediction.alignment import RestartComparison, compare_restarts, match_latents

@@ -27,7 +27,7 @@ from pyro_truncated.diagnostics.arviz.dataset import (
     without_labels,
 )
 from pyro_truncated.diagnostics.arviz.draws import Draws, conditional_likelihoods, draw, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.truncation.gathered import gathered, is_spread
+from pyro_truncated.diagnostics.truncation.scoring import gathered, is_spread
 from pyro_truncated.distributed import world
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
@@ -170,7 +170,7 @@ def _converted(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _check_chains(models: list[Any], guides: list[Any], settings: _Settings) -> None:
-    """Refuses records of another kind, and guides without a model of their own."""
+    """Refuses records of another kind, and guides without a model."""
     checks, training, stores = settings.checks, settings.training, settings.stores
     if checks is not None and not hasattr(checks, "arrays"):
         raise TypeError(f"checks must be what check_truncation returned; got {type(checks).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_truncated.diagnostics.pages import idata_plots as figures
-from pyro_truncated.diagnostics.pages import prediction_plots as predictions
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.pages.html_page import Section, write_page
 from pyro_truncated.diagnostics.prediction.cross_validation import CrossValidation, cross_validate
@@ -21,9 +21,6 @@ from pyro_truncated.diagnostics.prediction.predictive_checks import STATISTICS, 
 from pyro_truncated.diagnostics.truncation import findings as trust
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
-
-_MOST_FEATURES = 16
-_EXTREME = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +217,7 @@ def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
         if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
             continue
         p_values = predictive_p_values(idata, group=group)
-        extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < _EXTREME]
+        extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < 0.005]
         if extreme:
             remarks.append(f"Drawn {what} do not reproduce the data's {', '.join(extreme)}.")
         else:
@@ -240,8 +237,8 @@ def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: 
     if weight is not None:
         text = "What each latent adds to an observation; grey is zero."
         sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
-    if predictions.global_names(idata):
-        sections.append(_section("Weights", "Intervals of the global latents.", predictions.plot_forest, idata))
+    if figures.global_names(idata):
+        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
     return sections + _sections_on_predictions(idata, groups)
 
 
@@ -270,29 +267,23 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
     ):
         if group in groups and len(get_dataset(idata, group).data_vars) == 1:
             table = [("statistic", "p"), *((name, f"{p:.3f}") for name, p in predictive_p_values(idata, group=group).items())]
-            draw = _predictive_plot(group)
+            draw = functools.partial(figures.plot_predictive_check, group=group)
             sections.append(_section(f"Does it predict? {group.replace('_', ' ').capitalize()}", text, draw, idata, table))
     validation = _validated(idata, groups)
     if validation is None:
         return sections
     if not validation.is_plug_in:
         text = "Tail indices of leave-one-out cross-validation on the marginal likelihood; above 0.7 it cannot be relied on."
-        sections.append(_section("Influential data points", text, predictions.plot_pareto_k, idata))
+        sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
     unseen = new_data_group(idata)
     if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
         features = loo_pit(idata).shape[1]
-        shown = f" The first {_MOST_FEATURES} of {features} features." if features > _MOST_FEATURES else ""
+        most = 16
+        shown = f" The first {most} of {features} features." if features > most else ""
+        draw = functools.partial(figures.plot_loo_pit, features=range(min(features, most)))
         text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"
-        sections.append(_section("Calibration of predictions", text, _pit_plot(min(features, _MOST_FEATURES)), idata))
+        sections.append(_section("Calibration of predictions", text, draw, idata))
     return sections
-
-
-def _predictive_plot(group: str) -> Callable[[Any, Axes], Any]:
-    return lambda idata, ax: predictions.plot_predictive_check(idata, ax, group=group)
-
-
-def _pit_plot(features: int) -> Callable[[Any, Axes], Any]:
-    return lambda idata, ax: predictions.plot_loo_pit(idata, ax, features=range(features))
 
 
 def _section(title: str, text: str, draw: Callable[[Any, Axes], Any], idata: Any, table: Sequence[Sequence[Any]] = ()) -> Section:

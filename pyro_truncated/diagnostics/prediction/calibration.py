@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from pyro_truncated.diagnostics.truncation.findings import ENUMERATED_LIMIT
 from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
@@ -19,7 +20,6 @@ from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils.counts import check_counts
 
 Fit = Callable[..., Any]
-_ENUMERATED = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def fit_populations(
     """
     probe = AutoTruncated(model, 1, max_count=max_count)
     probe.setup(*args, **kwargs)
-    search = ExhaustiveSearch() if probe.space.size <= _ENUMERATED else EvolutionarySearch(crossover=True)
+    search = ExhaustiveSearch() if probe.space.size <= ENUMERATED_LIMIT else EvolutionarySearch(crossover=True)
     steps = 1 if isinstance(search, ExhaustiveSearch) else steps
     return AutoTruncated(model, min(num_states, probe.space.size), max_count=max_count).infer(args, search, steps, **kwargs)
 

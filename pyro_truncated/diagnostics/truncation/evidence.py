@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
-from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
-from pyro_truncated.diagnostics.truncation.proposal import Proposal
-from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
-from pyro_truncated.diagnostics.truncation.skewed_weights import interval_of_mean, tail_indices
+from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_spread, plain, scored_populations
 from pyro_truncated.distributed import world
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arviz_compat import pareto_shapes
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
-
-_FEW_DRAWS = 10
-_PRIOR_DRAWS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Evidence:
         if self.is_complete:
             return torch.ones_like(self.gap, dtype=torch.bool)
         is_heavy = self.pareto_k > PARETO_LIMIT
-        rests_on_few = (self.effective_draws < _FEW_DRAWS) & ~((self.standard_error <= 0.1) & self.pareto_k.isfinite())
+        rests_on_few = (self.effective_draws < 10) & ~((self.standard_error <= 0.1) & self.pareto_k.isfinite())
         is_negligible = self.gap <= RELEVANT_NATS
         return (self.possible_draws > 0) & (is_negligible | ~(is_heavy | rests_on_few))
 
@@ -223,7 +223,7 @@ def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
     """How many of some draws of the states from the prior have positive probability, ``(N,)``: they keep to its hard constraints."""
     layout, drawn = log_joint.layout, []
     with spare_random_numbers():
-        for _ in range(_PRIOR_DRAWS):
+        for _ in range(20):
             nodes = sample_nodes(log_joint.run(log_joint.values))
             # A count may be drawn beyond its bound.
             with contextlib.suppress(ValueError):
@@ -286,3 +286,117 @@ def _effective_number(log_weights: Tensor) -> Tensor:
     largest = log_weights.amax(-1, keepdim=True)
     weights = (log_weights - largest.clamp(min=-1e300)).exp()
     return weights.sum(-1).square() / weights.square().sum(-1).clamp(min=1e-300)
+
+
+class Proposal:
+    """The defensive mixture around the populations: draws states, and computes their densities.
+
+    Args:
+        population: the populations.
+        generator: source of randomness.
+    """
+
+    def __init__(self, population: Population, generator: torch.Generator | None) -> None:
+        self.population, self.space, self.generator = population, population.space, generator
+        self.device = population.words.device
+        weights = population.weights().double()
+        self.base = 0.5 * weights + 0.5 / population.num_states
+        self.cardinality = population.space.cardinality.to(self.device)
+        self.values = _smoothed(population)
+        latents = max(1, len(population.space.mutable))
+        # Of kernels around the states in which one or three latents change, and of independent latents.
+        self.shares = torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64, device=self.device)
+        self.rates = [min(0.5, changes / latents) for changes in (1.0, 3.0)]
+
+    def block_sizes(self, num_samples: int, rows: slice, memory_budget: int) -> list[int]:
+        """Numbers of draws that are made at once."""
+        num_data = len(self.population.words[rows])
+        size = rows_per_block(32 * num_data * (self.values.shape[1] * self.values.shape[2] + self.population.num_states), memory_budget)
+        return [min(size, num_samples - start) for start in range(0, num_samples, size)]
+
+    def sample(self, count: int, rows: slice) -> Tensor:
+        """Independent draws ``(n, count, W)`` for a slice of the data points."""
+        base, words = self.base[rows], self.population.words[rows]
+        component = torch.multinomial(self.shares.expand(len(base), -1), count, replacement=True, generator=self.generator)
+        chosen = torch.multinomial(base, count, replacement=True, generator=self.generator)
+        values = self.space.unpack(ops.take(words, chosen), torch.int64)
+        rates = torch.tensor([*self.rates, 0.0], dtype=torch.float64, device=self.device)[component]
+        changes = self._uniform(values.shape) < rates.unsqueeze(-1)
+        step = 1 + (self._uniform(values.shape) * (self.cardinality - 1)).long().minimum((self.cardinality - 2).clamp(min=0))
+        around = self.space.pack(torch.where(changes, (values + step) % self.cardinality, values))
+        independent = ops.draw_values(self.values[rows], count, self.space.fields, generator=self.generator)
+        return torch.where((component == len(self.rates)).unsqueeze(-1), independent, around)
+
+    def _uniform(self, shape: tuple[int, ...]) -> Tensor:
+        source = self.device if self.generator is None else self.generator.device
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=source).to(self.device)
+
+    def log_density(self, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Log densities ``(n, M)`` of states ``(n, M, W)``, and whether these are in the population."""
+        drawn, held = self._one_hot(words), self._one_hot(self.population.words[rows])
+        log_base = self.base[rows].log().unsqueeze(1)
+        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", drawn, self.values[rows].flatten(1).clamp(min=1e-300).log())]
+        for share, rate in zip(self.shares, self.rates, strict=False):
+            # Latents of one value never change.
+            change = torch.where(self.cardinality > 1, math.log(rate) - (self.cardinality - 1).clamp(min=1).double().log(), 0.0)
+            stay = torch.where(self.cardinality > 1, math.log1p(-rate), 0.0)
+            agreement = drawn * (stay - change).repeat_interleave(self.values.shape[2])
+            parts.append(share.log() + change.sum() + torch.logsumexp(log_base + agreement @ held.mT, -1))
+        is_inside = (drawn @ held.mT).amax(-1) > self.space.num_latents - 0.5
+        return torch.stack(parts).logsumexp(0), is_inside
+
+    def _one_hot(self, words: Tensor) -> Tensor:
+        values = self.space.unpack(words, torch.int64)
+        return torch.nn.functional.one_hot(values, self.values.shape[2]).double().flatten(-2)
+
+
+def _smoothed(population: Population) -> Tensor:
+    """Probabilities ``(N, L, V)`` of the independent component: positive at all values that a latent has."""
+    space: StateSpace = population.space
+    own = dataclasses.replace(population, log_joint=population.log_joint.double()).value_probabilities()
+    cardinality = space.cardinality.to(own.device)
+    exists = torch.arange(own.shape[-1], device=own.device) < cardinality.unsqueeze(-1)
+    uniform = exists.double() / cardinality.unsqueeze(-1)
+    share = 1.0 / (space.num_latents + 1)
+    mixed = (1 - share) * (0.8 * own + 0.2 * own.mean(0)) + share * uniform
+    return mixed / mixed.sum(-1, keepdim=True)
+
+
+def interval_of_mean(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """Confidence interval for the means of skewed non-negative weights ``(N, M)``: lower and upper ends ``(N,)``.
+
+    It is the union of two: Hall's, from a monotone cubic transformation of the t-statistic that removes its skewness (Hall 1992), and the
+    symmetric one for the logarithm of the mean. Both take as degrees of freedom half the number of effective draws, less one.
+    """
+    number, mean, deviation = shares.shape[1], shares.mean(-1), shares.std(-1).clamp(min=1e-300)
+    error = deviation / number**0.5
+    effective = shares.sum(-1).square() / shares.square().sum(-1).clamp(min=1e-300)
+    degrees = (0.5 * effective - 1).clamp(min=1.0)
+    quantile = torch.from_numpy(stats.t.ppf(0.5 + confidence / 2, degrees.cpu().numpy())).to(shares)
+    skewness = ((shares - mean.unsqueeze(-1)) / deviation.unsqueeze(-1)).pow(3).mean(-1)
+    slope = (skewness / number**0.5).abs().clamp(min=1e-6) * skewness.sign()
+    slope = torch.where(slope == 0, 1e-6, slope)
+
+    def statistic(target: Tensor) -> Tensor:
+        """The t-statistic whose transform is the target."""
+        cube = 1 + slope * (target - slope / 6)
+        return 3 / slope * (cube.sign() * cube.abs() ** (1 / 3) - 1)
+
+    relative = quantile * error / mean.clamp(min=1e-300)
+    lower = torch.minimum(mean - error * statistic(quantile), mean * (-relative).exp())
+    upper = torch.maximum(mean - error * statistic(-quantile), mean * relative.clamp(max=700.0).exp())
+    # Where no draw has any weight there is nothing to extrapolate from.
+    is_none = mean == 0
+    return lower.clamp(min=0.0).masked_fill(is_none, 0.0), upper.masked_fill(is_none, 0.0)
+
+
+def tail_indices(ratios: Tensor) -> Tensor:
+    """Tail indices ``(N,)`` of log ratios ``(N, M)``; NaN where the tail holds too many equal values."""
+    num_samples = ratios.shape[1]
+    tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
+    # Draws of zero weight differ by NaN, which exceeds nothing.
+    distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5
+    shapes = torch.full((len(ratios),), math.nan, dtype=torch.float64)
+    if bool(distinct.any()):
+        shapes[distinct] = torch.from_numpy(pareto_shapes(ratios[distinct].numpy()))
+    return shapes

@@ -18,6 +18,7 @@ GAP_LIMIT = 0.2  # nats per data point between log evidence and bound
 EXHAUSTED_LIMIT = 0.5  # effective states, as a share of the population
 PARETO_LIMIT = 0.7  # tail index of importance weights
 RELEVANT_NATS = 0.01  # mass outside a population, or variation of weights, below which no tail index matters
+ENUMERATED_LIMIT = 2**12  # states of a space that is enumerated unasked
 MANY = 0.1  # share of the data points that may be beyond a limit
 
 Result = TypeVar("Result")

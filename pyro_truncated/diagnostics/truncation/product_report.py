@@ -31,13 +31,6 @@ from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-_MOST_ENUMERATED = 2**12
-# The most states of a step whose pairs are summed over for an exact log evidence.
-_MOST_SUMMED = 2**8
-_BLOCK_CHAINS, _SWEEPS_PER_STEP = 4, 2
-# Share of a set beyond which its posterior is too broad for sets of this size.
-_BROAD_LIMIT = 0.25
-
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
@@ -146,7 +139,11 @@ def check_product(
         searched = torch.maximum(free_energy_of(batch, searched_sets), free_energy)
         doubled_sets = seek.improve([_doubled(batch, words, number) for number, words in enumerate(searched_sets)], search, steps)
         doubled = torch.maximum(free_energy_of(batch, doubled_sets), searched)
-        exact = plain(free_energy_of(batch, full_sets(batch))) if _is_small(batch) else None
+        product = batch.scorer.product
+        size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
+        cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
+        largest = max(*size.values(), *cliques)
+        exact = plain(free_energy_of(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
     return _reported(report, part.num_states, warn)
 
@@ -166,31 +163,24 @@ def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
     posterior = batch.posterior()
     size, space = posterior.num_states, posterior.space
     free_energy = posterior.free_energy()
-    blocks = BlockSearch(_BLOCK_CHAINS, generator=torch.Generator().manual_seed(0))
+    blocks = BlockSearch(4, generator=torch.Generator().manual_seed(0))
 
     def improved(start: ChainPosterior) -> Tensor:
         for _ in range(0 if start.is_complete else steps):
-            start.improve_(_SWEEPS_PER_STEP).search_(blocks)
+            start.improve_(2).search_(blocks)
         return start.free_energy()
 
     searched = torch.maximum(improved(batch.posterior()), free_energy)
     moves = posterior.transitions
     doubled = searched if posterior.is_complete else torch.maximum(improved(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
-    exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= _MOST_SUMMED else None
+    # All pairs of states of two steps are summed over.
+    exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= 2**8 else None
     effective, added = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
     site = batch.scorer.product.site.name
     node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(added))
     certified = free_energy if posterior.is_complete else posterior.certificate()
     known = None if exact is None else plain(exact)
     return ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), known, [node])
-
-
-def _is_small(batch: ProductBatch) -> bool:
-    """Whether all states of all nodes can be summed over."""
-    product = batch.scorer.product
-    size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
-    cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
-    return max(size.values()) <= _MOST_ENUMERATED and max(cliques) <= _MOST_ENUMERATED
 
 
 def full_sets(batch: ProductBatch) -> list[Tensor]:
@@ -262,7 +252,7 @@ def _findings(report: ProductReport, num_states: int) -> list[Finding]:
     if report.covered_mass.mean() < trust.COVERED_LIMIT:
         problem = f"The sets cover at most {float(report.covered_mass.mean()):.0%} of the posterior mass."
         found.append(Finding(problem, "Search more, or keep larger sets."))
-    broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > _BROAD_LIMIT * node.num_states]
+    broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > node.num_states / 4]
     if broad and found:
         problem = f"The posteriors of {', '.join(broad[0].sites[:3])} are spread over {float(broad[0].effective_states.mean()):.3g} states."
         found.append(Finding(problem, "If larger sets do not help, they are too broad for sets: sample, or use a mean field."))

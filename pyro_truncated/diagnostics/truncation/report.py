@@ -17,12 +17,9 @@ from pyro_truncated.diagnostics.truncation.coverage import Growth, certificate, 
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
-from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
 from pyro_truncated.diagnostics.truncation.product_report import ProductReport, check_product
-from pyro_truncated.diagnostics.truncation.scoring import is_on_product, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_on_product, is_spread, plain, scored_populations
 from pyro_truncated.search import Search
-
-_ENUMERATED = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,18 +191,14 @@ def check_truncation(
         covered_mass=plain(certificate(log_joint, population, num_parents)),
         effective_states=plain(population.effective_states().double()),
         growth=population_growth(guide, *args, search=search, steps=steps, **kwargs),
-        evidence=_quiet_evidence(guide, args, kwargs, num_samples) if num_samples else None,
-        exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= _ENUMERATED else None,
+        # Its warning is one of the findings.
+        evidence=trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs)) if num_samples else None,
+        exact=compare_with_enumeration(guide, *args, **kwargs) if population.space.size <= trust.ENUMERATED_LIMIT else None,
     )
     report = dataclasses.replace(report, findings=tuple(_findings(report, population.space.size)))
     if warn:
         warn_of(report.findings)
     return report
-
-
-def _quiet_evidence(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> Evidence:
-    """Its warning is one of the findings."""
-    return trust.silently(lambda: estimate_evidence(guide, *args, num_samples=num_samples, **kwargs))
 
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:

@@ -5,13 +5,17 @@ It is the truncated part of a guide, and a scorer of states under the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import Shard, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import rescored_over_draws
 from pyro_truncated.program.call import Call
@@ -71,3 +75,67 @@ def scored_populations(
 def plain(value: Tensor) -> Tensor:
     """A result: detached, on the CPU."""
     return value.detach().cpu()
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class AllData:
+    """A guide of the data points of all processes.
+
+    Attributes:
+        guide: it has the populations of all; of other guides it takes what they say, as a guide for new data does.
+        args: the model's arguments, with the data of all processes.
+        kwargs: its keyword arguments, likewise.
+    """
+
+    guide: AutoTruncated
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def is_spread(*arguments: Any) -> bool:
+    """Whether the data among the arguments of a model are a shard, and other processes hold more."""
+    portion = portion_of(arguments)
+    return portion is not None and portion.is_part
+
+
+def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+    """What the first process is told about a guide of the data of all, on every process; all of them must ask.
+
+    Args:
+        ask: is given a guide and the model's arguments.
+        guide: the guide of the data points here.
+        args: the model's arguments.
+        kwargs: its keyword arguments.
+    """
+    with world.failing_together(), spare_random_numbers():
+        every = gathered(guide, args, kwargs)
+        found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
+    assert found is not None
+    return found
+
+
+def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
+    """The guide of all data on the first process, ``None`` on others; all of them must ask.
+
+    Raises:
+        TypeError: if the guide holds no ``AutoTruncated``.
+    """
+    part = truncated_part(guide)
+    rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
+    held = world.collect([part.words, part.log_joint, *rows])
+    if held is None:
+        return None
+    words, log_joint, *data = (torch.cat(parts) for parts in zip(*held, strict=True))
+    remaining = iter(data)
+    args, kwargs = tree_map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, (args, dict(kwargs)))
+    whole = AutoTruncated(part.model, part.num_states, **part.options)
+    whole.load_state_dict(
+        {"populations.words": words, "populations.log_joint": log_joint, "populations.cardinalities": part.populations.cardinalities}
+    )
+    with spare_random_numbers(), torch.no_grad(), poutine.block():
+        whole.setup(*args, **kwargs)
+        whole.inherit(part.siblings)
+    return AllData(whole, args, kwargs)

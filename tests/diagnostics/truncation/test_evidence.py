@@ -13,8 +13,7 @@ from scipy import stats
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import TruncationWarning, estimate_evidence
-from pyro_truncated.diagnostics.truncation.evidence import summarize
-from pyro_truncated.diagnostics.truncation.proposal import Proposal
+from pyro_truncated.diagnostics.truncation.evidence import Proposal, summarize
 from tests import zoo
 from tests.diagnostics.tables import table_guide
 
