@@ -22,7 +22,7 @@ from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, offered, populations_of_all, statistics_of_all
+from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, offered, populations_of_all, statistics_of_all
 from pyro_truncated.search import LinearFunctions
 
 _ROWS_PER_COMPONENT = 50
@@ -216,8 +216,8 @@ class GaussianMixture(LinearMixture):
         """
         population = populations_of_all(self, guide, check_data(y, self.num_observed))
         statistics = statistics_of_all(self, population, y)
-        plan = Plan(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
-        moves, moved = accepted(plan.moves(generator), lambda some: self._moved(some, guide, y), self)
+        search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
+        moves, moved = accepted(search.moves(generator), lambda some: self._moved(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)

@@ -98,7 +98,7 @@ def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
     return population.merge(Population(population.space, words, scorer.score(words)))
 
 
-class Plan:
+class MoveSearch:
     r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
 
     Two components that become one take the sums of their responsibilities and of their statistics. What that costs, the change of the

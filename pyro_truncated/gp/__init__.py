@@ -25,7 +25,6 @@ from pyro_truncated.gp.data_kernels import (
     weisfeiler_lehman,
 )
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gp.likelihoods import StudentT
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.subset import (
@@ -40,6 +39,7 @@ from pyro_truncated.gp.subset import (
     SubsetVariationalGP,
 )
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
+from pyro_truncated.gp.subset.pyro_models import StudentT
 from pyro_truncated.gp.subset.subset_search import RandomSearch
 from pyro_truncated.gp.uncertain.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
 from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_form, psi_statistics

@@ -23,8 +23,6 @@ from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 
-_ROWS = 1024
-
 
 class SubsetGPModel(Model):
     """A :class:`~pyro_truncated.gp.SubsetGPRegression` as a BoTorch model, on inputs of any kind.
@@ -98,7 +96,7 @@ class SubsetGPModel(Model):
         q, rows = X.shape[-2], X.reshape(-1, X.shape[-1])
         settled, means, covariances = self.regression.posterior(), [], []
         # Several batches at a time, of whose covariances the blocks on the diagonal are kept.
-        for block in rows.split(max(1, _ROWS // q) * q if q > 1 else 16 * _ROWS):
+        for block in rows.split(max(1, 1024 // q) * q if q > 1 else 2**14):
             new = block if self.inputs is None else self.inputs(block)
             if q == 1:
                 mean, variance = settled.marginals(new)

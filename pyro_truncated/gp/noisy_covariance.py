@@ -23,9 +23,6 @@ from pyro_truncated.gp.cholesky import NotPositiveDefiniteError, stable_cholesky
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
-# Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
-_CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
-
 # What is left of one where a data point, or a column, explains itself alone is zero but for rounding.
 SMALLEST_SHARE = 1e-12
 
@@ -223,7 +220,8 @@ def varying_columns(targets: Tensor) -> Tensor:
     # Squares of very large or small numbers are infinite or zero.
     scaled = targets / targets.abs().max().clamp(min=torch.finfo(targets.dtype).tiny)
     variance = scaled.var(0, correction=0)
-    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * scaled.square().mean(0))
+    # Below these shares of the largest variance and of its own mean square, the variance of an output is rounding.
+    return (variance > 1e-8 * variance.max()) & (variance > 1e-14 * scaled.square().mean(0))
 
 
 def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:

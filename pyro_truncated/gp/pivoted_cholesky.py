@@ -15,11 +15,6 @@ from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
 from pyro_truncated.utils.counts import check_count
 
-# Below this share of the largest variance, what is left of a diagonal is rounding error.
-_ROUNDING = 1e-13
-# Kernels copy their inputs in every call: with many dimensions, columns of likely next pivots are computed along with one that is due.
-_DIMENSIONS_PER_COLUMN, _MOST_COLUMNS = 64, 16
-
 
 @dataclasses.dataclass(frozen=True)
 class PivotedCholesky:
@@ -97,9 +92,11 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     max_rank = check_count("max_rank", max_rank)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative; got {tolerance}")
-    ahead = min(max(1, inputs.shape[1] // _DIMENSIONS_PER_COLUMN), _MOST_COLUMNS)
+    # Kernels copy their inputs in every call: with many dimensions, columns of likely next pivots are computed along with one that is due.
+    ahead = min(max(1, inputs.shape[1] // 64), 16)
     prior = kernel(inputs, diag=True)
-    floor = (_ROUNDING * prior.max()).expand(len(prior))
+    # Below it, what is left of a diagonal is rounding error.
+    floor = (1e-13 * prior.max()).expand(len(prior))
     enough = tolerance * prior.sum()
     found = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
     if not bool(found.residual.isfinite().all()):

@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.gp import LeaveOneOutRegression
 from pyro_truncated.gp.kernels.evaluation import covariance_at
-from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box
+from pyro_truncated.gp.subset.leave_one_out import NOISE, Box
 
 N, P = 30, 4
 EXACT = {"rtol": 0, "atol": 1e-8}

@@ -16,7 +16,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Populati
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariance_prior import Prior
 from pyro_truncated.models.gaussians import Gaussians
-from pyro_truncated.models.split_and_merge import Plan, matched
+from pyro_truncated.models.split_and_merge import MoveSearch, matched
 from pyro_truncated.search import NeighbourSearch
 from tests.models.mixture import full_population, objective
 from tests.pretended_device import DEVICE, PretendedDevice, here, there
@@ -69,11 +69,11 @@ def evidence(model: GaussianMixture, y: Tensor) -> float:
     return objective(model, full_population(model, y))
 
 
-def make_plan(model: GaussianMixture, y: Tensor, population: Population) -> Plan:
+def search_for(model: GaussianMixture, y: Tensor, population: Population) -> MoveSearch:
     """Moves of a mixture whose center is the origin, so that its parameters are what they seem to be."""
     spreads = {name: getattr(model, name).detach() for name in ("scale", "factor") if hasattr(model, name)}
     components = Gaussians(model._kind, model.weights.detach(), model.loc.detach(), spreads)
-    return Plan(components, population, y, model.sufficient_statistics(population, y), PRIOR)
+    return MoveSearch(components, population, y, model.sufficient_statistics(population, y), PRIOR)
 
 
 def expected_log_joint(components: Gaussians, y: Tensor, shares: Tensor) -> Tensor:
@@ -87,20 +87,20 @@ def test_losses_of_two_that_become_one_are_those_of_the_free_energy(kind: str) -
     model = badly_started(kind, y)
     model.center.zero_()
     population = full_population(model, y)
-    plan = make_plan(model, y, population)
+    search = search_for(model, y, population)
     shares = population.weights()[:, population.states()[0, :, 0].argsort()]
-    pairs = plan.pairs()
+    pairs = search.pairs()
     assert len(pairs) >= 3
-    before = expected_log_joint(plan.components, y, shares) + plan.components.log_prior(PRIOR).sum()
-    merged, losses = plan.merged(pairs), plan.losses(pairs)
+    before = expected_log_joint(search.components, y, shares) + search.components.log_prior(PRIOR).sum()
+    merged, losses = search.merged(pairs), search.losses(pairs)
     for i, (one, other) in enumerate(pairs.tolist()):
         together = shares.clone()
         together[:, one] += together[:, other]
         together[:, other] = 0.0
-        after = plan.components.with_others(pairs[i, :1], merged.of(torch.tensor([i])))
+        after = search.components.with_others(pairs[i, :1], merged.of(torch.tensor([i])))
         log_prior = after.log_prior(PRIOR).sum() - after.log_prior(PRIOR)[other]
         torch.testing.assert_close(before - expected_log_joint(after, y, together) - log_prior, losses[i], rtol=1e-6, atol=1e-5)
-        assert after.weights[one] == plan.components.weights[[one, other]].sum()
+        assert after.weights[one] == search.components.weights[[one, other]].sum()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,18 +109,18 @@ def test_gains_of_two_in_the_place_of_one_are_those_on_its_data(kind: str) -> No
     model = badly_started(kind, y)
     model.center.zero_()
     population = full_population(model, y)
-    plan = make_plan(model, y, population)
-    gains, halves = plan.halves(torch.Generator().manual_seed(0))
+    search = search_for(model, y, population)
+    gains, halves = search.halves(torch.Generator().manual_seed(0))
     component, shares = population.states()[:, :, 0].long(), population.weights()
     everyone = torch.arange(2 * K).expand(N, -1)
-    whole, half = plan.components.log_joint(y, everyone[:, :K]), halves.log_joint(y, everyone)
-    torch.testing.assert_close(halves.weights.reshape(-1, 2).sum(1), plan.components.weights)
+    whole, half = search.components.log_joint(y, everyone[:, :K]), halves.log_joint(y, everyone)
+    torch.testing.assert_close(halves.weights.reshape(-1, 2).sum(1), search.components.weights)
     assert int(gains.isfinite().sum()) >= 3
     for k in gains.isfinite().nonzero().squeeze(-1).tolist():
         best = component.gather(1, shares.argmax(1, keepdim=True)).squeeze(1) == k
         share = shares[best].max(1).values
         ratio = (half[best, 2 * k : 2 * k + 2].logsumexp(1) - whole[best, k]).exp()
-        log_prior = halves.log_prior(PRIOR)[2 * k : 2 * k + 2].sum() - plan.components.log_prior(PRIOR)[k]
+        log_prior = halves.log_prior(PRIOR)[2 * k : 2 * k + 2].sum() - search.components.log_prior(PRIOR)[k]
         torch.testing.assert_close(gains[k], (1 - share + share * ratio).log().sum() + log_prior)
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from pyro_truncated.gp import FunctionKernel, RandomSearch
-from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors
 from pyro_truncated.gp.subset.objectives import SubsetProblem
-from pyro_truncated.gp.subset.subset_search import Budget
+from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors
 from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
 from tests.papers.baselines.cholqr import CholQRFactors, CholQRSearch
 from tests.papers.baselines.greedy import (

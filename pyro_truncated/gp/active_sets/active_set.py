@@ -174,10 +174,6 @@ def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tenso
     return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
 
 
-# Numbers of the largest tensors: of these, several come and go, and small ones are not asked of the system each time.
-_BUDGET = 1_000_000
-
-
 class NearestSet:
     r"""The posteriors of a process at latents :math:`z`, each given its own active set :math:`A(z)`: the data points closest to it.
 
@@ -221,7 +217,8 @@ class NearestSet:
             latents: where.
             leave_out: a data point ``(M,)`` for each that is not to be among them.
         """
-        rows = max(1, _BUDGET // max(len(self.latents), self.num_neighbors**2))
+        # Several large tensors come and go, and small ones are not asked of the system each time.
+        rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
         own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
         found = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
         near = torch.cat(found) if found else own.new_empty(0, self.num_neighbors)

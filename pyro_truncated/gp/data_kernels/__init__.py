@@ -2,7 +2,7 @@
 
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
-from pyro_truncated.gp.data_kernels.functions import FunctionKernel
+from pyro_truncated.gp.data_kernels.fixed import FunctionKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, spectrum
 from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, bound_kernel, smooth_rbf

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
-from pyro_truncated.gp.data_kernels.validity import are_positions
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, are_positions, positive_parameter
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count

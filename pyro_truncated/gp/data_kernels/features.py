@@ -11,8 +11,7 @@ from pyro_truncated.gp.data_kernels.fixed import FixedKernel
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-
-_CHUNK = 2**24
+from pyro_truncated.utils.budget import rows_per_block
 
 
 class CountKernel(FixedKernel):
@@ -101,7 +100,7 @@ class CountKernel(FixedKernel):
         # New inputs may have features that no training input has.
         vocabulary = prepared.keys.unique()
         matrix = prepared.matrix(vocabulary)
-        parts = torch.arange(len(prepared), device=vocabulary.device).split(max(1, _CHUNK // max(1, len(vocabulary))))
+        parts = torch.arange(len(prepared), device=vocabulary.device).split(rows_per_block(16 * len(vocabulary)))
         products = torch.cat([torch.sparse.mm(matrix, matrix.index_select(0, part).to_dense().mT) for part in parts], 1)
         return self._normalise(products, prepared.squared_norms, prepared.squared_norms)
 
@@ -113,7 +112,7 @@ class CountKernel(FixedKernel):
         return norms / self._scale if self.normalization == "inner" else torch.ones_like(norms)
 
     def _normalised(self, matrix: Tensor, norms: Tensor, index: Tensor) -> Tensor:
-        step = max(1, _CHUNK // max(1, len(self._vocabulary)))
+        step = rows_per_block(16 * len(self._vocabulary))
         products = torch.cat([torch.sparse.mm(matrix, self._dense(part).mT) for part in index.split(step)], 1)
         return self._normalise(products, norms, self._norms[index])
 
@@ -217,5 +216,5 @@ def _width(features: Any) -> int | None:
 
 def _intersections(first: Tensor, second: Tensor) -> Tensor:
     """Sums of minima ``(a, b)`` of histograms ``(a, D)`` and ``(b, D)``."""
-    step = max(1, _CHUNK // max(1, first.numel()))
+    step = rows_per_block(16 * first.numel())
     return torch.cat([torch.minimum(first[:, None], part).sum(-1) for part in second.split(step)], 1)

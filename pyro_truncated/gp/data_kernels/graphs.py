@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
-
-_CHUNK = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
     while begin < graphs.num:
         # Graphs of similar size share a batch, so that little is padded.
         largest = int(sizes[order[min(begin + 63, graphs.num - 1)]])
-        batch = order[begin : begin + max(64, _CHUNK // max(1, largest) ** 2)]
+        batch = order[begin : begin + max(64, rows_per_block(64 * largest**2))]
         batch = batch[sizes[batch] <= max(largest, 1)]
         begin += len(batch)
         found = _paths(graphs, batch, sizes, first)

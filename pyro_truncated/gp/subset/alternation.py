@@ -16,15 +16,11 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
-from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
+from pyro_truncated.gp.optimization import FitRecord, FitSettings, load_snapshot, minimize, snapshot
 from pyro_truncated.gp.subset.exact_regression import fit_exactly
-from pyro_truncated.gp.subset.exchange import ExchangeFactors
-from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
 from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_of
-from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, random_subset
+from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
 from pyro_truncated.utils.counts import check_count
-
-_MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
 class RowSample(NamedTuple):
@@ -65,7 +61,7 @@ def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) 
         ValueError: if there would be fewer than inducing inputs.
     """
     if max_rows is None:
-        return num_data if num_data <= _MANY_ROWS else max(_SOME_ROWS, 4 * num_inducing)
+        return num_data if num_data <= 50_000 else max(20_000, 4 * num_inducing)
     if check_count("max_rows", max_rows) < num_inducing:
         raise ValueError(f"max_rows must be at least num_inducing={num_inducing}; got {max_rows}")
     return max_rows
@@ -93,12 +89,12 @@ class Alternation:
     num_inducing: int
     generator: torch.Generator | None = None
 
-    def run(self, index: Tensor, plan: Plan, record: FitRecord) -> tuple[Tensor, float]:
+    def run(self, index: Tensor, settings: FitSettings, record: FitRecord) -> tuple[Tensor, float]:
         """Learns subset and hyper-parameters, from where they are.
 
         Args:
             index: the subset to start from; empty where there is none yet.
-            plan: how they take turns.
+            settings: how they take turns.
             record: takes the objective after each phase.
 
         Returns:
@@ -107,23 +103,23 @@ class Alternation:
         Raises:
             ValueError: if the objective is not finite at the start.
         """
-        num, attempts = plan.rows, plan.attempts
+        num, attempts = settings.rows, settings.attempts
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
         best, kept, kept_values = math.inf, index, snapshot(self._learned())
-        tolerance = plan.tolerance * len(self.targets)
-        for epoch in range(plan.max_epochs + 1):
+        tolerance = settings.tolerance * len(self.targets)
+        for epoch in range(settings.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             chosen = sample.inducing
             if epoch:
-                limit = plan.seconds_left()
+                limit = settings.seconds_left()
                 budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), record.clock)
                 chosen = self._improve(sample, chosen, budget)
                 index = sample.among_all(chosen)
                 if sample.rows is None:
                     record.note("subset", self._subset_value(index))
-            value = self._fit_parameters(sample, chosen, plan)
+            value = self._fit_parameters(sample, chosen, settings)
             if sample.rows is not None:
                 # What some rows liked has to prove itself on all.
                 value = self._value_of_all(index)
@@ -134,15 +130,15 @@ class Alternation:
             elif sample.rows is not None:
                 index = kept
                 load_snapshot(self._learned(), kept_values)
-            if plan.seconds_left() <= 0 or (plan.gives_up and epoch and not explains_something(best, self.targets)):
+            if settings.seconds_left() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
                 num = num if gained >= tolerance else 2 * num
-            elif is_settled and attempts > plan.attempts:
+            elif is_settled and attempts > settings.attempts:
                 break
             # A few attempts may fail by chance: before it ends, every member has had its turn.
-            attempts = plan.attempts + self.num_inducing if is_settled else plan.attempts
+            attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
         load_snapshot(self._learned(), kept_values)
@@ -152,12 +148,12 @@ class Alternation:
         problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._of_subset())
         return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
-    def _fit_parameters(self, sample: RowSample, chosen: Tensor, plan: Plan) -> float:
+    def _fit_parameters(self, sample: RowSample, chosen: Tensor, settings: FitSettings) -> float:
         return minimize(
             lambda: backward(Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective),
             self._learned(),
-            max_evaluations=plan.hyper_evaluations,
-            is_spent=lambda: plan.seconds_left() <= 0,
+            max_evaluations=settings.hyper_evaluations,
+            is_spent=lambda: settings.seconds_left() <= 0,
         ).value
 
     @torch.no_grad()
@@ -193,7 +189,6 @@ def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:
 # Few enough for a second or two each; of 500, the exact regression took one of four relevant inputs of 32 for irrelevant.
 SCOUTED, SCOUTING_ITERATIONS = 800, 30
 LEAST_EXPLAINED = 0.1
-_SHARES = (1.0, 0.5, 0.25)
 
 
 def fitted_from_some_start(
@@ -228,11 +223,11 @@ def fitted_from_some_start(
     if explains_something(value, targets) or record.seconds_left() <= 0:
         return value
     rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
-    some, plan = RestrictedKernel(kernel, rows, borrowed=True), Plan(SCOUTING_ITERATIONS, record.share_left(0.5))
+    some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.share_left(0.5))
 
     def scout() -> float:
         """An exact regression on the rows."""
-        scouted = fit_exactly(some, targets[rows], log_noise, parameters, plan, FitRecord([]))
+        scouted = fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
         return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
 
     load_snapshot(parameters, best_scouted(scout, kernel, parameters, start) or start)
@@ -252,7 +247,7 @@ def best_scouted(scout: Callable[[], float], kernel: DataKernel, parameters: lis
         Values of the parameters, or ``None`` if no scout finds anything.
     """
     best, found = math.inf, None
-    for share in _SHARES:
+    for share in (1.0, 0.5, 0.25):
         load_snapshot(parameters, start)
         _shorten(kernel, share)
         scouted = scout()
@@ -274,9 +269,6 @@ def _shorten(kernel: DataKernel, share: float) -> None:
     with outside_of_programs():
         for module in learned_length_scales(kernel):
             setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
-
-
-_HELD_OUT, _MOST_HELD_OUT = 0.1, 1000
 
 
 class SomeInputs(InputKernel):
@@ -303,7 +295,7 @@ class SomeInputs(InputKernel):
 def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A tenth of the data, 1000 at most, at random from those that are no members of the subset."""
     order = random_subset(num_data, num_data, generator, members.device)
-    return order[~torch.isin(order, members)][: min(_MOST_HELD_OUT, int(_HELD_OUT * num_data))]
+    return order[~torch.isin(order, members)][: min(1000, int(0.1 * num_data))]
 
 
 def polish(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel
-from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.optimization import load_snapshot, snapshot
+from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.optimization import FitRecord, FitSettings, load_snapshot, snapshot
 from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
     SCOUTED,
@@ -27,8 +27,7 @@ from pyro_truncated.gp.subset.alternation import (
     best_scouted,
     learned_length_scales,
 )
-from pyro_truncated.gp.subset.exact_regression import evidence_backward, learn_exactly
-from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
+from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, evidence_backward, learn_exactly
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_of
 from pyro_truncated.gp.subset.regression import explained_share, warn_of_noise
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
@@ -83,7 +82,7 @@ class ObservedEntries:
         return self.value - lost[group, self.output]
 
 
-_MOST_ENTRIES = 5000
+# Share of their variance that outputs have of their own at the start.
 _OWN_SHARE = 0.5
 
 
@@ -138,8 +137,8 @@ class CoregionalizedGPRegression(torch.nn.Module):
         is_seen = ~targets.isnan()
         if not bool((is_seen.sum(0) > 1).all()):
             raise ValueError("every output of y must be observed at two inputs or more")
-        if int(is_seen.sum()) > _MOST_ENTRIES:
-            raise ValueError(f"an exact regression has at most {_MOST_ENTRIES} observed entries; got {int(is_seen.sum())}")
+        if int(is_seen.sum()) > EXACT_UP_TO:
+            raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_seen.sum())}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         check_data_kernel(self.kernel)
@@ -220,15 +219,15 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         def attempt() -> Tensor:
             """Fits to all entries, from where the parameters are; returns what is predicted of each input from all others."""
-            plan = Plan(max_iterations, record.seconds_left, tolerance)
-            self.objective_value = self._fit_to(everything, plan, record)
+            settings = FitSettings(max_iterations, record.seconds_left, tolerance)
+            self.objective_value = self._fit_to(everything, settings, record)
             return self._left_out(everything)
 
         predicted = attempt()
         may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
             kept = snapshot(self._learned)
-            found = self._scouted(start, Plan(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
+            found = self._scouted(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
             load_snapshot(self._learned, found or kept)
             predicted = attempt() if found else predicted
         record.close()
@@ -239,17 +238,17 @@ class CoregionalizedGPRegression(torch.nn.Module):
     def _learned(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _fit_to(self, entries: ObservedEntries, plan: Plan, record: FitRecord) -> float:
+    def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
         """The objective of some of the entries, by parameters learned from these, from where they are."""
-        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, plan, record)
+        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, settings, record)
 
-    def _scouted(self, start: list[Tensor], plan: Plan) -> list[Tensor] | None:
+    def _scouted(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Where fits to some of the entries get to from other length-scales, if they find anything."""
         some = self._entries.drawn(SCOUTED, self.generator)
 
         def scout() -> float:
             """A fit to these entries."""
-            value = self._fit_to(some, plan, FitRecord([]))
+            value = self._fit_to(some, settings, FitRecord([]))
             return value if self._is_explained(some, self._left_out(some)) else math.inf
 
         return best_scouted(scout, self.kernel, self._learned, start)

@@ -16,14 +16,12 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
-from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
+from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
 from pyro_truncated.gp.subset.objectives import Basis, backward_through, covariances_with, noise_of
 from pyro_truncated.utils.console import note_once
 
 # Measured, one core, eight inputs: fits of 3000, 4000 and 5000 data points took 32, 58 and 108 CPU seconds; the last process 1.1 GiB.
 EXACT_UP_TO = 5000
-_DEFAULT_INDUCING = 512
 
 
 def default_size(num_data: int) -> int:
@@ -31,8 +29,9 @@ def default_size(num_data: int) -> int:
     if num_data <= EXACT_UP_TO:
         note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse, and faster")
         return num_data
-    note_once(f"SubsetGPRegression takes {_DEFAULT_INDUCING} inducing inputs on more than {EXACT_UP_TO} data points; see num_inducing")
-    return _DEFAULT_INDUCING
+    default = 512
+    note_once(f"SubsetGPRegression takes {default} inducing inputs on more than {EXACT_UP_TO} data points; see num_inducing")
+    return default
 
 
 def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weight: float = 1.0) -> float:
@@ -65,7 +64,9 @@ def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) 
     return weight * float(value)
 
 
-def fit_exactly(kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], plan: Plan, record: FitRecord) -> float:
+def fit_exactly(
+    kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], settings: FitSettings, record: FitRecord
+) -> float:
     """Learns parameters in place, the kernel's and the noise, as :func:`learn_exactly` does; returns the objective.
 
     Args:
@@ -73,20 +74,22 @@ def fit_exactly(kernel: DataKernel, targets: Tensor, log_noise: Tensor, paramete
         targets: ``(n, H)`` float64.
         log_noise: unconstrained noise parameter.
         parameters: the kernel's, and the noise.
-        plan: most iterations of L-BFGS, the gain below which they end, and the time.
+        settings: most iterations of L-BFGS, the gain below which they end, and the time.
         record: takes each improvement.
     """
-    return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, plan, record)
+    return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, settings, record)
 
 
-def learn_exactly(weighted: Callable[[float], float], size: int, parameters: list[Tensor], plan: Plan, record: FitRecord) -> float:
+def learn_exactly(
+    weighted: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
+) -> float:
     """Minimises an objective of so many targets by L-BFGS, parameters in place; returns the smallest value.
 
     Args:
         weighted: returns the objective times a weight, whose gradient it adds to the parameters.
-        size: number of targets; the plan's gain is for each of them.
+        size: number of targets; the settings's gain is for each of them.
         parameters: what is learned.
-        plan: most iterations, the gain below which they end, and the time.
+        settings: most iterations, the gain below which they end, and the time.
         record: takes each improvement.
 
     Raises:
@@ -95,9 +98,9 @@ def learn_exactly(weighted: Callable[[float], float], size: int, parameters: lis
     found = minimize(
         lambda: weighted(1 / size),
         parameters,
-        max_iterations=plan.max_epochs,
-        tolerance=plan.tolerance,
-        is_spent=lambda: plan.seconds_left() <= 0,
+        max_iterations=settings.max_epochs,
+        tolerance=settings.tolerance,
+        is_spent=lambda: settings.seconds_left() <= 0,
         on_better=lambda value: record.note("exact", size * value),
     )
     if not found.value < float("inf"):

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import bound_kernel
-from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.subset.exchange import ExchangeFactors, ExchangeSearch
-from pyro_truncated.gp.subset.objectives import Basis, SubsetProblem, check_index
-from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
-from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
+from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
+from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, ExchangeSearch, SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count

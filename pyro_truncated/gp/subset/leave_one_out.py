@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -12,22 +13,137 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky
 from pyro_truncated.gp.data_kernels import as_data_kernel
-from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gp.kernels.evaluation import Covariance, covariance_at
-from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, make_kernel, maximize, parameters_of
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
+from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
 from pyro_truncated.gp.subset.alternation import sample_rows
-from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.objectives import SubsetProblem
-from pyro_truncated.gp.subset.subset_search import Budget
+from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count
 
-# Of more data, pivots are chosen from a random sample.
-_MOST_CANDIDATES = 20_000
-_EXCHANGES = 20
+Parameters = dict[str, Tensor]
+NOISE = "noise"
+
+
+def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
+    r"""A kernel in float64 by name, for standardised inputs ``(N, D)``, or a copy of the kernel given.
+
+    ``"linear"`` is :math:`a\,x^\top x'`, ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)` with :math:`\ell` the median distance of
+    inputs over :math:`\sqrt 2` to start from, and ``"composition"`` the sum of both and a constant. None of them holds the noise.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything but a name or a kernel.
+    """
+    if isinstance(kernel, kernels.Kernel):
+        return copy.deepcopy(kernel).to(device=inputs.device, dtype=torch.float64)
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel must be a name or a kernel of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
+    dim = inputs.shape[1]
+    one = torch.ones((), dtype=torch.float64, device=inputs.device)
+    make: dict[str, Callable[[], kernels.Kernel]] = {
+        "linear": lambda: kernels.Linear(dim, one / dim),
+        "rbf": lambda: kernels.RBF(dim, one.clone(), _median_distance(inputs) / math.sqrt(2)),
+        "composition": lambda: kernels.Sum(kernels.Sum(make["rbf"](), make["linear"]()), kernels.Constant(dim, one.clone())),
+    }
+    if kernel not in make:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, make))}, or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
+    return make[kernel]()
+
+
+def parameters_of(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
+    """Unconstrained values of a kernel's parameters, and the logarithm of the noise variance; logarithms where Pyro's transform is exp."""
+    found = {name: value.detach().clone() for name, value in kernel.named_parameters()}
+    return {**found, NOISE: noise.detach().log()}
+
+
+class Box:
+    r"""Bounds of every parameter, and the map :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)` from free values to the box.
+
+    On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The
+    bounds suit standardised inputs and targets between 0 and 1; a kernel that is of no use ends at its lowest variance.
+
+    Args:
+        kernel: the kernel; parameters of an unknown kind are bounded around its present ones.
+    """
+
+    def __init__(self, kernel: kernels.Kernel) -> None:
+        self.bounds = {NOISE: (-7.0, 2.0)}
+        for prefix, module in kernel.named_modules():
+            for name, value in module.named_parameters(recurse=False):
+                self.bounds[f"{prefix}.{name}" if prefix else name] = _bounds(module, name, value)
+
+    def free(self, parameters: Parameters) -> Parameters:
+        """Free values of the parameters, or of the nearest ones just off the boundary."""
+        found = {}
+        for name, value in parameters.items():
+            low, high = self.bounds[name]
+            found[name] = ((value - low) / (high - low)).clamp(1e-3, 1 - 1e-3).logit()
+        return found
+
+    def constrain(self, free: Parameters) -> Parameters:
+        """Parameters in the box of free values."""
+        return {name: self.bounds[name][0] + (self.bounds[name][1] - self.bounds[name][0]) * z.sigmoid() for name, z in free.items()}
+
+
+def maximize(
+    objective: Callable[[Parameters], Tensor], start: Parameters, box: Box, steps: int, tolerance: float = 1e-6
+) -> tuple[Parameters, float]:
+    """Parameters in the box that raise an objective, by at most ``steps`` iterations of L-BFGS.
+
+    They end early when an iteration gains less than ``tolerance`` nats per target, as it soon does where a fit goes on from the one before.
+
+    Returns:
+        The parameters and their objective; those of the start if nothing better, or nothing finite, was found.
+    """
+    with torch.no_grad():
+        before = float(objective(start))
+    free = {name: value.detach().clone().requires_grad_() for name, value in box.free(start).items()}
+
+    def loss() -> Tensor:
+        value = -objective(box.constrain(free))
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        found = minimize(loss, list(free.values()), max_iterations=steps, tolerance=tolerance)
+    if not -found.value > before:
+        return start, before
+    return {name: value.detach() for name, value in box.constrain(free).items()}, -found.value
+
+
+def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
+    """Median distance of two of (at most 500 evenly spaced) inputs, 1 if they are all equal."""
+    rows = inputs[:: max(1, len(inputs) // most)][:most]
+    distances = torch.pdist(rows)
+    median = distances.median() if len(distances) else distances.sum()
+    return median if bool(median > 0) else torch.ones_like(median)
+
+
+@functools.singledispatch
+def _bounds(module: torch.nn.Module, name: str, value: Tensor) -> tuple[float, float]:
+    """Bounds of one unconstrained parameter: by default, e^7 times less and more than at the start."""
+    centre = value.detach()
+    return float(centre.min()) - 7.0, float(centre.max()) + 7.0
+
+
+@_bounds.register(kernels.Isotropy)
+def _(module: kernels.Isotropy, name: str, value: Tensor) -> tuple[float, float]:
+    return (math.log(0.3), math.log(60.0)) if name.startswith("lengthscale") else (-7.0, 4.0)
+
+
+@_bounds.register(kernels.DotProduct)
+def _(module: kernels.DotProduct, name: str, value: Tensor) -> tuple[float, float]:
+    return -9.0, 3.0
+
+
+@_bounds.register(kernels.Constant)
+def _(module: kernels.Constant, name: str, value: Tensor) -> tuple[float, float]:
+    return -7.0, 4.0
 
 
 class _Columns:
@@ -75,14 +191,12 @@ def pivots_for(
     """
     rank = min(rank, len(inputs))
     start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
-    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, start, max(_MOST_CANDIDATES, 4 * rank), generator)
+    # Of more data, pivots are chosen from a random sample.
+    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, start, max(20_000, 4 * rank), generator)
     problem = SubsetProblem(sample.kernel, sample.targets, noise)
     search = ExchangeSearch()
-    found = search.improve(problem, rank, sample.inducing if len(start) else None, Budget(max_attempts=_EXCHANGES), generator)
+    found = search.improve(problem, rank, sample.inducing if len(start) else None, Budget(max_attempts=20), generator)
     return sample.among_all(found)
-
-
-_PIVOTS, _UNIT = "pivots", "unit"
 
 
 class LeaveOneOutRegression:
@@ -276,7 +390,7 @@ class LeaveOneOutRegression:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What fits have found, beside the inputs that the regression is made of: parameters, their unit, pivots chosen by targets."""
-        chosen = {_UNIT: torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {_PIVOTS: self._chosen})
+        chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {"pivots": self._chosen})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -286,7 +400,7 @@ class LeaveOneOutRegression:
             ValueError: if it is of another kernel.
         """
         given = {name: value.to(self.inputs.device) for name, value in state.items()}
-        chosen, unit = given.pop(_PIVOTS, None), given.pop(_UNIT, 1.0)
+        chosen, unit = given.pop("pivots", None), given.pop("unit", 1.0)
         if given.keys() != self.parameters.keys():
             raise ValueError(f"the state is of another kernel: it holds {sorted(given)}, the kernel here has {sorted(self.parameters)}")
         self._chosen, self.unit = chosen, float(unit)

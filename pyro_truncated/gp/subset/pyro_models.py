@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
-from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objectives import check_index
@@ -28,6 +28,44 @@ from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.parameter_store import UniqueModule, empty_store
+
+
+class StudentT(Likelihood):
+    r"""Targets with heavy-tailed noise: :math:`y \sim \mathrm{StudentT}(\nu, f, s)`.
+
+    Example:
+        >>> kernel = smooth_rbf(torch.randn(30, 1))
+        >>> model = SubsetVariationalGP(kernel, torch.randn(30), likelihood=StudentT(df=4.0), num_inducing=5)
+
+    Args:
+        df: degrees of freedom :math:`\nu` to start from.
+        scale: scale :math:`s` to start from.
+        dtype: floating point type of both.
+
+    Raises:
+        ValueError: if the scale is not positive, or there is no variance at so few degrees of freedom.
+    """
+
+    @names_arguments
+    def __init__(self, df: float = 4.0, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if not df > 1:
+            raise ValueError(f"df must be more than 1 degree of freedom; got {df}")
+        if not scale > 0:
+            raise ValueError(f"scale must be positive; got {scale}")
+        freedom: Any = PyroParam(torch.tensor(df, dtype=dtype), constraints.greater_than(1.0))
+        self.df: Tensor = freedom
+        spread: Any = PyroParam(torch.tensor(scale, dtype=dtype), constraints.positive)
+        self.scale: Tensor = spread
+
+    def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
+        """Draws ``y`` given means and variances of the latent function, by one draw of the function."""
+        f = dist.Normal(f_loc, f_var.sqrt())()
+        density = dist.StudentT(self.df, f, self.scale)
+        if y is not None:
+            density = density.expand_by(y.shape[: -f.dim()]).to_event(y.dim())
+        found: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
+        return found
 
 
 class SubsetModel(UniqueModule, Parameterized):

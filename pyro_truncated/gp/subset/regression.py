@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
-from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
+from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     Alternation,
     fitted_from_some_start,
@@ -28,25 +29,22 @@ from pyro_truncated.gp.subset.alternation import (
     rows_of_alternation,
 )
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
-from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objectives import (
     NOISE_FLOOR,
     OBJECTIVES,
     Basis,
     FreeBasis,
+    SparsePosterior,
     check_index,
     covariances_with,
     kernel_to_polish,
     noise_of,
 )
-from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count, check_counts
-
-_EXPLAINED_BY_NOISE, _EXPLAINED_BY_CHANCE, _ONE_SIDED = 0.02, 0.05, 1.645
 
 
 class AllNoiseWarning(UserWarning):
@@ -80,8 +78,8 @@ def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing
         AllNoiseWarning: if it is next to nothing, or below a twentieth and at the 5 % level not to be told from it.
     """
     explained, error = explained_share(targets, predicted)
-    # Noise itself looks explained by chance, a little.
-    if explained < min(_EXPLAINED_BY_CHANCE, _EXPLAINED_BY_NOISE + _ONE_SIDED * error):
+    # Noise itself looks explained by chance, a little: 1.645 errors above a fiftieth are the 5 % level.
+    if explained < min(0.05, 0.02 + 1.645 * error):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
         warnings.warn(
             f"the fit explains the targets as noise, of variance {noise:.3g} (of 1): predictions of each data point from all others{by} "
@@ -327,8 +325,8 @@ class SubsetGPRegression(torch.nn.Module):
         record = FitRecord(self.history, max_seconds, clock, progress)
         if not (polish and self.inducing_inputs is not None):
             self.inducing_inputs, self.held_out = None, self.held_out[:0]
-            plan = Plan(max_epochs, record.seconds_left, tolerance, hyper_evaluations, attempts_per_epoch, rows)
-            self.objective_value = self._learn(plan, record, subset_share if polish else 1.0)
+            settings = FitSettings(max_epochs, record.seconds_left, tolerance, hyper_evaluations, attempts_per_epoch, rows)
+            self.objective_value = self._learn(settings, record, subset_share if polish else 1.0)
         if polish:
             evaluations = (200 if max_seconds is None else 10**6) if polish_evaluations is None else polish_evaluations
             self._polish(evaluations, record)
@@ -337,16 +335,18 @@ class SubsetGPRegression(torch.nn.Module):
         warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
         return self.objective_value
 
-    def _learn(self, plan: Plan, record: FitRecord, share: float) -> float:
+    def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
         """Hyper-parameters, and the subset where there is one."""
         known = self.index[self.index >= 0]
 
         def attempt(gives_up: bool) -> float:
             """From where the parameters are, and the subset was."""
             if self.is_exact:
-                return fit_exactly(self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), plan, record)
+                return fit_exactly(
+                    self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record
+                )
             turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, self.num_inducing, self.generator)
-            limited = dataclasses.replace(plan, gives_up=gives_up, seconds_left=record.share_left(share))
+            limited = dataclasses.replace(settings, gives_up=gives_up, seconds_left=record.share_left(share))
             found, value = turns.run(known, limited, record)
             self.index.fill_(-1)
             self.index[: len(found)] = check_index(found, len(self.targets))

@@ -1,4 +1,4 @@
-"""What all ways of choosing an inducing subset share: their interface, and the budget they keep."""
+"""Searches for an inducing subset: their interface, the budget they keep, and the default, exchanges of blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
+from pyro_truncated.gp.subset.objectives import SubsetProblem, check_index
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.counts import check_count, check_counts
 
 
 @dataclasses.dataclass
@@ -144,3 +146,509 @@ def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor
     arrival = -torch.log1p(-noise) / weights.clamp(min=0.0)
     arrival = torch.where(weights > 0, arrival, torch.inf)
     return arrival.topk(min(num, positive), largest=False).indices
+
+
+class ExchangeFactors:
+    r""":math:`L`, :math:`C^{-1} = L_I^{-1}`, :math:`G = L^\top L`, :math:`L^\top Y` and the diagonal of :math:`K - \hat K` of a subset.
+
+    A factor need not be triangular: the objective only sees :math:`L L^\top`, so columns may be rotated. Removing inputs is one block
+    Householder reflection that moves their directions into the last columns, which are then ignored. Taking a removal or an addition
+    back costs nothing but the number of columns in use. All that grows with ``n`` are products of matrices.
+
+    Args:
+        problem: data, kernel and noise.
+        capacity: most inputs that the subset holds at any time, candidates included.
+        index: inputs to start from, ``(m,)``; those that depend on others are left out.
+    """
+
+    def __init__(self, problem: SubsetProblem, capacity: int, index: Tensor | None = None) -> None:
+        self.problem = problem
+        new = problem.targets.new_zeros
+        n, H = problem.targets.shape
+        self._factor, self._inverse = new(n, capacity), new(capacity, capacity)
+        self._gram, self._moment = new(capacity, capacity), new(capacity, H)
+        self._index = torch.zeros(capacity, dtype=torch.int64, device=problem.targets.device)
+        self.prior = problem.diag()
+        self.rebuild(self._index[:0] if index is None else index)
+
+    def rebuild(self, index: Tensor | None = None) -> None:
+        """Computes all factors anew, which removes rounding errors; for the given inputs, or those it holds."""
+        index = self.index.clone() if index is None else index
+        self.size = 0
+        self._cholesky: Tensor | None = None
+        self.residual = self.prior.clone()
+        if len(index):
+            # All inputs at once: K_nI C^-T beats adding blocks.
+            columns = self.problem.columns(index)
+            kept, triangle = independent_cholesky(columns[index], self.prior[index])
+            self._place(index[kept], columns[:, kept], triangle)
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the inducing inputs, ``(m,)``."""
+        return self._index[: self.size]
+
+    @property
+    def factor(self) -> Tensor:
+        """:math:`L`, ``(n, m)``."""
+        return self._factor[:, : self.size]
+
+    @property
+    def inverse(self) -> Tensor:
+        """:math:`C^{-1}`, ``(m, m)``: the inverse of the rows of :math:`L` at the inducing inputs."""
+        return self._inverse[: self.size, : self.size]
+
+    @property
+    def gram(self) -> Tensor:
+        r""":math:`G = L^\top L`, ``(m, m)``."""
+        return self._gram[: self.size, : self.size]
+
+    @property
+    def moment(self) -> Tensor:
+        r""":math:`L^\top Y`, ``(m, H)``."""
+        return self._moment[: self.size]
+
+    @property
+    def cholesky(self) -> Tensor:
+        """Lower triangular factor ``(m, m)`` of :math:`B`."""
+        if self._cholesky is None or len(self._cholesky) < self.size:
+            noise = self.problem.noise * torch.eye(self.size, dtype=self._gram.dtype, device=self._gram.device)
+            self._cholesky = torch.linalg.cholesky(self.gram + noise)
+        return self._cholesky[: self.size, : self.size]
+
+    def value(self) -> float:
+        """The objective."""
+        whitened = torch.linalg.solve_triangular(self.cholesky, self.moment, upper=False)
+        return float(self.problem.value_from(self.cholesky, whitened, self.residual.sum()))
+
+    def weights(self) -> Tensor:
+        r""":math:`S^{-1} Y`, ``(n, H)``."""
+        return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
+
+    def candidates(self) -> Tensor:
+        """Which inputs may be added: neither members nor determined by them, ``(n,)`` boolean."""
+        allowed = self.residual > DEPENDENT * self.prior
+        allowed[self.index] = False
+        return allowed
+
+    def residual_columns(self, index: Tensor) -> Tensor:
+        r"""Columns :math:`(K - \hat K)_{:J}`, ``(n, p)``."""
+        return self.problem.columns(index) - self.factor @ self.factor[index].mT
+
+    def append(self, index: Tensor, residuals: Tensor | None = None) -> int:
+        """Adds inputs, but for those that depend on others.
+
+        Args:
+            index: positions ``(t,)``, no members.
+            residuals: their :meth:`residual_columns`, if known.
+
+        Returns:
+            How many were added.
+        """
+        residuals = self.residual_columns(index) if residuals is None else residuals
+        kept, triangle = independent_cholesky(residuals[index], self.prior[index])
+        if len(kept):
+            self._place(index[kept], residuals[:, kept], triangle)
+        return len(kept)
+
+    def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
+        """Borders all factors by those of new inputs with their residual columns and the Cholesky factor of their residual block."""
+        old, new = self.size, self.size + len(index)
+        block = self._factor[:, old:new]
+        block.copy_(torch.linalg.solve_triangular(triangle, residuals.mT, upper=False).mT)
+        # What the members know is known exactly.
+        block[self.index] = 0.0
+        block[index] = triangle
+        inverse = torch.linalg.solve_triangular(triangle, torch.eye(len(index), dtype=block.dtype, device=block.device), upper=False)
+        self._inverse[old:new, :old] = -inverse @ (self._factor[index, :old] @ self.inverse)
+        self._inverse[:old, old:new] = 0.0
+        self._inverse[old:new, old:new] = inverse
+        self._gram[:new, old:new] = self._factor[:, :new].mT @ block
+        self._gram[old:new, :old] = self._gram[:old, old:new].mT
+        self._moment[old:new] = block.mT @ self.problem.targets
+        self._index[old:new] = index
+        self.residual = (self.residual - block.square().sum(1)).clamp(min=0.0)
+        self.size = new
+        self._cholesky = None
+        self.residual[self.index] = 0.0
+
+    def forget(self, count: int) -> Tensor:
+        """Ignores the last inputs.
+
+        Returns:
+            The residual variances before, for :meth:`recall`.
+        """
+        before = self.residual
+        dropped = self._factor[:, self.size - count : self.size]
+        self.size -= count
+        self.residual = before + dropped.square().sum(1)
+        self.residual[self.index] = 0.0
+        return before
+
+    def recall(self, count: int, residual: Tensor) -> None:
+        """Takes a :meth:`forget` back."""
+        self.size += count
+        self.residual = residual
+
+    def move_to_end(self, places: Tensor) -> None:
+        """Makes the members at ``places`` ``(t,)`` the last ones, and the last ``t`` columns of :math:`L` theirs alone."""
+        m, t = self.size, len(places)
+        member = torch.ones(m, dtype=torch.bool, device=places.device)
+        member[places] = False
+        order = torch.cat([member.nonzero().squeeze(1), places])
+        # Directions that only the leaving inputs see, reflected onto the last axes; flipped, since LAPACK reflects onto the first.
+        packed, tau = torch.geqrf(self.inverse[:, places].flip(0))
+        V = packed.tril(-1)
+        V.diagonal().fill_(1.0)
+        overlap = V.mT @ V
+        T = torch.linalg.inv(overlap.triu(1) + torch.diag_embed(1 / tau.clamp(min=1e-300)))
+        V = V.flip(0)
+        self._factor[:, :m].addmm_(self.factor @ V, T @ V.mT, alpha=-1)
+        self._inverse[:m, :m] = (self.inverse - V @ (T.mT @ (V.mT @ self.inverse)))[:, order]
+        gram = self.gram - (self.gram @ V) @ (T @ V.mT)
+        gram = gram - V @ (T.mT @ (V.mT @ gram))
+        self._gram[:m, :m] = (gram + gram.mT) / 2
+        self._moment[:m] = self.moment - V @ (T.mT @ (V.mT @ self.moment))
+        self._index[:m] = self.index[order]
+        self._inverse[: m - t, m - t : m] = 0.0
+        self._factor[self._index[: m - t], m - t : m] = 0.0
+        self._cholesky = None
+
+
+class CandidatePool:
+    r"""Candidates, and everything that exact changes of the objective by any of them depend on.
+
+    Args:
+        factors: the factors of the subset, as they are now.
+        index: positions of the candidates among the data, ``(p,)``.
+
+    Attributes:
+        residuals: columns :math:`E = (K - \hat K)_{:J}`, ``(n, p)``.
+        gram: :math:`E^\top E`, ``(p, p)``.
+        precision_gram: :math:`E^\top S^{-1} E` with :math:`S = \hat K + \sigma^2 I`, ``(p, p)``.
+        alignment: :math:`E^\top S^{-1} Y`, ``(p, H)``.
+    """
+
+    def __init__(self, factors: ExchangeFactors, index: Tensor) -> None:
+        self.problem = factors.problem
+        self.residuals = factors.residual_columns(index)
+        self.gram = self.residuals.mT @ self.residuals
+        along = factors.factor.mT @ self.residuals
+        half = torch.linalg.solve_triangular(factors.cholesky, along, upper=False)
+        # S^-1 Y is spread over the data only where candidates need it.
+        explained = along.mT @ torch.cholesky_solve(factors.moment, factors.cholesky)
+        self.precision_gram = (self.gram - half.mT @ half) / self.problem.noise
+        self.alignment = (self.residuals.mT @ self.problem.targets - explained) / self.problem.noise
+        self._block = self.residuals[index]
+        self._floor = DEPENDENT * factors.prior[index]
+
+    def gains(self) -> Tensor:
+        """Exact decreases of the objective ``(p,)`` by each candidate alone; minus infinity where it depends on the members."""
+        gains = _gains(self.problem, self._block, self.gram, self.precision_gram, self.alignment)
+        return torch.where(self._block.diagonal() > self._floor, gains, -torch.inf)
+
+    def choose(self, count: int) -> tuple[Tensor, Tensor]:
+        """Candidates that lower the objective most, each given those chosen before.
+
+        Returns:
+            Places in the pool and exact decreases, ``(t,)`` each, ``t`` at most ``count``; fewer where the others depend on these.
+        """
+        block, gram, weighted, alignment = self._block, self.gram, self.precision_gram, self.alignment
+        allowed = torch.ones(len(block), dtype=torch.bool, device=block.device)
+        places, gains = [], []
+        for _ in range(min(count, len(block))):
+            allowed = allowed & (block.diagonal() > self._floor)
+            gain = torch.where(allowed, _gains(self.problem, block, gram, weighted, alignment), -torch.inf)
+            i = int(gain.argmax())
+            if not bool(allowed[i]):
+                break
+            places.append(i)
+            gains.append(gain[i])
+            allowed[i] = False
+            c = block[:, i] / block[i, i].sqrt()
+            root = block[i, i].sqrt()
+            gram = _without(gram, gram[:, i] / root, c, gram[i, i] / block[i, i])
+            along, w, aligned = weighted[:, i] / root, weighted[i, i] / block[i, i], alignment[i] / root
+            after = along - c * w
+            weighted = _without(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
+            alignment = alignment - torch.outer(c, aligned) - torch.outer(after, aligned) / (1 + w)
+            block = block - torch.outer(c, c)
+        chosen = torch.tensor(places, dtype=torch.int64, device=block.device)
+        return chosen, torch.stack(gains) if gains else block.new_zeros(0)
+
+
+def approximate_gains(factors: ExchangeFactors, pivots: Tensor, diagonal: bool = True) -> Tensor:
+    r"""Approximate decreases of the objective by every input alone, ``(n,)``, for ranking.
+
+    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots.
+
+    Args:
+        factors: the factors of the subset.
+        pivots: positions ``(z,)``, no members.
+        diagonal: whether to add what the factor misses on the diagonal, which is known.
+
+    Returns:
+        Approximate decreases; minus infinity for members and inputs that depend on them.
+    """
+    noise = factors.problem.noise
+    residuals = factors.residual_columns(pivots)
+    kept, triangle = independent_cholesky(residuals[pivots], factors.prior[pivots])
+    half = torch.linalg.solve_triangular(triangle, residuals[:, kept].mT, upper=False).mT
+    along = factors.factor.mT @ half
+    whitened = torch.linalg.solve_triangular(factors.cholesky, along, upper=False)
+    M1 = half.mT @ half
+    M2 = (M1 - whitened.mT @ whitened) / noise
+    aligned = half.mT @ factors.problem.targets - along.mT @ torch.cholesky_solve(factors.moment, factors.cholesky)
+    known = half.square().sum(1)
+    squared, weighted, alignment = ((half @ M1) * half).sum(1), ((half @ M2) * half).sum(1), half @ (aligned / noise)
+    if diagonal:
+        missing = (factors.residual - known).clamp(min=0.0)
+        squared = squared + missing * (2 * known + missing)
+        weighted = weighted + missing * (2 * known + missing) / noise
+        alignment = alignment + missing[:, None] * factors.weights()
+    variance = factors.residual if diagonal else known
+    gains = _gain(factors.problem, variance.clamp(min=1e-300), squared, weighted, alignment)
+    return torch.where(factors.candidates(), gains, -torch.inf)
+
+
+def _gains(problem: SubsetProblem, block: Tensor, gram: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
+    return _gain(problem, block.diagonal().clamp(min=1e-300), gram.diagonal(), weighted.diagonal(), alignment)
+
+
+def _gain(problem: SubsetProblem, variance: Tensor, squared: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
+    r""":math:`\frac12 [ |\ell^\top a|^2 / (1 + w) - H \log(1 + w) + H |\ell|^2 / \sigma^2 ]`, all per unit of residual variance."""
+    w = (weighted / variance).clamp(min=0.0)
+    data = alignment.square().sum(1) / (variance * (1 + w))
+    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * squared / variance)
+    return gain
+
+
+def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
+    r"""Gram matrix of :math:`E - \ell c^\top` from that of :math:`E`, :math:`E^\top \ell` and :math:`|\ell|^2`."""
+    crossed = torch.outer(along, c)
+    return gram - crossed - crossed.mT + squared * torch.outer(c, c)
+
+
+def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
+    r"""The ``count`` members that are cheapest to remove one after the other, and what each of the removals costs, exactly.
+
+    With :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and
+    :math:`A = M K_{In} K_{nI} M`, removing member ``i`` raises the objective by
+
+    .. math:: \tfrac12 \Big[ \sum_h \frac{\beta_{ih}^2}{\sigma^2 N_{ii}} + H \log \frac{\sigma^2 N_{ii}}{M_{ii}}
+        + \frac{H}{\sigma^2} \frac{A_{ii}}{M_{ii}} \Big],
+
+    the last term only for ``"vfe"``; and all four follow a removal by updates of rank one or two. Nothing here grows with ``n``.
+
+    Returns:
+        Places ``(count,)`` among the members, and costs ``(count,)``.
+    """
+    problem = factors.problem
+    noise, H, trace = problem.noise, problem.num_outputs, problem.trace_weight
+    inverse, R = factors.inverse, factors.cholesky
+    half = torch.linalg.solve_triangular(R, inverse, upper=False)
+    M, N = inverse.mT @ inverse, half.mT @ half
+    beta = half.mT @ torch.linalg.solve_triangular(R, factors.moment, upper=False)
+    through = R.mT @ inverse
+    A = through.mT @ through - noise * M
+    places, costs = [], []
+    alive = torch.ones(factors.size, dtype=torch.bool, device=M.device)
+    for _ in range(count):
+        m, q = M.diagonal().clamp(min=1e-300), N.diagonal().clamp(min=1e-300)
+        data = beta.square().sum(1) / (noise * q)
+        cost = 0.5 * (data + H * (noise * q / m).log() + trace * A.diagonal() / m)
+        i = int(torch.where(alive, cost, torch.inf).argmin())
+        places.append(i)
+        costs.append(cost[i])
+        alive[i] = False
+        Mi, Ni, Ai = M[:, i] / M[i, i], N[:, i] / N[i, i], A[:, i]
+        crossed = torch.outer(Mi, Ai)
+        A = A - crossed - crossed.mT + A[i, i] * torch.outer(Mi, Mi)
+        beta = beta - torch.outer(Ni, beta[i])
+        M, N = M - torch.outer(Mi, M[i]), N - torch.outer(Ni, N[i])
+    return torch.tensor(places, device=M.device), torch.stack(costs)
+
+
+def removal_costs(factors: ExchangeFactors) -> Tensor:
+    """What removing each member alone would cost, exactly, ``(m,)``; see :func:`removal_plan`."""
+    noise, H = factors.problem.noise, factors.problem.num_outputs
+    inverse, R = factors.inverse, factors.cholesky
+    half = torch.linalg.solve_triangular(R, inverse, upper=False)
+    beta = half.mT @ torch.linalg.solve_triangular(R, factors.moment, upper=False)
+    m, q = inverse.square().sum(0), half.square().sum(0)
+    explained = (R.mT @ inverse).square().sum(0) - noise * m
+    data = beta.square().sum(1) / (noise * q)
+    costs: Tensor = 0.5 * (data + H * (noise * q / m).log() + factors.problem.trace_weight * explained / m)
+    return costs
+
+
+# An exchange has to pay more than rounding errors do.
+_RELATIVE_GAIN = 1e-9
+
+
+class ExchangeSearch(SubsetSearch):
+    """Adds the inputs that lower the objective most, then drops the members that are cheapest to drop, exactly; repeats while it falls.
+
+    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks all inputs by information pivots,
+    scores a pool of the best exactly, picks a block from it, each input given those picked before, and drops as many members. If the
+    objective would not fall, the block is halved. When no exchange succeeds any more, single swaps follow that first take a member out
+    and then look for a better one, which helps small subsets out of corners.
+
+    The objective never rises. It falls short of the optimum of a hard combinatorial problem, of course.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=ExchangeSearch())
+        >>> objective = model.fit(max_epochs=2)
+
+    Args:
+        information_pivots: number ``z`` of pivots of the ranking, drawn in proportion to the variance left unexplained.
+        pool: number of candidates that are scored exactly, the best of the ranking.
+        block: most inputs exchanged at once; default: an eighth of the subset, from 1 to 16.
+        patience: failed exchanges in a row after which single swaps begin.
+        candidates_per_input: how many random candidates each input of the start is chosen from, at most 256 at once.
+        single_swaps: whether single swaps follow.
+
+    Reference:
+        The objective, information pivots and exact acceptance are those of Cao, Brubaker, Fleet and Hertzmann (PAMI 2015).
+    """
+
+    restarts = False
+
+    @names_arguments
+    def __init__(
+        self,
+        information_pivots: int = 64,
+        pool: int = 64,
+        block: int | None = None,
+        patience: int = 3,
+        *,
+        candidates_per_input: int = 16,
+        single_swaps: bool = True,
+    ) -> None:
+        self.information_pivots, self.pool, self.patience, self.candidates_per_input = check_counts(
+            information_pivots=information_pivots, pool=pool, patience=patience, candidates_per_input=candidates_per_input
+        )
+        self.block = None if block is None else check_count("block", block)
+        check_kinds(ExchangeSearch.__init__, single_swaps=single_swaps)
+        self.single_swaps = single_swaps
+
+    @torch.no_grad()
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
+        block = self.block or min(16, max(1, num_inducing // 8))
+        capacity = min(problem.num_data, num_inducing + max(block, 1))
+        start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
+        factors = ExchangeFactors(problem, capacity, start)
+        self.fill(factors, num_inducing, block, generator)
+        value = factors.value()
+        budget.record(value)
+        block = min(block, capacity - factors.size)
+        if block:
+            value = self._exchange_blocks(factors, value, block, budget, generator)
+            if self.single_swaps:
+                self._swap_singles(factors, value, budget, generator)
+        return factors.index.clone()
+
+    def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
+        """Adds inputs in blocks, the best of random candidates, until there are ``num_inducing`` or all others depend on them."""
+        while factors.size < min(num_inducing, factors.problem.num_data):
+            wanted = min(block, num_inducing - factors.size)
+            drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
+            if not len(drawn):
+                return
+            pool = CandidatePool(factors, drawn)
+            places, _ = pool.choose(wanted)
+            if not len(places) or not factors.append(drawn[places], pool.residuals[:, places]):
+                return
+
+    def _exchange_blocks(
+        self, factors: ExchangeFactors, value: float, most: int, budget: Budget, generator: torch.Generator | None
+    ) -> float:
+        block, failures, since = most, 0, 0
+        while failures < self.patience and not budget.is_spent:
+            budget.attempts += 1
+            limit = block if budget.max_swaps is None else min(block, budget.max_swaps - budget.swaps)
+            swapped, value = self._exchange(factors, value, limit, generator)
+            if not swapped:
+                failures += 1
+                block = 1
+                continue
+            failures, block, since = 0, min(most, 2 * swapped), since + swapped
+            if since >= 500:
+                factors.rebuild()
+                value, since = factors.value(), 0
+            budget.record(value, swapped)
+        return value
+
+    def _exchange(self, factors: ExchangeFactors, value: float, block: int, generator: torch.Generator | None) -> tuple[int, float]:
+        """One exchange of at most ``block`` inputs: how many were exchanged, and the objective."""
+        size = factors.size
+        ranked = self._ranked(factors, generator)
+        if not len(ranked):
+            return 0, value
+        pool = CandidatePool(factors, ranked)
+        places, _ = pool.choose(block)
+        count = factors.append(ranked[places], pool.residuals[:, places])
+        while count:
+            grown = factors.value()
+            dropped, costs = removal_plan(factors, count)
+            # Dropping only inputs that were just added is no exchange.
+            if grown + float(costs.sum()) < value - _RELATIVE_GAIN * abs(value) and bool((dropped < size).any()):
+                fresh = int((dropped >= size).sum())
+                factors.move_to_end(dropped)
+                factors.forget(count)
+                return count - fresh, factors.value()
+            factors.forget(count - count // 2)
+            count //= 2
+        return 0, value
+
+    def _ranked(self, factors: ExchangeFactors, generator: torch.Generator | None) -> Tensor:
+        """The pool: the best candidates of the ranking by information pivots."""
+        allowed = factors.candidates()
+        pivots = draw(factors.residual * allowed, self.information_pivots, generator)
+        if not len(pivots):
+            return pivots
+        gains = approximate_gains(factors, pivots)
+        return gains.topk(min(self.pool, int(allowed.sum()))).indices
+
+    def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
+        """Takes members out one by one, cheapest first, for better ones, until none of them was exchanged."""
+        tried: set[int] = set()
+        while not budget.is_spent:
+            untried = torch.tensor([int(i) not in tried for i in factors.index.tolist()], device=factors.index.device)
+            if not bool(untried.any()):
+                return value
+            budget.attempts += 1
+            place = torch.where(untried, removal_costs(factors), torch.inf).argmin()
+            member = int(factors.index[place])
+            tried.add(member)
+            factors.move_to_end(place[None])
+            before = factors.forget(1)
+            found = self._better(factors, value, generator)
+            if found is None:
+                factors.recall(1, before)
+                continue
+            factors.append(found)
+            new = factors.value()
+            if not new < value:
+                # Rounding made the gain; the member comes back in its place.
+                factors.forget(1)
+                factors.append(torch.tensor([member], device=found.device))
+                continue
+            # The landscape has changed: all others are worth another try.
+            tried = {int(found[0])}
+            value = new
+            budget.record(value, 1)
+        return value
+
+    def _better(self, factors: ExchangeFactors, value: float, generator: torch.Generator | None) -> Tensor | None:
+        """The best candidate, if adding it brings the objective below ``value``."""
+        ranked = self._ranked(factors, generator)
+        if not len(ranked):
+            return None
+        gains = CandidatePool(factors, ranked).gains()
+        best = gains.argmax()
+        return ranked[best : best + 1] if factors.value() - float(gains[best]) < value - _RELATIVE_GAIN * abs(value) else None

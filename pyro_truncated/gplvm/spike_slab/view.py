@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.gp.cholesky import inducing_cholesky
-from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs

@@ -9,9 +9,16 @@ import torch
 
 from pyro_truncated.gp import ExchangeSearch, FunctionKernel
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors, approximate_gains, removal_costs, removal_plan
 from pyro_truncated.gp.subset.objectives import SubsetProblem
-from pyro_truncated.gp.subset.subset_search import Budget, draw
+from pyro_truncated.gp.subset.subset_search import (
+    Budget,
+    CandidatePool,
+    ExchangeFactors,
+    approximate_gains,
+    draw,
+    removal_costs,
+    removal_plan,
+)
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
 

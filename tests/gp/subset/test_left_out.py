@@ -7,10 +7,9 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import SubsetGPRegression
+from pyro_truncated.gp.optimization import FitRecord
 from pyro_truncated.gp.subset.alternation import held_out_rows
-from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.objectives import Basis, FreeBasis
-from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SparsePosterior
 from tests.gp.subset.subset_reference import nystrom, problem_and_index
 
 NOISE = 0.02

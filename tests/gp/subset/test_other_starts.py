@@ -9,8 +9,8 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import AllNoiseWarning, CoregionalizedGPRegression, PyroKernel, SubsetGPRegression, smooth_rbf
+from pyro_truncated.gp.optimization import FitRecord
 from pyro_truncated.gp.subset.coregionalized import ObservedEntries
-from pyro_truncated.gp.subset.fit_record import FitRecord
 
 
 def few_relevant(n, dim=16, seed=0):

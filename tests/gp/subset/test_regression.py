@@ -23,10 +23,9 @@ from pyro_truncated.gp import (
     smooth_rbf,
     spectrum,
 )
-from pyro_truncated.gp.subset import objectives
 from pyro_truncated.gp.subset.alternation import sample_rows
-from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, backward, noise_of
-from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SparsePosterior, backward, noise_of
+from pyro_truncated.utils.budget import memory_budget
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 from tests.papers.baselines.cholqr import CholQRSearch
 from tests.papers.baselines.greedy import GreedyVarianceSearch, TitsiasSearch
@@ -60,20 +59,19 @@ def test_value_and_gradient(objective, H):
 
 @pytest.mark.parametrize("objective", ["vfe", "pp", "fitc"])
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_frozen_kernels_leave_the_slope_of_the_noise(objective, in_blocks, monkeypatch):
+def test_frozen_kernels_leave_the_slope_of_the_noise(objective, in_blocks):
     kernel, Y = toy(60)
     for parameter in kernel.parameters():
         parameter.requires_grad_(False)
     index, log_noise = torch.arange(0, 60, 5), torch.tensor(-3.0, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(dense_value(kernel, index, Y, log_noise, objective), log_noise)[0]
-    if in_blocks:
-        monkeypatch.setattr(objectives, "_CHUNK", 12 * 25)
-    backward(Basis(kernel, index), Y, log_noise, objective)
+    with memory_budget(16 * 12 * 25 if in_blocks else None):
+        backward(Basis(kernel, index), Y, log_noise, objective)
     torch.testing.assert_close(log_noise.grad, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("objective", ["vfe", "pp"])
-def test_gradient_in_blocks_and_in_inducing_inputs(objective, monkeypatch):
+def test_gradient_in_blocks_and_in_inducing_inputs(objective):
     kernel, Y = toy(60)
     Z = kernel.inputs[:7].clone().requires_grad_()
     log_noise = torch.tensor(-3.0, dtype=torch.float64, requires_grad=True)
@@ -94,8 +92,9 @@ def test_gradient_in_blocks_and_in_inducing_inputs(objective, monkeypatch):
             moved[place] += sign * step
             ends.append(backward(FreeBasis(kernel, moved), Y, log_noise, objective))
         assert whole[-1][place] == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5)
-    monkeypatch.setattr("pyro_truncated.gp.subset.objectives._CHUNK", 7 * 13)
-    for one, many in zip(whole, slopes(), strict=True):
+    with memory_budget(16 * 7 * 13):
+        in_blocks = slopes()
+    for one, many in zip(whole, in_blocks, strict=True):
         torch.testing.assert_close(one, many, rtol=1e-9, atol=1e-9)
 
 

@@ -9,9 +9,8 @@ from pyro_truncated.gp import DataKernel, RestrictedKernel, SubsetSearch
 from pyro_truncated.gp.cholesky import DEPENDENT
 from pyro_truncated.gp.data_kernels import InputKernel
 from pyro_truncated.gp.pivoted_cholesky import greedy_cholesky
-from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors
 from pyro_truncated.gp.subset.objectives import SubsetProblem
-from pyro_truncated.gp.subset.subset_search import Budget, draw, random_subset
+from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors, draw, random_subset
 from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
