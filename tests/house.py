@@ -27,14 +27,9 @@ REASON = "A file of its own"
 # Short files that await their neighbours. None is added.
 TO_MERGE = {
     "models/kinds.py",
-    "pyro_truncated/diagnostics/truncation/evidence.py",
-    "pyro_truncated/distributed/fingerprint.py",
     "pyro_truncated/distributions/normal_or_missing.py",
-    "pyro_truncated/em/singleton_score.py",
     "pyro_truncated/guide/earlier_parameters.py",
     "pyro_truncated/program/nesting.py",
-    "pyro_truncated/scenes/colours.py",
-    "pyro_truncated/scenes/matching.py",
     "pyro_truncated/training/given_draws.py",
     "pyro_truncated/training/prior_draws.py",
 }

@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.mapped_files import file_of, release
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import device_of
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
-
-_ROWS_AT_A_TIME = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +237,8 @@ def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
     if not isinstance(y, Shard) or y.file is None:
         return plain[positions]
     rows = plain.new_empty(len(positions), *plain.shape[1:])
-    for start in range(0, len(positions), _ROWS_AT_A_TIME):
-        rows[start : start + _ROWS_AT_A_TIME] = plain[positions[start : start + _ROWS_AT_A_TIME]]
+    for part in torch.arange(len(positions), device=positions.device).split(1000):
+        rows[part] = plain[positions[part]]
         let_go(y)
     return rows
 
@@ -297,3 +294,54 @@ def own_rows(values: Tensor, y: Tensor) -> Tensor:
 def whole(rows: Tensor) -> Shard:
     """Data that every process holds whole, to do the same with them."""
     return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))
+
+
+def file_of(array: Any) -> mmap.mmap | None:
+    """Returns the shared memory map that an array lies in, or ``None``."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and array.mode == "c":
+            return None
+        array = array.base
+    return array if isinstance(array, mmap.mmap) else None
+
+
+def release(file: mmap.mmap | None) -> None:
+    """Returns pages that have been read or written to the system."""
+    if file is not None and hasattr(file, "madvise"):
+        file.madvise(mmap.MADV_DONTNEED)
+
+
+# The constants of splitmix64.
+_STEP, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def fingerprint(shard: Shard) -> int:
+    """Returns a 64-bit hash of all data and their positions.
+
+    It is a sum over data points, and so does not depend on how processes share them.
+
+    All processes that hold shards of the data must ask for it.
+    """
+    width = max(1, shard[:1].numel())
+    rows = max(1, 2**22 // width)
+    total = 0
+    for start in range(0, len(shard), rows):
+        total += _sum_of_hashes(shard[start : start + rows], shard.portion.first + start)
+    parts = world.gather(total) if shard.portion.is_part else [total]
+    return sum(parts) % 2**64
+
+
+def _sum_of_hashes(rows: torch.Tensor, first: int) -> int:
+    entries = rows.detach().cpu().contiguous().reshape(len(rows), -1).numpy()
+    bits = entries.view(f"u{entries.itemsize}").astype(np.uint64)
+    # Of every entry, mixed with its column; of every data point, mixed with its position.
+    columns = _mixed(bits + np.arange(1, bits.shape[1] + 1, dtype=np.uint64) * _STEP).sum(1, dtype=np.uint64)
+    positions = np.arange(first + 1, first + 1 + len(rows), dtype=np.uint64)
+    return int(_mixed(columns + positions * _STEP).sum(dtype=np.uint64))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

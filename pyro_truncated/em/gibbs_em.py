@@ -14,7 +14,7 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.alike import start_as_first
+from pyro_truncated.distributed.launch import start_as_first
 from pyro_truncated.distributed.shards import draw_alike, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.mapped_files import release
+from pyro_truncated.distributed.shards import release
 from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.layout import Layout

@@ -2,15 +2,11 @@
 
 from pyro_truncated.scenes.arrangement import DepthOrder, Positions
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, place_probabilities
-from pyro_truncated.scenes.colours import colour_maps
-from pyro_truncated.scenes.data import Objects, Scenes, coil_objects, generated_objects, occluded_scenes
-from pyro_truncated.scenes.matching import Match, match_objects
+from pyro_truncated.scenes.data import Match, Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
 from pyro_truncated.scenes.occlusion import OccludedScene
-from pyro_truncated.scenes.place_completion import PlacementCompletion
-from pyro_truncated.scenes.place_moves import PlacementMoves
-from pyro_truncated.scenes.place_regression import PlaceRegression
+from pyro_truncated.scenes.place_regression import PlaceRegression, colour_maps
 from pyro_truncated.scenes.place_scan import PlaceScan, RefinedPlaces
-from pyro_truncated.scenes.place_selection import PlacementSelection
+from pyro_truncated.scenes.place_searches import PlacementCompletion, PlacementMoves, PlacementSelection
 
 __all__ = [
     "Candidates",

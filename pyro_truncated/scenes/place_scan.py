@@ -14,7 +14,6 @@ from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
 from pyro_truncated.utils.budget import blocks_of_rows
 
 Scene = Callable[[], SceneParameters]
-_BYTES_PER_SCORE = 32  # of an object at a place, temporaries included
 
 
 class PlaceScan:
@@ -76,7 +75,8 @@ class PlaceScan:
         scene = self.scene()
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask, "max_mask": 1.0 if behind is None else 0.5}
         found = []
-        for rows in blocks_of_rows(len(images), _BYTES_PER_SCORE * len(scene.features) * self.canvas.num_places):
+        # A score takes 32 bytes, temporaries included.
+        for rows in blocks_of_rows(len(images), 32 * len(scene.features) * self.canvas.num_places):
             scores = scan_places(images[rows], scene, self.canvas, behind=None if behind is None else behind[rows], **options)
             found.append(best_places(scores, self.canvas, self.num_candidates))
         return join(found)

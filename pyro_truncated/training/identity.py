@@ -15,8 +15,7 @@ from pyro.infer.autoguide import AutoGuide, AutoGuideList
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from pyro_truncated.distributed.fingerprint import fingerprint
-from pyro_truncated.distributed.shards import Shard
+from pyro_truncated.distributed.shards import Shard, fingerprint
 
 # Constructor arguments that do not change results, or that are described elsewhere.
 _LEFT_OUT = {"self", "name", "model", "guide", "search", "init", "generator", "memory_budget", "max_plate_nesting"}

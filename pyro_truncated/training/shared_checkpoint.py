@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.all_reduced import local_names
-from pyro_truncated.distributed.rows_in_states import rows_of, with_rows, without_rows
+from pyro_truncated.distributed.owned_rows import rows_of, with_rows, without_rows
 from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated

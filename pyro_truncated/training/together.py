@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.alike import start_as_first
-from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes
+from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes, start_as_first
 from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
 from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, own_positions, rows_of_everyone
 from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
-from pyro_truncated.distributed.summed_elbo import SummedELBO
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
