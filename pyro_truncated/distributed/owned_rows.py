@@ -1,6 +1,6 @@
-"""Tensors with a row per data point, spread over processes, and those in the states of searches.
+"""Rows of data points that lie in several processes.
 
-Other processes ask for rows, and send gradients back.
+They are those of tensors, for which others ask and send gradients, and those in the states of searches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Searches for scenes: selected objects at candidate places, objects that are missing, and moves of single ones."""
+"""Searches for scenes: selected, missing and moved objects."""
 
 from __future__ import annotations
 
