@@ -2,6 +2,7 @@
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.binary_vae import BinaryVAE
+from pyro_truncated.models.categorical_mixture import CategoricalMixture
 from pyro_truncated.models.discrete_sparse_coding import DiscreteSparseCoding
 from pyro_truncated.models.exponential_family_maximal_causes import ExponentialFamilyMaximalCauses
 from pyro_truncated.models.factorial_hmm import FactorialHMM
@@ -17,6 +18,7 @@ from pyro_truncated.models.spike_slab_sparse_coding import SpikeSlabSparseCoding
 __all__ = [
     "BinarySparseCoding",
     "BinaryVAE",
+    "CategoricalMixture",
     "DiscreteSparseCoding",
     "ExponentialFamilyMaximalCauses",
     "FactorialHMM",

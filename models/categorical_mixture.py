@@ -12,20 +12,21 @@ from torch.nn import functional as F
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, checked_later
-from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
-from pyro_truncated.models.seeding import spread_rows
+from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.search import LinearFunctions
 
 _PROBABILITY_FLOOR = 1e-6
 _Categorical = checked_later(dist.Categorical)
 
 
-class CategoricalMixture(UniqueModule):
+class CategoricalMixture(LinearMixture):
     r"""Latent class model, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Categorical}(\theta_{zd})`.
 
     Example:
-        >>> from pyro_truncated.models.categorical_mixture import CategoricalMixture
         >>> y = torch.cat([torch.zeros(50, 3), torch.ones(50, 3)])
         >>> model = CategoricalMixture(3, 2, 2).initialize(y)
         >>> svi = SVI(model, AutoTruncated(model, num_states=2), ClosedForm(model), Truncated_ELBO())
@@ -39,7 +40,7 @@ class CategoricalMixture(UniqueModule):
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
-        probs: probabilities :math:`\theta`, ``(K, D, L)``, at least ``1e-6``.
+        probs: probabilities :math:`\theta`, ``(K, D, L)``; before they are normalised at least ``1e-6``.
 
     Reference:
         Goodman, "Exploratory latent structure analysis using both identifiable and unidentifiable models", Biometrika 61, 1974.
@@ -88,9 +89,21 @@ class CategoricalMixture(UniqueModule):
         _, nearest = spread_rows(rows, self.num_components, generator)
         size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
         total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
-        self._take(total / size.unsqueeze(-1))
+        self.probs = self._floored(total / size.unsqueeze(-1))
         self.weights = (size / size.sum()).to(self.weights)
+        self.knows_data.fill_(True)
         return self
+
+    def linear_features(self, y: Tensor) -> Tensor:
+        """One, and which values the data have, ``(N, 1 + D L)``."""
+        return torch.cat([self.probs.new_ones(len(y), 1), self._indicators(y).to(self.probs)], 1)
+
+    def linear_functions(self, y: Tensor) -> LinearFunctions:
+        """The log joints."""
+        probs = self.probs.detach().flatten(1)
+        coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
+        features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)
+        return LinearFunctions(coefficients, features, lambda: grouped(probs), len(y))
 
     @torch.no_grad()
     @takes_arrays
@@ -107,19 +120,42 @@ class CategoricalMixture(UniqueModule):
         return {"counts": shares.counts(), "sums": shares.sums(self._indicators(population.rows_of(check_data(y, self.num_observed))))}
 
     @torch.no_grad()
+    def statistics_of_one(self) -> dict[str, Tensor]:
+        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
+        weights = self.weights.double()
+        return {"counts": weights, "sums": weights.unsqueeze(-1) * self.probs.double().flatten(1)}
+
+    @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         """Sets the parameters to frequencies, which maximise the expected log joint.
 
         A class without data keeps its probabilities.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        self._take(torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.probs.double().flatten(1)))
+        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floored(statistics["sums"] / counts), self.probs)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Posterior mean :math:`\sum_k r_{nk}\, \theta_k` of the probabilities of all values.
+
+        Args:
+            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
+            y: all data, ``(N, D)``.
+
+        Returns:
+            Probabilities ``(N, D, L)`` for the population's data points.
+        """
+        mean: Tensor = Shares(population, self.num_components).means(self.probs.double().flatten(1))
+        probs = mean.unflatten(1, (self.num_observed, self.num_values))
+        return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
     def _indicators(self, y: Tensor) -> Tensor:
         """Which values data points have, ``(N, D L)``."""
         return F.one_hot(y.long(), self.num_values).flatten(1).double()
 
-    def _take(self, probs: Tensor) -> None:
+    def _floored(self, probs: Tensor) -> Tensor:
+        """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
         floored = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
-        self.probs = (floored / floored.sum(-1, keepdim=True)).to(self.probs)
+        return (floored / floored.sum(-1, keepdim=True)).to(self.probs)

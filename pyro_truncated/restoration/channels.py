@@ -102,7 +102,7 @@ def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Te
     Raises:
         ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
     """
-    levels = torch.as_tensor(as_tensors(noise)).to(image)
+    levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
     if not bool(((levels > 0) & levels.isfinite()).all()):
         raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
     if levels.numel() == 1:
@@ -110,7 +110,7 @@ def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Te
     if not has_channels or levels.shape != image.shape[-1:]:
         number = f"{image.shape[-1]} channels" if has_channels else "no channels"
         raise ValueError(f"noise must be one number or one for each channel; got {levels.numel()} for an array with {number}")
-    return levels
+    return levels.to(image)
 
 
 def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: int) -> float | Tensor:

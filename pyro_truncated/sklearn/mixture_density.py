@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.models import GaussianMixture, PoissonMixture
-from pyro_truncated.models.categorical_mixture import CategoricalMixture
+from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.posteriors import mixture_posteriors
 from pyro_truncated.sklearn.runs_apart import apart

@@ -212,6 +212,14 @@ enter(
     tied_signs=False,
     offset=True,
 )
+enter(
+    "CategoricalMixture",
+    learnt(models.CategoricalMixture, counts().clamp(max=3)),
+    num_observed=D,
+    num_components=2,
+    num_values=4,
+    dtype=None,
+)
 enter("PoissonMixture", learnt(models.PoissonMixture, counts()), num_observed=D, num_components=2, dtype=None)
 enter(
     "NoisyOr",

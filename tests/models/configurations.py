@@ -89,6 +89,10 @@ def counts(n: int, dtype: torch.dtype) -> Tensor:
     return torch.poisson(4 * torch.rand(n, D)).to(dtype)
 
 
+def categories(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(3, (n, D)).to(dtype)
+
+
 def mixture(kind: str, **options: Any) -> Configuration:
     def make(dtype: torch.dtype) -> Any:
         return library.GaussianMixture(D, H, covariance=kind, dtype=dtype, **options)
@@ -150,6 +154,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "ExponentialFamilyMaximalCauses-bernoulli": family("bernoulli", binary, 0.5),
     "ExponentialFamilyMaximalCauses-exponential": family("exponential", positive, -1.0, has_units=True),
     "ExponentialFamilyMaximalCauses-gamma": family("gamma", positive, 0.0, "concentration", has_units=True),
+    "CategoricalMixture": Configuration(
+        lambda dtype: library.CategoricalMixture(D, H, 3, dtype=dtype), (H,), "z", categories, 3.0, stationary=("weights", "probs"),
+        takes_missing=False, has_units=False,
+    ),
     "PoissonMixture": Configuration(
         lambda dtype: library.PoissonMixture(D, H, dtype=dtype), (H,), "z", counts, -1.0, stationary=("weights", "rate"),
         takes_missing=False, has_units=False,

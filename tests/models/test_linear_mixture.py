@@ -12,12 +12,12 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
-from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
+from pyro_truncated.models import BinarySparseCoding, CategoricalMixture, GaussianMixture, PoissonMixture
 from pyro_truncated.models.linear_mixture import LinearMixture
 from tests.models.mixture import log_joint
 
 D64 = torch.float64
-KINDS = ("full", "diag", "spherical", "tied", "low-rank", "shared noise", "poisson")
+KINDS = ("full", "diag", "spherical", "tied", "low-rank", "shared noise", "poisson", "categorical")
 
 
 def problem(kind: str, number: int = 6, num_data: int = 120) -> tuple[LinearMixture, Tensor]:
@@ -26,6 +26,9 @@ def problem(kind: str, number: int = 6, num_data: int = 120) -> tuple[LinearMixt
     if kind == "poisson":
         y = y.abs().round()
         return PoissonMixture(4, number, dtype=D64).initialize(y, generator), y
+    if kind == "categorical":
+        y = (y.abs().round() % 4).clamp(max=3)
+        return CategoricalMixture(4, number, 4, dtype=D64).initialize(y, generator), y
     is_shared = kind == "shared noise"
     covariance, rank = ("low-rank", 2) if is_shared or kind == "low-rank" else (kind, None)
     model = GaussianMixture(4, number, covariance=covariance, rank=rank, shared_noise=is_shared, pseudo_data=0, dtype=D64)

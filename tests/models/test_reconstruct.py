@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch
 from pyro_truncated import models as library
@@ -20,7 +21,7 @@ N = 6
 
 
 def means_of_states(row: Configuration, model: Any, y: Tensor) -> Tensor:
-    """``E[y_n | s]`` of every state without its noise, ``(T, N, D)``, by running the Pyro model."""
+    """``E[y_n | s]`` of every state without its noise, ``(T, N, D)``, by running the Pyro model; of categories their probabilities."""
     pyro.clear_param_store()
     space = row.space()
     states = space.unpack(space.enumerate(), y.dtype if space.is_binary and row.site == "s" else torch.int64)
@@ -28,6 +29,8 @@ def means_of_states(row: Configuration, model: Any, y: Tensor) -> Tensor:
     values = values if row.site == "s" else values.squeeze(-1)
     conditioned = poutine.condition(model, data={row.site: values})
     likelihood = poutine.trace(conditioned).get_trace(y).nodes["y"]["fn"]
+    if isinstance(likelihood.base_dist, Categorical):
+        return likelihood.base_dist.probs.detach().expand(len(states), *y.shape, -1)
     means = likelihood.mean.detach().expand(len(states), *y.shape)
     return means + shift_of_integrated(model, values, means, y)
 
@@ -54,7 +57,7 @@ def test_reconstructions_are_the_exact_posterior_means(name: str, with_missing: 
     row = CONFIGURATIONS[name]
     model, y = row.make(D64), row.generate(N, with_missing=with_missing)
     weights = row.log_joint(model, y).detach().softmax(-1)
-    expected = torch.einsum("nt,tnd->nd", weights, means_of_states(row, model, y))
+    expected = torch.einsum("nt,tn...->n...", weights, means_of_states(row, model, y))
     population = row.population(model, y)
     found = model.reconstruct(population, y)
     assert not found.requires_grad
