@@ -77,7 +77,7 @@ class GatedDecoder(UniqueModule):
         states. With their most probable states taken for known, what is wrong there would teach a part the looks of another. Poses of
         the examples have to be known, too: their likelihood has many optima. With sixty images of ``examples/moving_parts.py`` and only
         their switches, 300 steps of Adam on poses and hyper-parameters end 1000 nats below the true poses from principal components of what
-        the switches leave (rank correlations with these from .42 to .94), and 2300 and more from random ones;
+        the switches leave (rank correlations with these from 0.42 to 0.94), and 2300 and more from random ones;
         of the other images half then have all four switches right, in place of nine in ten.
 
     Example::

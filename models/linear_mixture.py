@@ -93,7 +93,7 @@ class LinearMixture(UniqueModule):
         this is a product of matrices. Up to three thousand components, or for fewer than ten data points per component, all are looked at.
         Of more only those in the two likeliest groups and the neighbours of the best two, and in sixteen groups for those data points
         that have no likely one there: of ten thousand spherical components with known parameters the best one is missed for less than
-        .1 % of the data points, and 2 % of the four best; of diagonal ones .2 % and 4 %; where components overlap 1 to 2 % and 2 to 4 %.
+        0.1 % of the data points, and 2 % of the four best; of diagonal ones 0.2 % and 4 %; where components overlap 1 to 2 % and 2 to 4 %.
         In training, populations that hold some lead on, so that less is missed.
 
         Example:

@@ -77,7 +77,7 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
     """Positions ``(K,)`` of rows of points ``(N, D)`` that lie spread over them: the first part of :func:`spread_rows`, with few draws.
 
     More than four thousand are drawn many at a time: nearly as good, and in a fraction of the time, for what they cost are products of
-    matrices. (Mixtures of a thousand components of low rank that start from them end .12 nats lower in the mean of four seeds, diagonal
+    matrices. (Mixtures of a thousand components of low rank that start from them end 0.12 nats lower in the mean of four seeds, diagonal
     ones as high.) With cells, each of what is nearest to one of the first rows, a draw is judged by its own cell alone, which is cheaper.
     """
     points = points - points.mean(0)

@@ -1,4 +1,4 @@
-"""A guide whose data points are spread over processes, brought together on the first of them."""
+"""Gathers a guide's data points from all processes on the first."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ class AllData:
 
 
 def is_spread(*arguments: Any) -> bool:
-    """Whether the data among the arguments of a model are a shard, and other processes hold more."""
+    """Whether a model's data are a shard of several processes' data."""
     portion = portion_of(arguments)
     return portion is not None and portion.is_part
 
 
 def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    """What the first process is told about a guide of the data of all, on every process; all of them must ask.
+    """Sends the first process's answer about the guide to all processes.
+
+    All of them must call it.
 
     Args:
         ask: is given a guide and the model's arguments.
@@ -57,7 +59,9 @@ def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwarg
 
 
 def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
-    """The guide of all data on the first process, ``None`` on others; all of them must ask.
+    """Returns the guide of all data on the first process, elsewhere ``None``.
+
+    All processes must call it.
 
     Raises:
         TypeError: if the guide holds no ``AutoTruncated``.

@@ -1,4 +1,7 @@
-"""What states outside of a population are drawn from: a mixture around its states that is positive everywhere."""
+"""The proposal for states outside of a population.
+
+It is a mixture around its states that is positive everywhere.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class Proposal:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=source).to(self.device)
 
     def log_density(self, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Log densities ``(n, M)`` of states ``(n, M, W)``, and whether these are in the population."""
+        """Returns log densities ``(n, M)`` of states, and which are in the population."""
         drawn, held = self._one_hot(words), self._one_hot(self.population.words[rows])
         log_base = self.base[rows].log().unsqueeze(1)
         parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", drawn, self.values[rows].flatten(1).clamp(min=1e-300).log())]
@@ -80,7 +83,10 @@ class Proposal:
 
 
 def _smoothed(population: Population) -> Tensor:
-    """Probabilities ``(N, L, V)`` of the independent component: positive at all values that a latent has."""
+    """Returns probabilities ``(N, L, V)`` of the independent component.
+
+    They are positive at all values that a latent has.
+    """
     space: StateSpace = population.space
     own = dataclasses.replace(population, log_joint=population.log_joint.double()).value_probabilities()
     cardinality = space.cardinality.to(own.device)

@@ -50,10 +50,12 @@ def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def scored_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> tuple[AutoTruncated, LogJoint, Population]:
-    """The truncated part, a scorer, and the populations of the data points that the model selects, scored under the model as it is now.
+    """Returns the truncated part, a scorer, and populations scored under the current model.
 
-    Latents of other guides take ``values`` where given, else the medians of their guides: everything a check says is then about the
-    posterior of the states given these.
+    The populations are those of the data points that the model selects.
+
+    Latents of other guides take ``values`` where given, else the medians of their guides. Every
+    result is then about the posterior of the states given these.
     """
     part = truncated_part(guide)
     if is_on_product(guide, args, kwargs):

@@ -1,4 +1,4 @@
-"""What importance weights say of their mean: intervals that hold although the weights are skewed, and how heavy their tails are."""
+"""Intervals for means of skewed importance weights, and their tails' heaviness."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pyro_truncated.utils.arviz_compat import pareto_shapes
 
 
 def interval_of_mean(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
-    """Confidence interval for the means of skewed non-negative weights ``(N, M)``: lower and upper ends ``(N,)``.
+    """Returns confidence limits for means of skewed non-negative weights ``(N, M)``.
 
-    It is the union of two: Hall's, from a monotone cubic transformation of the t-statistic that removes its skewness (Hall 1992), and the
-    symmetric one for the logarithm of the mean. Both take as degrees of freedom half the number of effective draws, less one.
+    Lower and upper ends are ``(N,)``.
+
+    It is the union of two. Hall's comes from a monotone cubic transformation of the t-statistic
+    that removes its skewness (Hall 1992). The other is symmetric for the logarithm of the mean.
+    Both take as degrees of freedom half the number of effective draws, less one.
     """
     number, mean, deviation = shares.shape[1], shares.mean(-1), shares.std(-1).clamp(min=1e-300)
     error = deviation / number**0.5
@@ -40,7 +43,10 @@ def interval_of_mean(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]
 
 
 def tail_indices(ratios: Tensor) -> Tensor:
-    """Tail indices ``(N,)`` of log ratios ``(N, M)``; NaN where the tail holds too many equal values."""
+    """Returns tail indices ``(N,)`` of log ratios ``(N, M)``.
+
+    They are NaN where the tail holds too many equal values.
+    """
     num_samples = ratios.shape[1]
     tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
     # Draws of zero weight differ by NaN, which exceeds nothing.
