@@ -25,8 +25,8 @@ class Superposition(TorchDistribution):
     A subclass knows more than the density of an observation under its states:
 
     * :meth:`packed_log_prob` scores the packed states of a population.
-      :class:`~pyro_truncated.AutoTruncated` calls it if the model's only latents are the binary
-      ones that superpose, and :attr:`has_packed_log_prob` is true.
+      :class:`~pyro_truncated.AutoTruncated` calls it if :attr:`has_packed_log_prob` is true and the
+      model has no other latents than the binary ones.
     * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the
       data points. The gradient of the truncated free energy follows from them (Fisher's identity),
       and a closed-form M-step needs them.
@@ -186,7 +186,7 @@ class Superposition(TorchDistribution):
         raise NotImplementedError(f"{type(self).__name__} has no mean")
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        """Returns the log density of observed entries under states, elementwise in the batch."""
+        """Returns the log density of observed entries under states, elementwise."""
         raise NotImplementedError(f"{type(self).__name__} has no density")
 
 
@@ -224,7 +224,7 @@ class GaussianSuperposition(Superposition):
 
 
 def _tensor_like(value: Tensor | float, like: Tensor) -> Tensor:
-    """Returns a parameter in the type and on the device of the dictionary.
+    """Returns a parameter in the dictionary's type and on its device.
 
     A number is created there and not copied.
     """

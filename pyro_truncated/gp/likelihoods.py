@@ -47,7 +47,10 @@ class StudentT(Likelihood):
         self.scale: Tensor = spread
 
     def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
-        """Draws ``y`` given means and variances of the latent function, by one draw of the function."""
+        """Draws ``y`` by one draw of the latent function.
+
+        Its means and variances are given.
+        """
         f = dist.Normal(f_loc, f_var.sqrt())()
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:

@@ -1,4 +1,4 @@
-"""The one quasi-Newton method: L-BFGS that ends at the best parameters it has seen, and on time."""
+"""L-BFGS that ends at the best parameters, and within a time limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def minimize(
     is_spent: Callable[[], bool] = lambda: False,
     on_better: Callable[[float], None] = lambda value: None,
 ) -> Minimum:
-    """L-BFGS with strong Wolfe line searches that leaves the parameters at the best values it has seen.
+    """L-BFGS with strong Wolfe line searches that keeps the best parameters.
 
     Where there is no value (NaN, infinity, or a matrix that cannot be factorised) the line search meets a wall, far above and flat.
 

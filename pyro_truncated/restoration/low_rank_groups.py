@@ -77,7 +77,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
 
 
 def _of_small_rank(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
-    """Returns the mean of all groups of an image without small singular values."""
+    """Returns the mean of all groups without small singular values."""
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
     largest = (noise * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2

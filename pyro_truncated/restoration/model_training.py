@@ -32,7 +32,7 @@ ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
 
 def made(model: ModelOfPatches, num_observed: int) -> Any:
-    """Returns the model itself, or calls a factory with the number of entries.
+    """Returns the model, or calls a factory with the number of entries.
 
     Raises:
         TypeError: if it cannot reconstruct data from populations.

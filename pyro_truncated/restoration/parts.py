@@ -1,4 +1,7 @@
-"""Restores large pictures in overlapping tiles, as all patches would not fit into memory."""
+"""Restores large pictures in overlapping tiles.
+
+All patches of a large picture would not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,6 @@ def spans(size: int, side: int) -> list[slice]:
 
 
 def _fading(span: slice) -> Tensor:
-    """Returns weights that fade to the overlapping ends of a stretch, never to zero."""
+    """Returns weights that fade to overlapping ends, never to zero."""
     places = torch.arange(span.stop - span.start, dtype=torch.float64)
     return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)

@@ -78,7 +78,7 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
 
 
 def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float) -> Any:
-    """Returns the first entry of a table whose limit reaches the noise-to-signal ratio."""
+    """Returns a table's first entry whose limit reaches the noise-to-signal ratio."""
     ratio = _ratio(image, noise)
     return next(value for limit, value in table if ratio <= limit)
 

@@ -104,9 +104,9 @@ def denoise(
 
     By default the overlapping patches are a mixture of normal distributions, see
     :class:`.PatchMixture`, with posteriors truncated to the most probable components. In each round
-    the mixture is learned from the array restored so far, and every entry becomes the weighted mean
-    of the patches' posterior means. Another model is trained by truncated EM or by gradients.
-    Missing entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
+    the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
+    the patches' posterior means. Another model is trained by truncated EM or by gradients. Missing
+    entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
     Example::
 
@@ -270,7 +270,7 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
 
 @names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
-    """Fills in the missing entries of an image, a signal or a volume.
+    """Fills in missing entries of an image, a signal or a volume.
 
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
     starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.stationary.predicted`.

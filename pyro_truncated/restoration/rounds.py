@@ -45,7 +45,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 class Learned(NamedTuple):
-    """The result of a mixture: the restored array, its expected squared errors, and more.
+    """What a mixture makes of an array, with expected squared errors.
 
     That is the noise that it asks for, the mixture, and its guide.
     """
@@ -154,7 +154,7 @@ def _restored_by_mixture(
     generator: torch.Generator | None,
     bar: ProgressBar,
 ) -> Learned:
-    """Fits a mixture to patches of an estimate and applies it to the image.
+    """Fits a mixture to patches of an estimate and applies it.
 
     Responsibilities are those of the noisy patches, with missing entries taken from the estimate.
     The posterior means use observed entries only.
@@ -162,8 +162,8 @@ def _restored_by_mixture(
     Returns:
         The restored array, the mean of its expected squared errors, the noise, the mixture and its
         guide. Each entry is the mean over patches, weighted by the inverse of its expected squared
-        errors, or of those of whole patches where entries are missing. The noise is the standard
-        deviation that maximises the expected log joint.
+        errors. Where entries are missing, these are the errors of whole patches. The noise is the
+        standard deviation that maximises the expected log joint.
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
@@ -211,14 +211,14 @@ def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = N
 
 
 def _restored_again(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
-    """Applies a mixture to another array, with the most probable components found before."""
+    """Applies a mixture to another array, with its most probable components."""
     y, places = learned.patches.extract(image), learned.patches.places().to(image)
     population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
     return _assembled(mixture, *mixture.posterior_means(population, y), y, learned.patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """Returns the nearest clusters of every point, by Lloyd's algorithm from random points."""
+    """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
     chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
     return nearest_centres(points, k_means(points, points[chosen], _LLOYD_STEPS), _NEAREST)
 

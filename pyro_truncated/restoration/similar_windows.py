@@ -22,7 +22,7 @@ _BLOCK = 4096
 
 
 def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
-    r"""Averages a restored image with groups of similar windows of the noisy one.
+    r"""Averages a restored image with groups of similar noisy windows.
 
     See :func:`restored_by_groups`.
 

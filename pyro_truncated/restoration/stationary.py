@@ -35,7 +35,7 @@ _LEAST_VARIANCE = 0.05
 
 
 def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
-    r"""Returns an array with missing entries, and those below noise, predicted from windows.
+    r"""Predicts missing entries, and those below noise, from windows.
 
     The differences :math:`d` of the array from a smooth one are taken to be normal. Their
     covariances depend on distance, channels and roughly the place :math:`q`, and are estimated from

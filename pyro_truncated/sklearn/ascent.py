@@ -1,4 +1,4 @@
-"""A deterministic search: it scores neighbours of the best states until nothing improves."""
+"""A deterministic search among neighbours of the best states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spaces of discrete states, and populations of states kept for each data point."""
+"""Spaces of discrete states, and populations of states for data points."""
 
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace

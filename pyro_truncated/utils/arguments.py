@@ -140,7 +140,7 @@ def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated kind, as far as quickly known."""
+    """Whether a value is of an annotated kind, checked quickly."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))

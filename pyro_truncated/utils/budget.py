@@ -63,7 +63,7 @@ def budget_on(device: torch.device) -> int:
 
 
 def current_budget() -> int:
-    """Returns the bytes for temporaries of a block, in this thread and task."""
+    """Returns the bytes for a block's temporaries, in this thread and task."""
     return _budget.get()
 
 

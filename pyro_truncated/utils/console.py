@@ -108,5 +108,5 @@ def _text(value: Any) -> str:
 
 
 def power_of_ten(number: int) -> str:
-    """Returns a count as text, or its order of magnitude if it is huge."""
+    """Returns a count as text, if huge its order of magnitude."""
     return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"

@@ -136,7 +136,9 @@ transform_to.register(or_missing, lambda constraint: transform_to(constraint.bas
 
 
 def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns values in float64, with zeros for missing entries, and which are observed.
+    """Returns values in float64 with zeros where missing, and a mask.
+
+    The mask is ``None`` if all are observed.
 
     The latter is ``None`` if all are.
     """
@@ -223,7 +225,9 @@ def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
 
 
 def signed(y: Tensor) -> Tensor:
-    """Returns the data, or a signed copy of unsigned integers above eight bits.
+    """Returns the data, with unsigned integers above eight bits made signed.
+
+    Torch does not compute with those.
 
     Torch does not compute with the latter.
     """

@@ -32,7 +32,10 @@ _GENERATOR = "generator"
 
 
 def device_of_module(module: Any) -> torch.device:
-    """Returns the device of a module's first parameter or buffer, else the CPU."""
+    """Returns the device of a module's first parameter, else the CPU.
+
+    A module without parameters has the device of its first buffer.
+    """
     if not isinstance(module, torch.nn.Module):
         return torch.device("cpu")
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
@@ -80,7 +83,7 @@ def is_noted(value: Tensor, question: str) -> bool:
 
 
 def note_of(value: Tensor, question: str, answer: bool) -> None:
-    """Caches the answer to a question about a tensor, where that is possible."""
+    """Caches the answer to a question about a tensor, where possible."""
     if _is_remembered(value):
         _answers(value)[_key(value, question)] = answer
 

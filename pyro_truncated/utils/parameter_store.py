@@ -99,7 +99,9 @@ def _join(*names: str) -> str:
 
 @contextmanager
 def empty_store() -> Iterator[None]:
-    """A context in which Pyro's parameter store is empty; it is restored afterwards.
+    """A context in which Pyro's parameter store is empty.
+
+    It is restored afterwards.
 
     Kernels register their parameters by names such as ``"variance"``, which a model may use as well. Pyro's own ``scope()`` serves between
     runs, not inside of one. It removes the mark from unconstrained parameters by which
@@ -180,7 +182,7 @@ class ShadowWatch(Messenger):
 
 
 def hold(parameter: Parameter, training: bool) -> None:
-    """Records the owner of a parameter, and the store's tensor that replaces it."""
+    """Records a parameter's owner and the store's tensor that replaces it."""
     stored = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
     tensors = [parameter.tensor, stored] if training or _may_go_on(parameter, stored) else [parameter.tensor]
     for tensor in tensors:
@@ -211,7 +213,9 @@ def _is_used_and_differs(own: Tensor, stored: Tensor) -> bool:
 
 
 def _was_used(stored: Tensor) -> bool:
-    """Whether a tensor of the store belonged to a module or was optimised.
+    """Whether a tensor of the store belonged to a module or changed.
+
+    An optimiser may have changed it since it was made or loaded.
 
     Only changes after it was made or loaded count.
     """
@@ -410,7 +414,7 @@ def _settle(module: UniqueModule) -> None:
 
 
 def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
-    """Groups names in the store by the module of a class that owns them."""
+    """Groups names in the store by the module that owns them."""
     found: dict[str, list[str]] = defaultdict(list)
     for key in store:
         if match := re.match(rf"{re.escape(kind)}(_\d+)?(?=\.)", key):

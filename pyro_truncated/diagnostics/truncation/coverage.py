@@ -146,7 +146,9 @@ class Growth:
 
 @torch.no_grad()
 def population_growth(guide: Any, *args: Any, search: Search | None = None, steps: int = 10, **kwargs: Any) -> Growth:
-    r"""Growth of the free energy with further search and with twice the states.
+    r"""Gains of the free energy by further search and by more states.
+
+    The states are twice as many.
 
     A large enough population gains little from being doubled. The gain is at least :math:`\log` of
     the ratio of the masses covered, so it bounds the missing mass from below. The populations of

@@ -145,7 +145,7 @@ def estimate_evidence(
     This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)`
     (Jensen), and it is never below the free energy. :math:`r_n` is a *defensive* mixture
     (Hesterberg 1995). With probability 0.7 it draws a state of the population, half from the
-    posterior and half uniformly, and changes each latent with a small probability (one or three
+    posterior and half uniformly. Each latent then changes with a small probability (one or three
     changes expected). Otherwise latents are independent. Their values follow the posterior
     marginals, those averaged over the data, and a little of the uniform distribution. So it is
     positive everywhere, and its density is computed exactly. The tail index of the weights says

@@ -63,7 +63,10 @@ class ExactComparison:
 
     @property
     def error_of_pairs(self) -> Tensor:
-        """Returns the largest error of the probability that two latents are active, ``(N,)``."""
+        """Returns the largest error of probabilities that two latents are active.
+
+        It is ``(N,)``.
+        """
         return (self.pairs - self.truncated_pairs).abs().amax((1, 2))
 
 

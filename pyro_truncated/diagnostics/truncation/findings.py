@@ -24,7 +24,9 @@ Result = TypeVar("Result")
 
 
 class TruncationWarning(UserWarning):
-    """A truncated posterior, or a number computed from it, should not be trusted.
+    """A truncated posterior, or a number from it, should not be trusted.
+
+    The message says why, and what to change.
 
     The message says why, and what to change.
 
@@ -151,7 +153,9 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
 
 
 def gap_of(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    """Returns the exact or estimated log evidence and the gap of the bound.
+    """Returns the exact or estimated log evidence and the bound's gap.
+
+    They are minus infinity where neither is known.
 
     They are minus infinity where neither is known.
     """

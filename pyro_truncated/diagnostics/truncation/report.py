@@ -155,7 +155,9 @@ def check_truncation(
     warn: bool = True,
     **kwargs: Any,
 ) -> TruncationReport | ProductReport:
-    """Runs all checks of a truncated posterior and says whether to trust it.
+    """Checks a truncated posterior and says whether to trust it.
+
+    ``print`` shows the answer on one page.
 
     ``print`` shows the answer on one page.
 

@@ -50,7 +50,9 @@ def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def scored_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> tuple[AutoTruncated, LogJoint, Population]:
-    """Returns the truncated part, a scorer, and populations scored under the current model.
+    """Returns truncated part, scorer, and populations scored under the current model.
+
+    The populations are those of the data points that the model selects.
 
     The populations are those of the data points that the model selects.
 

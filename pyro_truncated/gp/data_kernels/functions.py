@@ -13,7 +13,9 @@ from pyro_truncated.utils.arguments import check_kinds, names_arguments
 
 
 class FunctionKernel(FixedKernel):
-    """A Python function ``k(x, z)`` of two objects of any type; each column is computed once and kept.
+    """A Python function ``k(x, z)`` of two objects of any type.
+
+    Each column is computed once and cached.
 
     Example:
         >>> def common(a, b):

@@ -1,4 +1,4 @@
-"""What makes a covariance function one, looked at on a few inputs; and covariances with new inputs that are numbers."""
+"""Checks of covariance functions on a few inputs, and of numeric inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def check_data_kernel(kernel: DataKernel) -> None:
 
 @torch.no_grad()
 def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Looks at the covariances of the first of some inputs ``(N, D)``, 100 at most, as :func:`check_data_kernel` does."""
+    """Checks covariances of the first inputs of ``(N, D)``, at most 100.
+
+    See :func:`check_data_kernel`.
+    """
     inputs = inputs.detach()[:_MOST_INPUTS]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
     with outside_of_programs():

@@ -1,4 +1,4 @@
-"""Kernels by name, and their parameters as points of a box on the logarithmic scale."""
+"""Kernels by name, and their parameters on a logarithmic box."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _NEGLIGIBLE_GAIN = 1e-6
 
 
 def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
-    r"""A kernel in float64 by name, for standardised inputs ``(N, D)``, or a copy of the kernel given.
+    r"""Returns a kernel in float64 by name, or a copy.
 
-    ``"linear"`` is :math:`a\,x^\top x'`, ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)` with :math:`\ell` the median distance of
-    inputs over :math:`\sqrt 2` to start from, and ``"composition"`` the sum of both and a constant. None of them holds the noise.
+    Inputs ``(N, D)`` are standardised.
+
+    ``"linear"`` is :math:`a\,x^\top x'`. ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)`,
+    where :math:`\ell` starts at the median distance of inputs over :math:`\sqrt 2`.
+    ``"composition"`` is the sum of both and a constant. None of them holds the noise.
 
     Raises:
         ValueError: for an unknown name.
@@ -50,13 +53,18 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
 
 
 def parameters_of(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
-    """Unconstrained values of a kernel's parameters, and the logarithm of the noise variance; logarithms where Pyro's transform is exp."""
+    """Returns unconstrained kernel parameters and the noise variance's logarithm.
+
+    Parameters are logarithms where Pyro's transform is exp.
+    """
     found = {name: value.detach().clone() for name, value in kernel.named_parameters()}
     return {**found, NOISE: noise.detach().log()}
 
 
 class Box:
-    r"""Bounds of every parameter, and the map :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)` from free values to the box.
+    r"""Bounds of every parameter, and the map to the box.
+
+    The map from free values is :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)`.
 
     On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The
     bounds suit standardised inputs and targets between 0 and 1; a kernel that is of no use ends at its lowest variance.
@@ -72,7 +80,7 @@ class Box:
                 self.bounds[f"{prefix}.{name}" if prefix else name] = _bounds(module, name, value)
 
     def free(self, parameters: Parameters) -> Parameters:
-        """Free values of the parameters, or of the nearest ones just off the boundary."""
+        """Returns free values of parameters; those on the boundary are moved inside."""
         found = {}
         for name, value in parameters.items():
             low, high = self.bounds[name]
@@ -87,7 +95,9 @@ class Box:
 def maximize(
     objective: Callable[[Parameters], Tensor], start: Parameters, box: Box, steps: int, tolerance: float = _NEGLIGIBLE_GAIN
 ) -> tuple[Parameters, float]:
-    """Parameters in the box that raise an objective, by at most ``steps`` iterations of L-BFGS.
+    """Returns parameters in the box that raise an objective.
+
+    They come from at most ``steps`` iterations of L-BFGS.
 
     They end early when an iteration gains less than ``tolerance``, as it soon does where a fit goes on from the one before.
 
@@ -111,7 +121,10 @@ def maximize(
 
 
 def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
-    """Median distance of two of (at most 500 evenly spaced) inputs, 1 if they are all equal."""
+    """Returns the median distance of two inputs, 1 if all are equal.
+
+    At most 500 evenly spaced inputs are used.
+    """
     rows = inputs[:: max(1, len(inputs) // most)][:most]
     distances = torch.pdist(rows)
     median = distances.median() if len(distances) else distances.sum()
@@ -120,7 +133,10 @@ def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
 
 @functools.singledispatch
 def _bounds(module: torch.nn.Module, name: str, value: Tensor) -> tuple[float, float]:
-    """Bounds of one unconstrained parameter: by default, e^7 times less and more than at the start."""
+    """Returns bounds of one unconstrained parameter.
+
+    By default they are the start divided and multiplied by e^7.
+    """
     centre = value.detach()
     return float(centre.min()) - _OTHER_HALF_WIDTH, float(centre.max()) + _OTHER_HALF_WIDTH
 

@@ -59,7 +59,7 @@ class FitRecord:
         return math.inf if self.max_seconds is None else self.max_seconds - (self.clock() - self._start)
 
     def share_left(self, share: float) -> Callable[[], float]:
-        """A clock that says what is left of a share of the seconds left now."""
+        """A clock for a share of the seconds that are left."""
         kept = 0.0 if self.max_seconds is None else (1 - share) * self.seconds_left()
         return lambda: self.seconds_left() - kept
 

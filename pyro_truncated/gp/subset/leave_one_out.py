@@ -31,7 +31,7 @@ _EXCHANGES = 20
 
 
 class _Columns:
-    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
+    """A kernel matrix by columns, for choosing an inducing subset."""
 
     def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
         self.kernel, self.inputs = kernel, inputs
@@ -59,7 +59,7 @@ def pivots_for(
     known: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Pivots chosen by an exchange search, whose objective is the variational free energy of the targets.
+    """Pivots chosen by exchange, to lower the targets' variational free energy.
 
     Args:
         kernel: the kernel.
@@ -86,16 +86,20 @@ _PIVOTS, _UNIT = "pivots", "unit"
 
 
 class LeaveOneOutRegression:
-    r"""Gaussian process regression with one kernel for all outputs: :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
+    r"""Gaussian process regression with one kernel for all outputs.
 
-    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps their geometry. Kernel and noise are
-    those of targets divided by their largest magnitude, as of the last :meth:`fit`, so that targets in volts and in microvolts give the
-    same fit; predictions and likelihoods are in the targets' own unit. Everything is computed in float64.
+    :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
 
-    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
-    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`; that is another prior, whose variance
-    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
-    those that an exchange search finds to explain the targets of :meth:`fit` best.
+    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps
+    their geometry. Kernel and noise are those of targets divided by their largest magnitude at the
+    last :meth:`fit`, so that the unit of targets does not matter. Predictions and likelihoods are
+    in the targets' own unit. Everything is computed in float64.
+
+    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of
+    targets. With a rank ``Q``, the kernel matrix is replaced by an incomplete Cholesky factor,
+    :math:`O(N Q^2)` and :math:`O(N Q P)`. That is another prior. Its variance vanishes away from
+    the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given
+    those before, or those that an exchange search finds to explain the targets of :meth:`fit` best.
 
     Example:
         >>> regression = LeaveOneOutRegression(torch.linspace(0.0, 6.0, 30).unsqueeze(-1), "rbf")
@@ -116,14 +120,14 @@ class LeaveOneOutRegression:
     Attributes:
         kernel: the kernel, at the current parameters, for targets in the unit.
         noise: the current noise variance, a scalar tensor, for targets in the unit.
-        unit: the largest magnitude of the last fit's targets; 1 before.
+        unit: the largest magnitude of the last fit's targets; 1 without a fit.
 
     Raises:
         ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.
 
-    Reference:
-        Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
-        Computation 29 (2017), equation 6; the covariance there must include the noise.
+    Reference: Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive
+        subspace preselection", Neural Computation 29 (2017), equation 6. The covariance there must
+        include the noise.
     """
 
     @names_arguments
@@ -176,12 +180,16 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
-        r"""Raises the marginal likelihood of the targets in the kernel's parameters and the noise, by L-BFGS in a box, from where they are.
+        r"""Raises the targets' marginal likelihood in kernel parameters and noise.
 
-        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
-        fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
-        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
-        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
+        It uses L-BFGS in a box, from the current parameters.
+
+        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`. With a
+        low-rank approximation the pivots are fixed meanwhile. The objective is then the bound that
+        also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
+        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are
+        chosen before and after, by that bound. Outputs that do not vary say nothing but "small
+        amplitude" and are left out. Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -212,7 +220,10 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
-        """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
+        """Returns the log likelihood of all targets ``(N, P)``.
+
+        It is exact or of the low-rank covariance, at the current parameters.
+        """
         known = self._checked(targets) / self.unit
         return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
 
@@ -232,7 +243,9 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def predict(self, new_inputs: Tensor, targets: Tensor | None = None, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
+        r"""Returns predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`.
+
+        No noise links them to the data, not even at equal inputs.
 
         Args:
             new_inputs: ``(M, D)``.
@@ -264,7 +277,9 @@ class LeaveOneOutRegression:
         return cross @ self.covariance.solve(known), self.unit**2 * variance
 
     def features(self, new_inputs: Tensor) -> Tensor:
-        r"""Low-rank features :math:`L_P^{-1} k(P, x)` of inputs ``(M, D)``, ``(M, Q)``; those of the data are the rows of the factor.
+        r"""Returns low-rank features :math:`L_P^{-1} k(P, x)` of inputs.
+
+        Inputs are ``(M, D)``, features ``(M, Q)``. Those of the data are the rows of the factor.
 
         Raises:
             ValueError: if the regression is exact.
@@ -275,12 +290,17 @@ class LeaveOneOutRegression:
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What fits have found, beside the inputs that the regression is made of: parameters, their unit, pivots chosen by targets."""
+        """Returns the results of fits: parameters, their unit, and pivots.
+
+        The inputs are not among them.
+        """
         chosen = {_UNIT: torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {_PIVOTS: self._chosen})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state_dict` of a regression with the same inputs, kernel and rank has returned.
+        """Loads the :meth:`state_dict` of a regression.
+
+        Inputs, kernel and rank must agree.
 
         Raises:
             ValueError: if it is of another kernel.
@@ -295,7 +315,10 @@ class LeaveOneOutRegression:
     @functools.cached_property
     @torch.no_grad()
     def factorization(self) -> PivotedCholesky | None:
-        """The incomplete Cholesky factor of the kernel matrix made when it is first asked for; ``None`` if the regression is exact."""
+        """Returns the incomplete Cholesky factor, computed on demand.
+
+        It is ``None`` if the regression is exact.
+        """
         if self.rank is None:
             return None
         k, chosen = self._covariance(self.parameters), self._chosen
@@ -312,7 +335,7 @@ class LeaveOneOutRegression:
 
     @torch.no_grad()
     def _choose_pivots(self, targets: Tensor) -> None:
-        """Goes on from the pivots chosen before, if any, at the current parameters."""
+        """Continues from the pivots chosen before, at the current parameters."""
         assert self.rank is not None
         kernel = self._covariance(self.parameters)
         self._chosen = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._chosen, self.generator)
@@ -327,7 +350,10 @@ class LeaveOneOutRegression:
         self._forget_factors()
 
     def _covariance(self, parameters: Parameters) -> Covariance:
-        """The kernel at some parameters, those of :meth:`fit` included, as a function of standardised inputs."""
+        """Returns the kernel at some parameters as a function of standardised inputs.
+
+        Those of :meth:`fit` are included.
+        """
         return covariance_at(self.kernel, {name: value for name, value in parameters.items() if name != NOISE})
 
     def _forget_factors(self) -> None:
@@ -340,7 +366,10 @@ class LeaveOneOutRegression:
         return lambda parameters: self._evidence(parameters, inputs, compact, targets.shape[1]) / targets.numel()
 
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
-        """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
+        """Returns what :meth:`fit` maximises, differentiable.
+
+        ``targets`` may be compressed; ``outputs`` counts the original columns.
+        """
         k, noise = self._covariance(parameters), parameters[NOISE].exp()
         if self.factorization is None:
             return DenseCovariance(k(inputs), noise).log_likelihood(targets, outputs)

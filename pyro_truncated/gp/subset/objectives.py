@@ -41,7 +41,9 @@ OBJECTIVES = ("vfe", "pp")
 
 @dataclasses.dataclass(frozen=True)
 class SubsetProblem:
-    """Data, kernel and noise: all that an objective of inducing subsets depends on. Everything is computed in float64.
+    """Data, kernel and noise of an objective of inducing subsets.
+
+    Everything is computed in float64.
 
     Attributes:
         kernel: the kernel on the training inputs.
@@ -104,7 +106,10 @@ class SubsetProblem:
 
 
 def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective of standardised targets is below what noise of variance one costs by as much as explaining a share is worth."""
+    """Whether an objective shows that a share of targets is explained.
+
+    It is compared with the cost of standardised targets as noise of variance one.
+    """
     return objective < 0.5 * (1 - share) * targets.numel()
 
 
@@ -182,7 +187,9 @@ class FreeBasis(Basis):
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
-    """Covariances ``(n_new, m)`` of new inputs with inducing inputs, and variances ``(n_new,)``, in float64.
+    """Returns covariances ``(n_new, m)`` with inducing inputs and variances ``(n_new,)``.
+
+    They are those of new inputs, in float64.
 
     Raises:
         ValueError: if one of them is not finite.
@@ -221,7 +228,9 @@ def noise_of(log_noise: Tensor) -> Tensor:
 
 
 def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
-    """The objective, whose gradient is added to all leaves that covariances and noise depend on.
+    """Returns the objective and adds its gradient to all leaves.
+
+    Covariances and noise depend on these leaves.
 
     Args:
         basis: inducing inputs.
@@ -275,7 +284,10 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Differentiates outputs with their gradients, but for those that depend on nothing that is learned (a frozen kernel)."""
+    """Differentiates outputs with their gradients, except those without learned parameters.
+
+    A frozen kernel has none.
+    """
     learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if learned:
         torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
@@ -289,7 +301,10 @@ class _Terms(NamedTuple):
 
 
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
-    """The objective, and its derivatives in the inducing inputs' columns and square and in the noise."""
+    """Returns the objective and its derivatives.
+
+    They are those in the inducing inputs' columns and square and in the noise.
+    """
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     kept, C = independent_cholesky(square)
     if not len(kept):

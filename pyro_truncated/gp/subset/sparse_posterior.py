@@ -1,7 +1,8 @@
 """Predictions of a sparse regression, at new inputs and leave-one-out.
 
-Of an inducing input, its targets and the input itself are left out. It was chosen because the others predict it badly: predictions of all
-other data points look better than those of new ones, the more so the larger the subset.
+Of an inducing input, its targets and the input itself are left out. It was chosen because the
+others predict it badly. Predictions of all other data points therefore look better than those of
+new ones, the more so the larger the subset.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class LeftOut(NamedTuple):
 
 
 def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
-    r"""Predictions of each data point from all others; of a member of the subset also without it as an inducing input.
+    r"""Predicts each data point from all others.
+
+    A member of the subset is also left out as an inducing input.
 
     Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of :math:`S = \hat K + \sigma^2 I` gains
     :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
@@ -95,9 +98,10 @@ class SparsePosterior:
 
     Both are kept as one vector and one matrix in terms of :math:`k_I(x)`: :math:`O(m)` per mean, :math:`O(m^2)` per variance.
 
-    Hyper-parameters that were learned by the projected process know nothing of the variance that the inducing inputs leave,
-    :math:`k(x, x) - \phi^\top \phi`, and may have made it far too large. With ``objective="pp"`` it is multiplied by the share
-    :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
+    Hyper-parameters learned by the projected process know nothing of the variance that the inducing
+    inputs leave, :math:`k(x, x) - \phi^\top \phi`. It may be far too large. With ``objective="pp"``
+    it is multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the
+    training targets have the highest density,
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
 
@@ -107,8 +111,8 @@ class SparsePosterior:
         basis: inducing inputs; those that depend on earlier ones are left out.
         targets: ``(n, H)`` float64.
         noise: noise variance.
-        objective: what the hyper-parameters were learned by: ``"vfe"``; ``"fitc"``, for which what the inducing inputs leave unexplained
-            counts as noise of each data point; or ``"pp"``.
+        objective: by which hyper-parameters were learned. ``"vfe"``; ``"fitc"``, where the
+            unexplained variance counts as noise of each data point; or ``"pp"``.
         held_out: positions of data points that had no part in moving the inducing inputs: these alone calibrate ``"pp"`` then.
 
     Attributes:
@@ -142,7 +146,10 @@ class SparsePosterior:
         self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, not of targets, differentiable in numeric inputs."""
+        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
+
+        They are without noise, and differentiable in numeric inputs.
+        """
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
@@ -154,10 +161,13 @@ class SparsePosterior:
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        r"""Predictions of each data point's targets from all others, the inducing inputs held fixed.
+        r"""Predicts each data point's targets from all others.
 
-        They are those of the approximate covariance :math:`L L^\top + \Lambda`; with ``"pp"``, the variances hold the calibrated
-        share of what the inducing inputs leave, as those of new inputs do.
+        The inducing inputs are held fixed.
+
+        They are those of the approximate covariance :math:`L L^\top + \Lambda`. With ``"pp"``, the
+        variances hold the calibrated share that the inducing inputs leave, as those of new inputs
+        do.
 
         Returns:
             Means ``(n, H)`` and variances ``(n,)``, noise included.

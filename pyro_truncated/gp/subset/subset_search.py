@@ -1,4 +1,4 @@
-"""What all ways of choosing an inducing subset share: their interface, and the budget they keep."""
+"""The interface and the budget of all searches for inducing subsets."""
 
 from __future__ import annotations
 
@@ -130,12 +130,17 @@ class RandomSearch(SubsetSearch):
 
 
 def random_subset(num_data: int, num: int, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:
-    """Distinct random positions ``(num,)``, or all if there are no more; drawn on the CPU, so that devices agree."""
+    """Returns distinct random positions ``(num,)``, or all if there are fewer.
+
+    They are drawn on the CPU, so that devices agree.
+    """
     return torch.randperm(num_data, generator=generator)[:num].to(device)
 
 
 def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """At most ``num`` distinct positions with probabilities in proportion to weights ``(n,)``, none of weight zero.
+    """Returns at most ``num`` distinct positions by weights ``(n,)``.
+
+    Probabilities are proportional to the weights, and zero weights are never drawn.
 
     One exponential variable per position is raced against its weight, which needs neither loops nor a limit on ``n``.
     """
