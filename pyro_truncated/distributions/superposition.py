@@ -44,8 +44,8 @@ class Superposition(TorchDistribution):
         states: states ``(*batch, H)``.
         weight: dictionary ``(D, H)``, or with batch dimensions in front.
         validate_args: whether to check parameters and values.
-        **parameters: what else the distribution has, by the names of its ``arg_constraints``: scalars, or tensors whose dimensions before
-            the last are batch dimensions.
+        **parameters: the other parameters, by the names of its ``arg_constraints``. They are scalars,
+            or tensors whose dimensions before the last are batch dimensions.
 
     Raises:
         ValueError: if states and weight disagree about the number of latents, or a parameter is invalid.

@@ -29,8 +29,9 @@ class Batch:
 
     .. math:: \mathcal F = c \sum_{n \in \text{batch}} \log \sum_{s \in K_n} p(s, y_n) + \log p(\text{observed outside of the data plates})
 
-    with the scale :math:`c` that Pyro gives to subsampled plates. Where other processes hold other data points this is the share of this
-    process, and the free energy is the sum of all: of what is observed outside of the data plates each counts as much.
+    with the scale :math:`c` that Pyro gives to subsampled plates. If other processes hold other data
+    points, this is the share of this process, and the free energy is the sum of all shares. Each
+    share holds an equal part of what is observed outside of the data plates.
 
     Attributes:
         populations: where the populations of all data points are kept.

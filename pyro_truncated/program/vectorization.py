@@ -81,8 +81,8 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
 
     States scored together are compared with states one by one. A slower way comes with a warning.
 
-    Where Python code looks at the values of discrete sites (``if (z > 1).any()``), what it does for many states at once is not what it does
-    for each of them, even if it is so for those tried: such states are scored one by one.
+    Python code that looks at the values of discrete sites (``if (z > 1).any()``) may treat many
+    states otherwise than each of them, whatever the tests show. Such states are scored one by one.
 
     Where a likelihood scores packed states, the model is not run on them, and nothing is slow; only Pyro's own ELBOs run it.
 

@@ -47,10 +47,9 @@ def restored_with_chosen_sides(
     The patches of the last round then agree on an array, which is averaged with similar windows.
 
     The sides are found by the same rounds on the image with more noise, the first array of
-    :func:`split`, of which the last has
-    all candidates: it is the second array that says how near to the truth they come, see
-    :func:`weights_of_arrays`. Every second patch along each dimension is enough for that; sides
-    with weights below 0.05 are left out. If the noise is known, or estimated where the image is
+    :func:`split`. Their last round has all candidates. The second array tells how near to the truth
+    they come, see :func:`weights_of_arrays`. Every second patch along each dimension is enough for
+    that; sides with weights below 0.05 are left out. If the noise is known, or estimated where the image is
     flat, over-smoothing is corrected, see :func:`share_to_give_back` and :func:`believed`.
 
     Args:

@@ -159,8 +159,8 @@ def estimate_evidence(
     known evidence nominal intervals of 95 % hold 95 to 96 % for 400 as for 1000 draws (86 and 90 %
     by the normal approximation).
 
-    Where *exact* posterior draws are known - the states that simulated data were made with - an upper bound in expectation can be had,
-    too: one of the draws is replaced by the exact one if that lies outside the population. That
+    If *exact* posterior draws are known, as the states of simulated data, an upper bound in
+    expectation follows, too. One of the draws is replaced by the exact one if that lies outside the population. That
     draws from the distribution proportional to :math:`r^M \hat p`, under which :math:`\mathbb E
     \log \hat p = \log p(y_n) + \mathrm{KL} \ge \log p(y_n)`. The two sides sandwich it, as in
     Grosse, Ghahramani and Adams 2015.

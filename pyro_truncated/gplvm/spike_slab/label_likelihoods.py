@@ -188,8 +188,9 @@ class CategoricalLabels(_CurvatureBound):
 
     Labels are class numbers from 0 on, and the view has one column.
 
-    The Hessian of the log normaliser is at most half the identity (Böhning, "Multinomial logistic regression algorithm", 1992) at any
-    point: the view costs what a Gaussian one with as many outputs as classes costs.
+    At any point the Hessian of the log normaliser is at most half the identity (Böhning,
+    "Multinomial logistic regression algorithm", 1992). So the view costs as much as a Gaussian one
+    with as many outputs as classes.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", CategoricalLabels(4)])  # the second view: classes 0 to 3, NaN
