@@ -72,7 +72,7 @@ class GaussianMixture(LinearMixture):
             low-rank covariances only.
         center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
         spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``; empty without prior.
-        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero before, and in earlier versions' states.
+        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero if unknown.
 
     Raises:
         ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.

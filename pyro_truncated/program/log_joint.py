@@ -85,9 +85,9 @@ class LogJoint(Probe):
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly; default: see :func:`.budget_on`.
-        scoring: how the states are scored. They are scored together, in a new left-most dimension;
-            or by ``torch.func.vmap``, for models that do not take such a dimension; or one after
-            the other, for models whose Python code looks at values.
+        scoring: how the states are scored: together, in a new left-most dimension. Or by
+            ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
+            other, for models whose Python code looks at values.
 
     Attributes:
         takes_gradients: whether it was made under enabled gradients.

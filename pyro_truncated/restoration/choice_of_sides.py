@@ -42,7 +42,7 @@ def restored_with_chosen_sides(
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> tuple[list[Learned], Tensor]:
-    """Runs rounds of mixtures; the last one has sides that suit the image.
+    """Runs rounds of mixtures; the last has sides that suit the image.
 
     The patches of the last round then agree on an array, which is averaged with similar windows.
 
