@@ -1,4 +1,4 @@
-"""Models to start from, each in one file, written as a user would write them."""
+"""Models that users can start from."""
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.binary_vae import BinaryVAE

@@ -1,4 +1,7 @@
-"""Components to start from: of many small clusters those become one that one component explains nearly as well as two."""
+"""Agglomeration of clusters for initial components of a mixture.
+
+Pairs merge that one component explains nearly as well as two.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ _FEW = 1000
 
 
 class Agglomeration:
-    r"""Model-based hierarchical clustering, from twice as many clusters as there shall be components.
+    r"""Model-based hierarchical clustering for initial components.
+
+    It starts from twice as many clusters as there shall be components.
 
     The clusters belong to rows that lie spread over the data (k-means++). Of these those two become one, again and again, whose union one
     component explains nearly as well as they do: for which
@@ -72,7 +77,10 @@ class Agglomeration:
         return dataclasses.replace(components, weights=size / size.sum(), loc=parted(components.loc, within, generator))
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
-        """The clusters of the data points ``(N,)`` when at most so many are left, numbered from 0."""
+        """Returns the data points' clusters ``(N,)``, numbered from 0.
+
+        At most so many clusters are left.
+        """
         most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
         cells = 1 if self.kind.is_dense else _CELLS
@@ -96,7 +104,10 @@ class Agglomeration:
         return added(parts())
 
     def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
-        """The components of clusters, all of weight one; ``within`` is what is known of their covariances beforehand."""
+        """Returns the components of clusters, all of weight one.
+
+        ``within`` is what is known of their covariances beforehand.
+        """
         counts = statistics["counts"].clamp(min=1.0)
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
@@ -106,7 +117,10 @@ class Agglomeration:
         return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
 
     def _within(self, statistics: Statistics) -> Tensor:
-        """The covariance within clusters, ``(D, D)``; that of all data if nothing varies within these."""
+        """Returns the covariance within clusters, ``(D, D)``.
+
+        If nothing varies within these, it is that of all data.
+        """
         counts, sums = statistics["counts"], statistics["sums"]
         within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
@@ -115,7 +129,10 @@ class Agglomeration:
         return covariance
 
     def _seen(self) -> Agglomeration:
-        """The same for components by themselves, and for the directions in which the data vary most, if covariances are large matrices."""
+        """Returns simpler components if covariances are large matrices.
+
+        Each component counts by itself, in the directions in which the data vary most.
+        """
         kind, number = self.kind.by_itself(), max(_DIRECTIONS, self.kind.least_directions)
         if not kind.is_dense or self.x.shape[1] <= number:
             return Agglomeration(kind, self.x, self.floor)
@@ -138,7 +155,10 @@ class Merging:
         self._cost = self.costs(pairs)
 
     def down_to(self, number: int) -> Tensor:
-        """Which cluster each is a part of when so many are left, ``(M,)``; no third of the surplus goes at once, to choose again."""
+        """Returns each cluster's part when so many are left, ``(M,)``.
+
+        At most a third of the surplus merges at once, to choose again.
+        """
         owner = torch.arange(len(self._alone), device=self._alone.device)
         surplus = len(owner) - number
         while surplus > 0 and len(self._pairs):
@@ -157,7 +177,7 @@ class Merging:
         self._alone[kept] = self._log_joints(union)
 
     def _relink(self, merged: Tensor, becomes: Tensor) -> None:
-        """The pairs of what there is now, and what those cost that are new."""
+        """Returns the pairs of current clusters, and costs of new ones."""
         number = len(becomes)
         linked = becomes[self._pairs].sort(1).values
         apart = linked[:, 0] != linked[:, 1]
@@ -185,7 +205,10 @@ class Merging:
 
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
-    """Positions of the cheapest pairs of which no two have a cluster in common, at most so many."""
+    """Returns positions of the cheapest disjoint pairs, at most so many.
+
+    No two pairs have a cluster in common.
+    """
     taken: set[int] = set()
     chosen: list[int] = []
     for some in cost.argsort(stable=True).split(2 * number):

@@ -1,4 +1,4 @@
-"""Data that lie on a background, which a model without an offset cannot explain: they are told, once."""
+"""Warns once of data with a background, for models without offset."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ _FEWEST, _ROWS = 20, 10_000
 
 
 class BackgroundWarning(UserWarning):
-    """The data of a model that has no offset lie on a background."""
+    """The data of a model without offset have a background."""
 
 
 def lies_on_background(y: Tensor) -> bool:
-    """Whether most dimensions are far from zero where no cause is on, on either side.
+    """Whether most dimensions are far from zero without active causes.
 
-    Where that is a quarter of the data points, the noise lies between the smallest hundredth of the entries and their lower quartile; the
-    deviation of the data grows with the causes, too. Above zero the former must be nearer to the latter than to zero (a background of
-    four deviations of normal noise); below zero the latter twice as far from zero as from the former (of three).
+    They may be on either side.
+
+    If that is a quarter of the data points, the noise lies between the smallest hundredth of the
+    entries and their lower quartile. The deviation of the data grows with the causes, too. Above
+    zero the former must be nearer to the latter than to zero, as for a background of four
+    deviations of normal noise. Below zero the latter is twice as far from zero as from the former,
+    as for three.
 
     Args:
         y: data ``(N, D)``; NaN where missing.
@@ -32,7 +36,9 @@ def lies_on_background(y: Tensor) -> bool:
 
 
 def quantile_of_rows(y: Tensor, part: int) -> Tensor:
-    """The entry of every dimension, ``(D,)``, below which one in so many lies, about: of as many rows as needed.
+    """Returns each dimension's entry below which one in so many lies.
+
+    It is approximate, ``(D,)``, from as many rows as needed.
 
     Where nothing is observed it is zero.
     """

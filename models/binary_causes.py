@@ -1,4 +1,4 @@
-"""What models with independent binary causes have in common: their data, and the prior's M-step."""
+"""Data and prior M-step of models with independent binary causes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Model = TypeVar("Model", bound=Any)
 
 
 def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """What a model starts from: all data, or a random part if they are very many; the same for all processes; as floating point numbers."""
+    """Returns the data to initialise from, in floating point.
+
+    Very many data points are subsampled, with equal results in all processes.
+    """
     rows = some_rows(y, MOST_ROWS, generator)
     return in_type_of(rows, rows)
 
@@ -39,7 +42,9 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
 
 
 def check_real(y: Tensor, name: str = "y") -> None:
-    """Refuses complex data, those in an array of NumPy, too: only real ones are made tensors.
+    """Refuses complex data, including NumPy arrays.
+
+    Only real ones are made tensors.
 
     Raises:
         TypeError: if they are complex.
@@ -49,7 +54,9 @@ def check_real(y: Tensor, name: str = "y") -> None:
 
 
 def number_of_data(y: Tensor | None, num_data: int | None) -> int:
-    """How many data points a model is of: those that are observed, or so many that it generates, by default one.
+    """Returns the number of data points of a model.
+
+    They are observed, or so many are generated, by default one.
 
     Raises:
         TypeError: if they are complex: here a model sees them first.
@@ -61,40 +68,55 @@ def number_of_data(y: Tensor | None, num_data: int | None) -> int:
 
 
 def in_type_of(mean: Tensor, y: Tensor) -> Tensor:
-    """Means in the type of the data; of integers, whose means are none, in torch's default type."""
+    """Returns means in the data's type.
+
+    For integers it is torch's default type.
+    """
     return mean.to(y.dtype if y.is_floating_point() else torch.get_default_dtype())
 
 
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
-    """``num_rows`` randomly chosen data points, without repetition if there are as many; missing entries become their dimension's mean."""
+    """Returns ``num_rows`` randomly chosen data points.
+
+    They are distinct if there are as many. Missing entries become their dimension's mean.
+    """
     order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
     rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
 
 def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
-    """:func:`random_rows`, with noise of a hundredth of the ``deviation`` that tells equal ones apart."""
+    """:func:`random_rows`, with noise that tells equal ones apart.
+
+    It is a hundredth of the ``deviation``.
+    """
     rows = random_rows(y, num_rows, generator)
     noise = torch.randn(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
     return rows + 0.01 * deviation * noise.to(rows)
 
 
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Probabilities to start from, a scalar or ``(H,)``: two active latents on average."""
+    """Returns initial probabilities, a scalar or ``(H,)``.
+
+    Two latents are active on average.
+    """
     return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
 
 
 def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
     """The prior of so many latents, each active with its probability.
 
-    The parameter lies in the unit interval by the way it is kept; on a device, to check that once more would be to wait for it.
+    The parameter's constraint is the unit interval. On a device, checking it again would wait.
     """
     probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
     return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
-    r"""Maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle` of the expected log prior, or its mean over the latents if shared."""
+    r"""Returns the maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle`.
+
+    It maximises the expected log prior. If shared, it is the mean over latents.
+    """
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
     return frequency.clamp(PRIOR_FLOOR, 1 - PRIOR_FLOOR)
@@ -102,7 +124,9 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
 
 @torch.no_grad()
 def with_latents(model: Model, index: Tensor) -> Model:
-    r"""A copy of a model of exchangeable causes whose cause ``i`` is cause ``index[i]``; their mean number that is active stays.
+    r"""Copies a model of exchangeable causes by an index.
+
+    Cause ``i`` is a copy of cause ``index[i]``; the mean number of active causes stays.
 
     Args:
         model: has ``num_latents``, ``prior`` and parameters with the latents in their last dimension, named by ``latent_parameters``.

@@ -23,8 +23,9 @@ _LOOKED_AT, _STATES, _STEPS = 1000, 16, 5
 class BinarySparseCoding(LinearDictionary, SparseCoding):
     r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries. Elements start from that part of
-    a random data point that others share with it, see :func:`.shared_part`: a whole one may explain that data point, and no other one.
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed
+    entries. Elements start from the part of a random data point that others share with it, see
+    :func:`.shared_part`. A whole data point may explain itself and no other one.
 
     Example:
         >>> bars = linear_bars(200, 4, mean_active=2.0)
@@ -77,13 +78,16 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         return self.scale, self.bias
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """What random data points share with others; and the deviation of the noise."""
+        """Returns what random data points share with others, and noise deviations."""
         weight, deviation = super()._first_dictionary(y, generator)
         above = y if self.bias is None else y - self.bias
         return self._shared(weight, above), deviation
 
     def _shared(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Elements cut down to the part that as many data points share as have an element on at first."""
+        """Reduces elements to the part that data points share.
+
+        As many data points share it as have an element on at first.
+        """
         part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
         return weight * part
 
@@ -104,12 +108,15 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def restart_unused(self, y: Tensor, generator: torch.Generator | None = None) -> int:
-        r"""Gives elements that are hardly ever on another start: what a badly explained data point has left, and others share with it.
+        r"""Re-initialises elements that are hardly ever active.
 
-        Of many elements that start from data points some are too much like these, and of no use to any other one; EM leaves them as they
-        are. How often an element is on, in the mean over the data, is what the last M-step of :class:`~pyro_truncated.ClosedForm` had;
-        those below a fiftieth of the mean are unused. Data points are drawn in proportion to their squared residuals
-        :math:`|y_n - W \langle s \rangle - b|^2`, from a thousand.
+        They become the residual of a badly explained data point, as far as others share it.
+
+        Of many elements that start from data points, some are too similar to these and useless for
+        others. EM leaves them as they are. The mean frequency of an element is that of the last
+        M-step of :class:`~pyro_truncated.ClosedForm`. Elements below a fiftieth of the mean are
+        unused. Data points are drawn in proportion to their squared residuals :math:`|y_n - W
+        \langle s \rangle - b|^2`, from a thousand.
 
         Example:
             >>> y = linear_bars(200, 4, mean_active=2.0).data
@@ -144,11 +151,13 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed and
-        :math:`c_d = \sum_n y_{nd} \langle s \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
-        the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
-        the dictionary towards its old value, so the elements of latents that are never active stay as they are. An offset is maximised
-        jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
+        Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}`
+        observed and :math:`c_d = \sum_n y_{nd} \langle s \rangle`. Then :math:`W_d = A_d^{-1} c_d`.
+        :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi =
+        \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
+        the dictionary towards its old value, so the elements of latents that are never active stay
+        as they are. An offset is maximised jointly with the dictionary, see
+        :func:`.best_dictionary_and_offset`.
         """
         weight, errors = self._best_dictionary(statistics)
         self._set_dictionary(weight, statistics, errors)

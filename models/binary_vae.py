@@ -1,4 +1,7 @@
-"""A variational autoencoder with binary latents and no encoder: a neural network decodes states that are searched for."""
+"""A variational autoencoder with binary latents and no encoder.
+
+A neural network decodes states that are searched for.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ class BinaryVAE(UniqueModule):
 
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad y \sim \mathcal N(c + u f(s), \sigma^2 I).
 
-    The network :math:`f` works in units of the data, about their mean: :meth:`initialize` sets :math:`c` and :math:`u`, so that training on
-    data in volts and in microvolts is the same run. Until then they are 0 and 1.
+    The network :math:`f` works in units of the data, about their mean. :meth:`initialize` sets
+    :math:`c` and :math:`u`, so that training does not depend on the data's unit. Until then they
+    are 0 and 1.
 
     Missing entries of the data are NaN.
 
@@ -103,10 +107,12 @@ class BinaryVAE(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor) -> BinaryVAE:
-        r"""Starts from the data: :math:`\sigma` and :math:`u` are their deviation, :math:`c` their mean.
+        r"""Initialises from the data.
 
-        A network that ends in a linear layer gives zero for the state without active latents, which so explains the mean, and the others
-        have the rest to share.
+        :math:`\sigma` and :math:`u` are their deviation, :math:`c` their mean.
+
+        If a network ends in a linear layer, it gives zero for the state without active latents.
+        That state then explains the mean, and the others share the rest.
 
         Args:
             y: data ``(N, D)``, NaN where missing; a dimension that is never observed gets the mean of the others.
@@ -135,14 +141,18 @@ class BinaryVAE(UniqueModule):
     @names_arguments
     @takes_arrays
     def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> BinaryVAE:
-        """Begins as the linear model that explains the data best, and with a new network: what :func:`~pyro_truncated.learn` starts from.
+        """Initialises a new network by a linear model of the data.
 
-        From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
-        of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
-        learns what is not linear in them. To learn that model takes three to thirty seconds, and more starts than one: a linear
-        model in a worse optimum led to a worse code. Then the network is fitted to it. Layers whose
-        weights torch can draw anew forget what they have learned; those that take no gradients stay as they are, and a network
-        of such layers alone is not fitted to anything.
+        :func:`~pyro_truncated.learn` does so.
+
+        From random weights, data points get states by chance, which the network then learns to
+        decode: another one for each start. Those of a linear model,
+        :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data
+        already, and the network learns what is not linear in them. Learning that model takes three
+        to thirty seconds and several restarts. A linear model in a worse optimum leads to a worse
+        code. Then the network is fitted to it. Layers whose weights torch can draw again forget
+        what they have learned. Those without gradients stay as they are, and a network of such
+        layers alone is not fitted.
 
         Args:
             y: data ``(N, D)``, NaN where missing.
@@ -169,7 +179,10 @@ class BinaryVAE(UniqueModule):
 
     @torch.enable_grad()
     def _fit(self, linear: BinarySparseCoding) -> None:
-        """Fits the network to a linear model, in states that have each latent as often as this, and at least in a fifth of them."""
+        """Fits the network to a linear model.
+
+        In its states each latent is as frequent as given, and at least in a fifth of them.
+        """
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
@@ -196,7 +209,9 @@ class BinaryVAE(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor | None = None) -> Tensor:
-        r"""Posterior mean :math:`c + u \langle f(s) \rangle` of the noise-free data, ``(N, D)`` for the population's data points.
+        r"""Returns the posterior mean :math:`c + u \langle f(s) \rangle` of noise-free data.
+
+        It is ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors.
@@ -214,7 +229,10 @@ def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Mod
 
 
 def _linear_start(y: Tensor, num_latents: int) -> BinarySparseCoding:
-    """A linear model of several annealed starts, whose parameters Pyro's store does not keep."""
+    """Returns the best linear model of several annealed restarts.
+
+    Pyro's store does not keep its parameters.
+    """
     linear = BinarySparseCoding(y.shape[1], num_latents, dtype=y.dtype).to(y.device)
     store = pyro.get_param_store()
     before = set(store)

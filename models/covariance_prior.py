@@ -1,4 +1,7 @@
-"""What is known of the covariances of a mixture beforehand: a least variance, and data that every component has as good as seen."""
+"""Prior of a mixture's covariances.
+
+It has a minimum variance, and pseudo-data of every component.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from pyro_truncated.models.floors import floored
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    r"""A least variance, and a prior of the covariance of each component: as if it had seen ``m`` data points more, shaped as all data are.
+    r"""A variance floor, and a prior of each component's covariance.
+
+    The prior is that of ``m`` more data points, shaped as all data.
 
     .. math:: \log p(\Sigma) = \max_\alpha \left[\tfrac m2 \left(\log |\Sigma^{-1} \alpha S| - \alpha\,\mathrm{tr}\,\Sigma^{-1} S\right)
         + \tfrac D2 (\log \alpha - \alpha)\right] + \text{const}
 
-    is an inverse Wishart density around :math:`\alpha S`, where how much smaller than the data a component is, :math:`\alpha`, is known as
-    well as from one data point. The constant makes it zero at :math:`S`. What all components share has no prior.
+    is an inverse Wishart density around :math:`\alpha S`. The ratio :math:`\alpha` of component and
+    data is estimated with the weight of one data point. The constant makes it zero at :math:`S`.
+    What all components share has no prior.
 
     Attributes:
         floor: least variance, of all dimensions or of each, ``(D,)``.
-        number: ``m``.
-        covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where covariances are not dense; without it there is only the floor.
-        size: :math:`\frac12 \log |S|` of what the kind of covariances makes of it; without it, it is computed.
+        number: ``m``. covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where
+        covariances are not dense. Without it there is only the floor. size: :math:`\frac12 \log
+        |S|` under the covariance type; computed by default.
     """
 
     floor: Tensor
@@ -35,11 +41,17 @@ class Prior:
 
     @classmethod
     def of(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
-        """The prior with what :func:`known` returns; only the floor if that is empty."""
+        """Returns the prior from results of :func:`known`.
+
+        If they are empty, it is only the floor.
+        """
         return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
 
     def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
-        r"""Covariances that maximise the expected log joint given means ``(K, D)``, with the :math:`\alpha` of those there are."""
+        r"""Returns covariances that maximise the expected log joint.
+
+        Means are ``(K, D)``; :math:`\alpha` comes from the current covariances.
+        """
         if kind.is_own and self.covariance is not None:
             unit = self._units(self._terms(kind, spreads)[1]).unsqueeze(-1)
             dense = unit.unsqueeze(-1) if kind.is_dense else unit
@@ -49,7 +61,10 @@ class Prior:
         return found
 
     def log_prob(self, kind: Covariances, spreads: Parameters) -> Tensor:
-        """Log densities of the covariances of components, ``(K,)``; of a covariance that all share, or without any known, a zero."""
+        """Returns log densities of the components' covariances, ``(K,)``.
+
+        They are one zero for a shared covariance or without a prior.
+        """
         if not kind.is_own or self.covariance is None:
             return self.floor.new_zeros(())
         highest = size_of(kind, self.covariance) if self.size is None else self.size
@@ -72,7 +87,10 @@ class Prior:
 
 
 def unknown(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
-    """Buffers of a mixture that knows no data ``(D,)``: of the covariance and of numbers, zero, and empty where there shall be no prior."""
+    """Returns buffers of a mixture without data ``(D,)``.
+
+    Covariance and numbers are zero, and empty without a prior.
+    """
     sizes: dict[str, tuple[int, ...]] = {"spread": tuple(center.shape) * (1 + kind.is_dense), "pseudo": (2,)}
     return {name: center.new_zeros(size if number else (0,)) for name, size in sizes.items()}
 
@@ -87,7 +105,7 @@ def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict
 
 
 def size_of(kind: Covariances, covariance: Tensor) -> Tensor:
-    r""":math:`\frac12 \log |S|` of the covariance, of what the kind makes of it where it is not dense."""
+    r"""Returns :math:`\frac12 \log |S|` under the covariance type."""
     kind = Full() if kind.is_dense else kind
     sizes: Tensor = kind.beside(kind.start(covariance, 1), covariance)[0]
     return sizes[0]

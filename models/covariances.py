@@ -1,4 +1,4 @@
-"""The kinds of covariances of a mixture of Gaussians: what each of them needs of the data, and its M-step."""
+"""Covariance types of Gaussian mixtures: statistics and M-steps."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ class Covariances(abc.ABC):
 
     @abc.abstractmethod
     def start(self, covariance: Tensor, number: int) -> Parameters:
-        """The parameters of so many components that all have the given covariance ``(D, D)``."""
+        """Returns the parameters of components with one covariance ``(D, D)``."""
 
     @abc.abstractmethod
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
-        """What of the products of the data ``(N, D)`` with themselves the M-step needs, summed."""
+        """Returns sums of data products ``(N, D)`` for the M-step."""
 
     def by_itself(self) -> Covariances:
-        """The kind of a component whose parameters depend on no others, if there is one."""
+        """Returns the type of a component that depends on no others.
+
+        There may be none.
+        """
         return self
 
     @abc.abstractmethod
@@ -58,22 +61,37 @@ class Covariances(abc.ABC):
 
     @abc.abstractmethod
     def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """These products of one data point in expectation, for components with such weights."""
+        """Returns these products of one data point in expectation.
+
+        The components have such weights.
+        """
 
     @abc.abstractmethod
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
-        """What data points at means ``(K, D)``, spread with a covariance ``(D, D)``, add to these products each."""
+        """Returns the products of data at means ``(K, D)``.
+
+        The data spread with a covariance ``(D, D)``.
+        """
 
     @abc.abstractmethod
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
-        """The likeliest parameters with no eigenvalue of a covariance below the floor, for means around the center."""
+        """Returns maximum likelihood parameters with eigenvalues above the floor.
+
+        Means are around the center.
+        """
 
     @abc.abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """What of the squares and products of the data ``(N, D)`` the log densities are linear in, ``(N, F)``."""
+        """Returns features ``(N, F)`` in which log densities are linear.
+
+        They are squares and products of the data ``(N, D)``.
+        """
 
     def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
-        """Terms of the log densities ``(N,)`` of the data that are the same for all components, if the features lack them."""
+        """Returns terms of the log densities ``(N,)`` that components share.
+
+        They are those that the features lack.
+        """
         return None
 
     @abc.abstractmethod
@@ -102,7 +120,10 @@ class Covariances(abc.ABC):
         r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Posterior means ``(N, D)`` of the data of a population without noise; where nothing is noise, of the means."""
+        """Returns posterior means ``(N, D)`` of noise-free data.
+
+        If nothing is noise, they are those of the means.
+        """
         means: Tensor = Shares(population, len(loc)).means(loc)
         return means
 
@@ -309,7 +330,10 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 
 
 def of_pairs(precision: Tensor) -> Tensor:
-    """Factors ``(K, F)`` of the products of two dimensions, each of which is there once, in quadratic forms ``(K, D, D)``."""
+    """Returns factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``.
+
+    Each pair of dimensions occurs once.
+    """
     row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
     factors: Tensor = precision[:, row, column] * (2.0 - (row == column).to(precision))
     return factors

@@ -1,4 +1,7 @@
-"""A dictionary with Gaussian noise: where it starts, and its M-steps, with and without missing data."""
+"""A dictionary with Gaussian noise: initialisation and M-steps.
+
+Data may be missing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
-    """Root mean square of the observed entries: the unit of floors, so that these are the same for data in other units.
+    """Returns the root mean square of the observed entries.
+
+    Floors are in this unit and do not depend on that of the data.
 
     Args:
         squares: sum of the squared data.
@@ -50,8 +55,9 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
     """Where learning starts from.
 
     Returns:
-        Elements ``(D, H)`` near random data points, noise of the data's standard deviation (not below what the M-step allows), and the
-        smallest entries of a positive dictionary, ``(D, 1)``.
+        Elements ``(D, H)`` near random data points. The noise is the data's standard deviation, not
+        below what the M-step allows. Then the smallest entries of a positive dictionary, ``(D,
+        1)``.
     """
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
@@ -63,9 +69,10 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
 def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
     r"""The part of every element that data points have in them.
 
-    Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. Where all have less than one
-    half, the whole element explains none of them. The part is the mean over those that have most of it, but for the first one: that may
-    be the data point that the element was made from.
+    Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least
+    squares. Where all have less than one half, the whole element explains none of them. The part is
+    the mean over the data points that have most of it. The first one is left out, as the element
+    may come from it.
 
     Args:
         elements: ``(D, H)``.
@@ -85,7 +92,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
-    """Noise deviation: the root of the mean expected squared residual, kept off zero.
+    """Returns the root mean expected squared residual, above a floor.
 
     Args:
         errors: sum of the expected squared residuals.
@@ -106,8 +113,9 @@ def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
     r"""Minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension ``d``.
 
-    :math:`W_d = A_d^{-1} c_d` with :math:`A_d = \sum_n \langle s s^\top \rangle` and :math:`c_d = \sum_n y_{nd} \langle s \rangle`. A tiny
-    ridge pulls towards the old dictionary, so elements of latents that are never active stay as they are; the residuals still never grow.
+    :math:`W_d = A_d^{-1} c_d` with :math:`A_d = \sum_n \langle s s^\top \rangle` and :math:`c_d =
+    \sum_n y_{nd} \langle s \rangle`. A tiny ridge pulls towards the old dictionary, so that
+    elements of inactive latents stay as they are. The residuals still never grow.
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
@@ -128,13 +136,16 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
 
 
 def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
-    """Second moments ``(*, H, H)`` with a ridge, that of a prior of the dictionary; without it for latents that are never active."""
+    """Returns second moments ``(*, H, H)`` with a ridge.
+
+    The ridge is that of a prior; without one it is tiny, for latents that are never active.
+    """
     is_active = pairs.diagonal(dim1=-2, dim2=-1) > NEVER_SEEN
     return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Cholesky factors; that a matrix has none is refused together with other checks."""
+    """Returns Cholesky factors, with deferred checks that they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     refuse((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
     return factor  # type: ignore[no-any-return]
@@ -149,7 +160,8 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
     .. math:: W_d = \Bigl(A_d - \frac{t_d t_d^\top}{N_d}\Bigr)^{-1} \Bigl(c_d - \frac{Y_d t_d}{N_d}\Bigr), \qquad
         b_d = \frac{Y_d - W_d^\top t_d}{N_d}.
 
-    Elements of latents that are never or always active stay as they are, and so does the offset of a dimension that is never observed.
+    Elements of latents that are never or always active stay as they are. So does the offset of a
+    dimension that is never observed.
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
@@ -173,7 +185,10 @@ def _mean_square(pairs: Tensor) -> Tensor:
 
 
 def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
-    """Every row of the dictionary times the (common, or its own) symmetric matrix of second moments."""
+    """Multiplies every row of the dictionary by its matrix of second moments.
+
+    The symmetric matrix may be common to all rows.
+    """
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
@@ -183,14 +198,16 @@ def best_claims(
     errors_of: _Errors,
     total: _Total = lambda parts: parts,
 ) -> dict[str, Tensor]:
-    r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
+    r"""Returns statistics of a superposition by maximum, with a new dictionary.
+
+    Its expected squared residuals are no larger than the old one's.
 
     An entry asks for what it has won per win, which minimises the residuals (or other expected losses) if the winners stay the same. As
     they may not, the step there is halved, in the dimensions where the residuals would grow, until they do not.
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
-        statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``; and the
+        statistics: those of the old dictionary, with ``won``, ``wins`` and the ``errors``. Also the
             ``magnitude`` of the terms of the errors, if it is not that of the squared data.
         errors_of: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
         total: sums over the data of all processes, by which they choose the same dictionary; default: there is one process.
@@ -219,7 +236,10 @@ def best_claims(
 def _take_shorter_steps_(
     chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, errors_of: _Errors, total: _Total
 ) -> None:
-    """Takes steps ``(D, H)`` in the dimensions ``left (K,)``, halved until the errors are allowed; or none."""
+    """Takes steps ``(D, H)`` in dimensions ``left (K,)``, if allowed.
+
+    They are halved until the errors are allowed, or not taken.
+    """
     shares = 0.5 ** torch.arange(1, _MAX_HALVINGS, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
@@ -237,7 +257,10 @@ def _take_shorter_steps_(
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
-    """The dictionary of the claims of :func:`best_claims`, divided by a ``gain``; entries that never win stay as they are."""
+    """Returns the dictionary of :func:`best_claims`, divided by a ``gain``.
+
+    Entries that never win stay as they are.
+    """
     wins, floor = statistics["wins"], weight_floor(statistics)
     claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
     return (claimed / gain).maximum(floor)
@@ -255,7 +278,9 @@ def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Maximiser of the expected log prior of slabs: their mean and standard deviation where the latent is on.
+    r"""Returns the maximiser of the slabs' expected log prior.
+
+    It is their mean and standard deviation where the latent is on.
 
     Args:
         count: how often the latent is on, :math:`\sum_n \langle b \rangle`.

@@ -1,4 +1,7 @@
-"""Discrete sparse coding: a linear superposition of causes that take a few given values, with Gaussian noise."""
+"""Discrete sparse coding: causes with a few given values.
+
+They superpose linearly, with Gaussian noise.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,10 @@ class DiscreteSparseCoding(LinearDictionary):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
-        r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance, two latents are on in the mean.
+        r"""Initialises from the data.
+
+        Elements are random data points, :math:`\sigma^2` is the data's variance, and two latents
+        are on in the mean.
 
         An offset starts as the lower quartile of every dimension, see :meth:`.SparseCoding.initialize`.
 
@@ -146,11 +152,13 @@ class DiscreteSparseCoding(LinearDictionary):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
-        :math:`c_d = \sum_n y_{nd} \langle x \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
-        the observed entries, and :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data points, over the latents if they share it,
-        and over values of equal magnitude if these are tied. Elements of latents that are never active stay as they are. An offset
-        is maximised jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
+        Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points
+        with :math:`y_{nd}` observed and :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then
+        :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the mean expected squared residual of
+        the observed entries. :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data
+        points, over the latents if they share it, and over values of equal magnitude if these are
+        tied. Elements of latents that are never active stay as they are. An offset is maximised
+        jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
         """
         weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)
@@ -159,7 +167,10 @@ class DiscreteSparseCoding(LinearDictionary):
 
     @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one; the mean number of active latents stays."""
+        """Returns a model whose latent ``i`` copies latent ``index[i]``.
+
+        The mean number of active latents stays.
+        """
         other = copy.deepcopy(self)
         other.weight = self.weight[:, index].contiguous()
         other.num_latents = len(index)
@@ -173,7 +184,9 @@ class DiscreteSparseCoding(LinearDictionary):
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Posterior mean :math:`W \langle \phi_s \rangle + b` of the noise-free data, ``(N, D)`` for the population's data points.
+        r"""Returns the posterior mean :math:`W \langle \phi_s \rangle + b` of noise-free data.
+
+        It is ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.

@@ -1,4 +1,7 @@
-"""Maximal causes analysis of counts, binary data and positive data: the strongest cause determines the mean of every dimension."""
+"""Maximal causes analysis of counts, binary data and positive data.
+
+The strongest cause determines the mean of every dimension.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,11 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     where :math:`m_d` is the mean of a Poisson, Bernoulli, exponential or gamma distribution, and the background :math:`b` that of a
     dimension without a cause. Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    The M-step of the dictionary is the same for all families: it averages the data that each cause wins. As the winners depend on the
-    dictionary, that may lower the expected log joint; the step is then halved, in the dimensions concerned, until it does not. A mean
-    below the background wins nothing; it comes back where data of its cause ask for more, and the expected log joint rises by it. So with
-    the full batch the free energy never decreases.
+    The M-step of the dictionary is the same for all families: it averages the data that each cause
+    wins. As the winners depend on the dictionary, that may lower the expected log joint. The step
+    is then halved in these dimensions until it does not. A mean below the background wins nothing.
+    It recovers where data of its cause ask for more, and the expected log joint rises by it. So
+    with the full batch the free energy never decreases.
 
     Example:
         >>> y = torch.poisson(5 * linear_bars(50, 3, mean_active=2.0).data.clamp(min=0))
@@ -112,7 +116,10 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Starts from the data: means halfway between random data points and the mean of all, half of which is the background.
+        r"""Initialises from the data.
+
+        Means lie halfway between random data points and the mean of all. Half of that mean is the
+        background.
 
         No two latents are alike; :math:`\pi = 2 / H`.
 
@@ -148,13 +155,16 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones. So it is here that means
-        below the background come back, one of a dimension at a time: to that of the data points that have the cause and nothing stronger,
-        if this is above what the background explains, and the expected losses fall.
+        below the background recover, one of a dimension at a time. They move to the mean of the
+        data points that have the cause and nothing stronger. This mean must be above what the
+        background explains, and the expected losses must fall.
 
         Returns:
-            Those of :meth:`.FamilyMaximum.statistics`; with ``claims``, the wins times the means ``(D, H + 1)`` of causes and background
-            that these data ask for, in the place of what is won, and ``errors``, the expected losses under them, ``(D,)``. For gamma
-            distributions they are those of concentration one, and ``logs`` are the sums of the logarithms of the data.
+            Those of :meth:`.FamilyMaximum.statistics`. With ``claims``: the wins times the means
+            ``(D, H + 1)`` of causes and background that these data ask for, in the place of
+            ``won``. Also ``errors``, the expected losses under them, ``(D,)``. For gamma
+            distributions they are those of concentration one, and ``logs`` are the sums of the
+            logarithms of the data.
         """
         rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
@@ -194,11 +204,13 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, :math:`b_d` that of the data that no latent wins,
-        or on the way there (see :meth:`sufficient_statistics`), and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the
-        latents if shared. Entries that never win stay as they are, unless the background alone hides them from data that ask for more.
-        The concentration of gamma distributions solves
-        :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and
+        :math:`b_d` that of the data that no latent wins. A step may end on the way there (see
+        :meth:`sufficient_statistics`). :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged
+        over the latents if shared. Entries that never win stay as they are, unless the background
+        alone hides them from data that ask for more. The concentration of gamma distributions
+        solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the
+        observed entries.
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
@@ -226,7 +238,9 @@ def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tu
 
 
 def _best_concentration(excess: Tensor) -> Tensor:
-    r"""Solution :math:`k` of :math:`\log k - \psi(k) = c`, by Newton's method in :math:`1 / k`; at most a million.
+    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k`, at most a million.
+
+    It uses Newton's method in :math:`1 / k`.
 
     The start is off by less than 2 %.
     """

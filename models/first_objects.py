@@ -1,4 +1,4 @@
-"""Where learning of objects starts from: averages of windows that show the same object alone."""
+"""Initial objects: averages of windows that show one object alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Clusters(NamedTuple):
         return Clusters(*(value[index] for value in self))
 
     def stand_out(self, noise: Tensor) -> Tensor:
-        """Which pixels differ from the background by more than noise that averages leave, ``(K, t, u)``."""
+        """Returns which pixels differ from the background, ``(K, t, u)``.
+
+        The difference exceeds noise that averages leave.
+        """
         left_over = self.objects.shape[1] * noise / self.size
         return self.objects.square().sum(1) > 4 * left_over[:, None, None]
 
@@ -97,7 +100,10 @@ def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
-    """The windows of images ``(N, height, width, F)``, less their background, around which least is to be seen."""
+    """Returns windows of images ``(N, height, width, F)``, without their background.
+
+    Little is visible around them.
+    """
     num_channels = images.shape[-1]
     alone, energy, place = _brightest_windows(images.square().sum(-1) - num_channels * noise, canvas)
     # What noise alone would show does not stand out.
@@ -114,11 +120,14 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
 
 
 def typical_objects(windows: Windows, number: int, generator: torch.Generator | None) -> Clusters:
-    """Averages of windows that show the same object: the objects that most of the windows show.
+    """Averages windows that show the same object.
 
-    Some of the windows are the first objects. Those that the others make up for best go, until there are twice as many as asked for. Every
-    window then belongs to the object that it resembles most, at the shift where it does, and the object becomes the mean of its windows,
-    which is repeated. Of these, in which there is hardly any noise, again those go that the others make up for best.
+    The objects are those that most of the windows show.
+
+    Some of the windows are the first objects. Those that the others make up for best go, until
+    there are twice as many as asked for. Every window then belongs to the object that it resembles
+    most, at the best shift. The object becomes the mean of its windows, and this is repeated. Of
+    these, in which there is hardly any noise, again those go that the others make up for best.
     """
     count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
@@ -130,7 +139,10 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
 
 
 def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> Clusters:
-    """Those beyond the first ``number``, which repeat these, with some noise: objects that are equal stay so in learning."""
+    """Returns objects beyond the first ``number``, which repeat these with noise.
+
+    Equal objects would stay equal in learning.
+    """
     device = found.objects.device if generator is None else generator.device
     noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
     size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
@@ -138,7 +150,10 @@ def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> 
 
 
 def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
-    """Share of the energy of windows that is missing in objects at their best shift, and that shift, both ``(n, K)``."""
+    """Returns the missing share of windows' energy and the best shift.
+
+    Both are ``(n, K)``, for objects at that shift.
+    """
     products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(_BLOCK)]
     product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
     energy = windows.energy.unsqueeze(1)
@@ -146,7 +161,10 @@ def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
 
 
 def most_missed(missing: Tensor, number: int) -> Tensor:
-    """Positions of so many objects, once those are gone, one after the other, that the others make up for best; too few repeat."""
+    """Returns positions of so many objects after pruning.
+
+    Those go first, one after the other, that the others explain best. Too few repeat.
+    """
     explained = (_ALIKE - missing).clamp(min=0.0)
     kept = torch.arange(explained.shape[1], device=missing.device)
     while len(kept) > number:
@@ -157,7 +175,10 @@ def most_missed(missing: Tensor, number: int) -> Tensor:
 
 
 def _averaged(windows: Windows, found: Clusters) -> Clusters:
-    """Objects as the means of the windows that resemble them most; those of a single window stay as they are."""
+    """Returns objects as means of the windows that resemble them most.
+
+    Objects of a single window stay as they are.
+    """
     missing, shift = missing_energy(windows, found)
     nearest = missing.min(1)
     is_alike, owner = nearest.values < _ALIKE, nearest.indices
@@ -183,7 +204,9 @@ def _averaged(windows: Windows, found: Clusters) -> Clusters:
 
 
 def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows of contrasts ``(N, height, width)`` in which most is seen and around which least is, several of each that do not overlap.
+    """Returns salient windows of contrasts ``(N, height, width)`` with empty surroundings.
+
+    There are several of each, without overlap.
 
     Returns:
         What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
@@ -206,7 +229,10 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
 
 
 def _centred(height: int, width: int) -> Tensor:
-    """Weights of the pixels of a window, less off its centre, so that small objects lie there."""
+    """Returns weights of a window's pixels, lower off its centre.
+
+    Small objects then lie in the centre.
+    """
     down, right = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
     return 1 - 0.2 * ((down[:, None] / height).square() + (right / width).square())
 
@@ -225,7 +251,10 @@ def _overlap(place: Tensor, canvas: Canvas) -> Tensor:
 
 
 def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple[int, int], wrap: bool = True) -> Tensor:
-    """Parts ``(n, F, *size)`` of some of the pictures ``(N, F, rows, columns)``; beyond edges the other side, or nothing."""
+    """Returns parts ``(n, F, *size)`` of pictures ``(N, F, rows, columns)``.
+
+    Beyond edges lies the other side, or nothing.
+    """
     index, is_inside = [], []
     for corner, steps, limit in zip((top, left), size, pictures.shape[2:], strict=True):
         along = corner.unsqueeze(1) + torch.arange(steps, device=corner.device)

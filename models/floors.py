@@ -42,6 +42,9 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
 
 
 def cholesky_of_floored(covariance: Tensor) -> Tensor:
-    """The Cholesky factor of what :func:`floored` returns, without a look at whether there is one, which would be one more to wait for."""
+    """Returns the Cholesky factor of :func:`floored`, without checks.
+
+    A check would wait for a device.
+    """
     factor: Tensor = torch.linalg.cholesky_ex(covariance).L
     return factor

@@ -1,4 +1,7 @@
-"""A superposition of Gaussian process decoders with switches: spike-and-slab latents whose slabs act through unknown functions."""
+"""A superposition of Gaussian process decoders with switches.
+
+The slabs of spike-and-slab latents act through unknown functions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ _DREAMS = 600
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
-    r"""A kernel for each part of an input, counted where both inputs have the part.
+    r"""A kernel for each part of an input.
+
+    A part counts where both inputs have it.
 
     .. math:: k\bigl((b, z), (b', z')\bigr) = \sum_h b_h\, b'_h\; k_h(z_h, z'_h)
 
@@ -59,14 +64,16 @@ class GatedKernel(UniqueModule, kernels.Kernel):
 
 
 class GatedDecoder(UniqueModule):
-    r"""Images of parts that are present or not, each in a pose of its own, learned from a few examples whose parts are known.
+    r"""Images of parts that may be present, each in its own pose.
+
+    They are learned from a few examples whose parts are known.
 
     .. math:: x_n = \sum_{h} b_{nh}\, f_h(z_{nh}) + \sigma\,\varepsilon, \qquad b_{nh} \sim \mathrm{Bernoulli}(\pi_h),
         \qquad z_{nh} \sim \mathcal N(0, I), \qquad f_h \sim \mathcal{GP}
 
-    The functions that turn poses into images are integrated out. The examples with known switches and poses are the active set: given it
-    every other image is independent, so that each state of its switches has a density of its own and the posterior over them can be
-    truncated to a population:
+    The functions that turn poses into images are integrated out. The examples with known switches
+    and poses are the active set. Given it, every other image is independent. So each state of its
+    switches has its own density, and the posterior over them can be truncated to a population:
 
     .. math:: \mathcal F = \log p(x_A \mid b_A, z_A) + \sum_n \log \sum_{b \in K_n} p(x_n \mid x_A, b, z_n)\, p(b)\, p(z_n) / q(z_n \mid b)
 
@@ -77,7 +84,7 @@ class GatedDecoder(UniqueModule):
         states. With their most probable states taken for known, what is wrong there would teach a part the looks of another. Poses of
         the examples have to be known, too: their likelihood has many optima. With sixty images of ``examples/moving_parts.py`` and only
         their switches, 300 steps of Adam on poses and hyper-parameters end 1000 nats below the true poses from principal components of what
-        the switches leave (rank correlations with these from .42 to .94), and 2300 and more from random ones;
+        the switches leave (rank correlations with these from 0.42 to 0.94), and 2300 and more from random ones;
         of the other images half then have all four switches right, in place of nine in ten.
 
     Example::
@@ -145,7 +152,9 @@ class GatedDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GatedDecoder:
-        """Forgets what was learned, and teaches a new pose network in 600 dreams; the examples stay.
+        """Resets what was learned and trains a new pose network.
+
+        It has 600 dreams; the examples stay.
 
         Args:
             y: images ``(N, D)``, which play no role but for their shape.
@@ -184,7 +193,10 @@ class GatedDecoder(UniqueModule):
 
     @takes_arrays
     def forward(self, x: Tensor, batch_size: int | None = None) -> None:
-        """The generative program of images ``(N, D)`` that are not among the examples; NaN where pixels are missing."""
+        """The generative program of images ``(N, D)`` that are no examples.
+
+        Missing pixels are NaN.
+        """
         check_real(x, "x")
         active = self.active_set()
         pyro.factor("examples", active.log_prob_terms().sum())
@@ -198,7 +210,10 @@ class GatedDecoder(UniqueModule):
 
     @takes_arrays
     def poses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and standard deviations ``(N, H, P)`` of the poses of images ``(N, D)`` under the guide."""
+        """Returns means and deviations ``(N, H, P)`` of the images' poses.
+
+        Images are ``(N, D)``, and poses are under the guide.
+        """
         check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
         return loc, nn.functional.softplus(raw) + 1e-3
@@ -206,7 +221,10 @@ class GatedDecoder(UniqueModule):
     @pyro_method
     @takes_arrays
     def pose_guide(self, states: dict[str, Tensor], x: Tensor, batch_size: int | None = None) -> None:
-        """Samples poses given the switches: the network's for parts that are present, the prior's for absent ones."""
+        """Samples poses given the switches.
+
+        The network gives those of present parts, the prior those of absent ones.
+        """
         present = states["b"].unsqueeze(-1) > 0.5
         loc, scale = self.poses_of(pyro.subsample(x, event_dim=1))
         pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
@@ -220,8 +238,9 @@ class GatedDecoder(UniqueModule):
     def reconstruct(self, population: Population, y: Tensor, num_draws: int = 32) -> Tensor:
         r"""Posterior mean :math:`\langle \sum_h b_h f_h(z_h) \rangle` of images without noise, missing pixels filled in.
 
-        Poses are integrated out by importance sampling: draws :math:`z \sim q(z \mid b)` of the network, which switched-on parts have,
-        count in proportion to :math:`p(x \mid b, z)\, p(z) / q(z \mid b)` within each state of the population.
+        Poses are integrated out by importance sampling. The network gives draws :math:`z \sim q(z
+        \mid b)` of present parts. Within each state of the population they count in proportion to
+        :math:`p(x \mid b, z)\, p(z) / q(z \mid b)`.
 
         Args:
             population: truncated posteriors over the switches; its ``indices`` select the images among ``y``.
@@ -254,7 +273,10 @@ class GatedDecoder(UniqueModule):
 
     @torch.enable_grad()
     def dream(self, steps: int, batch_size: int = 128, lr: float = 3e-3) -> list[float]:
-        """Teaches the network the poses of present parts in images drawn from the model; returns the mean negative log densities."""
+        """Trains the pose network on images drawn from the model.
+
+        It returns the mean negative log densities of present parts' poses.
+        """
         optimizer = torch.optim.Adam(self.network.parameters(), lr)
         with torch.no_grad():
             active = self.active_set()
@@ -275,7 +297,10 @@ class GatedDecoder(UniqueModule):
         return losses
 
     def parts(self, switches: Tensor, poses: Tensor) -> Tensor:
-        """Mean image of each part alone, ``(N, H, D)``; they add up to the mean image."""
+        """Returns the mean image of each part alone, ``(N, H, D)``.
+
+        Their sum is the mean image.
+        """
         alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
         with torch.no_grad():
             mean: Tensor = self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]

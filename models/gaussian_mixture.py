@@ -33,13 +33,15 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension; of one variance for all dimensions, and of low
-    rank, above that of the mean. Of data that do not vary the rounding error counts. Of full and tied covariances these are the
-    eigenvalues in units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this
-    constraint. What components
-    have of their own has a weak prior, from :meth:`initialize` on, as if each had seen a few data points more with the covariance of all
-    data in a unit that fits the component. :meth:`log_prior` is a part of losses in training and ``starts`` of ``learn``, but not of losses
-    of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance
+    for all dimensions, and variances of low rank, are kept above that of the mean. Of data that do
+    not vary the rounding error counts. Of full and tied covariances these are the eigenvalues in
+    units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact
+    maximiser under this constraint. Covariances of components have a weak prior from
+    :meth:`initialize` on. It is as if each component had seen a few more data points with the
+    covariance of all data, scaled to the component. :meth:`log_prior` is a part of losses in
+    training and restarts of ``learn``. It is no part of losses of guides of new data (``infer``),
+    nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -51,9 +53,11 @@ class GaussianMixture(LinearMixture):
     Args:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
-        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component, ``"tied"`` for a full one that all share;
-            ``"low-rank"`` for :math:`W_k W_k^\top + \sigma_k^2 I`, a mixture of probabilistic principal component analysers: densities
-            cost ``D R`` instead of ``D^2``, but the M-step takes ``K D^2`` sums of products as for full ones.
+        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component,
+            ``"tied"`` for a full one that all share. ``"low-rank"`` for :math:`W_k W_k^\top +
+            \sigma_k^2 I`, a mixture of probabilistic principal component analysers. Its densities
+            cost ``D R`` instead of ``D^2``, but the M-step takes ``K D^2`` sums of products as for
+            full ones.
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
         pseudo_data: how many data points the prior of a covariance counts for, 0 for none; default: six, one if diagonal or spherical.
@@ -62,12 +66,13 @@ class GaussianMixture(LinearMixture):
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
         loc: means :math:`\mu`, ``(K, D)``.
-        scale: Cholesky factors of the covariances, ``(K, D, D)`` if full and ``(D, D)`` if tied; standard deviations ``(K, D)`` if diagonal
-            and ``(K,)`` if spherical; those of the noise :math:`\sigma`, ``(K,)`` or ``()``, if of low rank.
-        factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
+        scale: Cholesky factors of the covariances, ``(K, D, D)`` if full and ``(D, D)`` if tied.
+            Standard deviations ``(K, D)`` if diagonal and ``(K,)`` if spherical. Those of the noise
+            :math:`\sigma`, ``(K,)`` or ``()``, if of low rank. factor: :math:`W`, ``(K, D, R)``; of
+            low-rank covariances only.
         center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
         spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``; empty without prior.
-        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero before, and in earlier versions' states.
+        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero if unknown.
 
     Raises:
         ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.
@@ -135,11 +140,14 @@ class GaussianMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GaussianMixture:
-        """Starts from clusters of the data: their means, their shares, and their covariances.
+        """Initialises from clusters of the data.
 
-        Twice as many clusters belong to rows that lie spread over the data (k-means++); of these those become one that one component
-        explains nearly as well as two (model-based hierarchical clustering, see
-        :class:`~pyro_truncated.models.agglomeration.Agglomeration`). All of it looks at 20 000 random rows, or fifty per component if more.
+        They give means, shares and covariances.
+
+        Twice as many clusters belong to rows that are spread over the data (k-means++). Clusters
+        are then merged that one component explains nearly as well as two. This is model-based
+        hierarchical clustering, see :class:`~pyro_truncated.models.agglomeration.Agglomeration`.
+        All of it looks at 20 000 random rows, or fifty per component if more.
 
         Args:
             y: data ``(N, D)``.
@@ -187,10 +195,14 @@ class GaussianMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def split_and_merge(self, guide: AutoTruncated, y: Tensor, generator: torch.Generator | None = None) -> int:
-        """Moves components to where they explain more: of two that explain the same data one goes to a third, whose data need two.
+        """Moves components to where they explain more.
 
-        The free energy of all data says what is lost where two become one, or one that is hardly used is left out, and what two gain in the
-        place of one, which EM on its data finds. All moves that gain and do not touch each other are done at once. The free energy never
+        Of two that explain the same data, one moves to a third, whose data need two.
+
+        The free energy of all data tells the loss of merging two components, or of removing one
+        that is hardly used. It also tells the gain of two in the place of one, which EM on its data
+        finds. All moves that gain and do not touch each other are done at once. The free energy
+        never
         falls: where it would, fewer are done, or none. After them :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it
         after passes, at the cost of two, until nothing moves.
 
@@ -227,13 +239,19 @@ class GaussianMixture(LinearMixture):
         return len(moves)
 
     def _moved(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
-        """Moves components; the populations that they are offered to, which are not kept yet, and the free energy."""
+        """Moves components; returns new populations and the free energy.
+
+        The populations are proposals that are not kept yet.
+        """
         self._take(moves.after())
         population = offered(moves, guide, y)
         return population, population.free_energy().sum() + self.log_prior()
 
     def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:
-        """Log density of the covariances, its own or with such parameters, a scalar; zero where they are the data's, or have no prior."""
+        """Returns the log density of the covariances, a scalar.
+
+        They may be given. It is zero if they are the data's, or have no prior.
+        """
         each: Tensor = Prior.of(self.center[0], self.spread, self.pseudo).log_prob(self._kind, spreads := spreads or self._spreads())
         return each.sum().to(spreads["scale"].dtype)
 
@@ -244,12 +262,18 @@ class GaussianMixture(LinearMixture):
         return {name: getattr(self, name) for name in self._kind.supports}
 
     def linear_features(self, y: Tensor) -> Tensor:
-        """One, the data, and the squares and products that the covariances need, ``(N, F)``."""
+        """Returns features ``(N, F)``: one, the data, and their products.
+
+        The covariances determine the squares and products.
+        """
         x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
     def linear_functions(self, y: Tensor) -> LinearFunctions:
-        """The log joints, in the data's type; of integers in that of the means."""
+        """Returns the log joints, in the data's type.
+
+        For integers it is the means' type.
+        """
         loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
         return LinearFunctions(
             components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
@@ -278,9 +302,11 @@ class GaussianMixture(LinearMixture):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center: ``counts (K,)``; ``sums (K, D)`` of
-            :math:`x_n`; ``squares (D,)``, without responsibilities; ``products (K, D, D)`` of :math:`x_n x_n^\top`, over all components
-            ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added and scaled.
+            Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center.
+            ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without
+            responsibilities. ``products (K, D, D)`` of :math:`x_n x_n^\top`, over all components
+            ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added
+            and scaled.
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
@@ -294,8 +320,9 @@ class GaussianMixture(LinearMixture):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k} \sum_n r_{nk} y_n`, and :math:`\Sigma_k` the
-        weighted covariance around it, the prior's data included, averaged over dimensions if spherical and over components if tied. A
+        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k}
+        \sum_n r_{nk} y_n`, and :math:`\Sigma_k` is the weighted covariance around it, with the
+        prior's data. It is averaged over dimensions if spherical and over components if tied. A
         component without data keeps its mean and covariance.
         """
         self._take(self._components(statistics["counts"]).best(statistics, self._prior(statistics)))

@@ -1,4 +1,4 @@
-"""Weighted normal components as a value: what their log densities are linear in, and the M-step that makes others of them."""
+"""Weighted normal components: coefficients of log densities, and M-steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Statistics = dict[str, Tensor]
 
 
 def collected(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
-    """What M-steps need of data ``(N, D)`` and components' shares in them, see :meth:`GaussianMixture.sufficient_statistics`."""
+    """Statistics of data ``(N, D)`` and components' shares for M-steps.
+
+    See :meth:`GaussianMixture.sufficient_statistics`.
+    """
     return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": kind.products(shares, rows)}
 
 
@@ -34,7 +37,10 @@ def names_of_own(kind: Covariances) -> tuple[str, ...]:
 
 
 def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Statistics:
-    """The statistics of components that take over those of several ``(M, P)``; what is of all components stays."""
+    """Returns the statistics of components that merge several ``(M, P)``.
+
+    Statistics of all components stay.
+    """
     return {**statistics, **{name: statistics[name][groups].sum(1) for name in names_of_own(kind)}}
 
 
@@ -74,13 +80,19 @@ class Gaussians:
         return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.scaled(self.spreads, units))
 
     def coefficients(self) -> Tensor:
-        """Coefficients ``(K, F)`` of the features in the log joints: one, the data, and the squares and products of the kind."""
+        """Returns coefficients ``(K, F)`` of features in the log joints.
+
+        Features are one, the data, and their squares and products.
+        """
         linear, squares, size = self.kind.precisions(self.loc, {name: value.double() for name, value in self.spreads.items()})
         offset = self.weights.log() - size - 0.5 * (linear * self.loc).sum(-1)
         return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
 
     def offset(self, features: Tensor) -> Tensor | None:
-        """Terms of the log joints that are the same for all components and that such features ``(N, F)`` lack, ``(N,)``."""
+        """Returns terms of the log joints that features ``(N, F)`` lack.
+
+        They are the same for all components, ``(N,)``.
+        """
         offset: Tensor | None = self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
         return offset
 
@@ -103,13 +115,19 @@ class Gaussians:
         return each.expand(len(self))
 
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
-        """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``, in the type of the data."""
+        """Returns log joints ``(N, S)`` in the type of the data.
+
+        Data are ``(N, D)`` and components ``(N, S)``.
+        """
         spreads = {name: value.to(x) for name, value in self.spreads.items()}
         log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
         return log_density.mT + self.weights.log().to(x)[z]
 
     def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
-        """The components that maximise the expected log joint; those without data keep their means and covariances."""
+        """Returns the components that maximise the expected log joint.
+
+        Those without data keep their means and covariances.
+        """
         is_used, loc = self._best_means(statistics)
         return self._where(is_used, statistics, loc, prior.best(self.kind, self.spreads, statistics, loc))
 
@@ -140,7 +158,10 @@ class Gaussians:
         return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
 
     def with_others(self, index: Tensor, others: Gaussians) -> Gaussians:
-        """The same with others in the places of some; what all components share stays."""
+        """Returns a copy with some components replaced.
+
+        What all components share stays.
+        """
         pairs = {name: (value, others.spreads[name]) for name, value in self.spreads.items()}
         spreads = {name: old.index_copy(0, index, new) if self._is_own(old) else old for name, (old, new) in pairs.items()}
         weights, loc = self.weights.index_copy(0, index, others.weights), self.loc.index_copy(0, index, others.loc)

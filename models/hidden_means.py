@@ -1,4 +1,4 @@
-"""Causes whose mean lies below the background, which hides it: how an M-step brings them back."""
+"""M-steps that recover means hidden below the background."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def raised_means(means: Tensor) -> Tensor:
-    """Means of causes and, last, of the background, ``(D, H + 1)``, with those that it hides a little above it."""
+    """Returns means ``(D, H + 1)`` with hidden ones slightly above the background.
+
+    The background comes last.
+    """
     background = means[:, -1:]
     return torch.cat([means[:, :-1].maximum(background * (1 + _ABOVE)), background], -1)
 
 
 def left_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
-    """Sums ``(D, H + 1)`` with those of some causes given to the background, which comes last."""
+    """Returns sums ``(D, H + 1)`` with some causes' given to the background.
+
+    It comes last.
+    """
     given = (sums * is_left).sum(-1, keepdim=True)
     return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
 
@@ -39,13 +45,17 @@ def with_returns(
     within: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
-    r"""Claims in which a hidden cause has come back, in the dimensions where the expected losses are lower by it.
+    r"""Returns claims with recovered hidden causes.
 
-    A mean below the background wins nothing, so that an average of what it wins leaves it there for ever. To the likelihood it is the
-    same as one at the background, where the data points that have the cause and nothing stronger are as well its own. If their mean is
-    above that of all that the background explains, what it hides included, the two means explain them better than the common one. Of
-    each dimension the cause that gains most by that is tried at its mean, and the background at that of what is left to it. It is one at
-    a time, as causes that are on together would each ask for what is due to one of them; the others have their turn in later steps.
+    A cause recovers in the dimensions where this lowers the expected losses.
+
+    A mean below the background wins nothing, so that an average of what it wins leaves it there for
+    ever. To the likelihood it is the same as one at the background. Data points that have the cause
+    and nothing stronger then belong to the cause as well. If their mean is above that of all data
+    that the background explains, two means explain them better than the common one. This includes
+    the data that it hides. In each dimension the cause that gains most is tried at its mean, and
+    the background at that of the rest. One cause moves at a time, as causes that are on together
+    would each ask for what is due to one of them. The others follow in later steps.
 
     Args:
         means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.

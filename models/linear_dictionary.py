@@ -1,4 +1,4 @@
-"""A dictionary whose elements add up above an offset that is learned with it: where it starts, and its joint M-step."""
+"""A dictionary with a learned offset: initialisation and joint M-step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _ROUNDING = 2e3
 
 
 class LinearDictionary(UniqueModule):
-    r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`, in which the offset :math:`b` may be left out.
+    r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
+
+    The offset :math:`b` may be left out.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
@@ -56,7 +58,10 @@ class LinearDictionary(UniqueModule):
         self.register_buffer("center", torch.zeros(self.num_observed, dtype=torch.float64))
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Sets the offset; returns elements with which it makes up (about) random data points, and the deviation of the noise."""
+        """Sets the offset; returns elements and the noise's deviation.
+
+        With the offset, elements (about) equal random data points.
+        """
         if self.bias is None:
             weight, deviation, _ = first_dictionary(y, self.num_latents, generator)
             return weight, deviation
@@ -72,7 +77,10 @@ class LinearDictionary(UniqueModule):
         return weight - first.unsqueeze(-1), deviation.maximum(floor)
 
     def _above_center(self, population: Population, y: Tensor) -> tuple[Population, Tensor]:
-        """What statistics are taken of: with an offset the population's own data points, above the center."""
+        """Returns the data for statistics.
+
+        With an offset they are the population's own data points, above the center.
+        """
         if self.bias is None:
             return population, y
         return dataclasses.replace(population, indices=None), population.rows_above(y, self.center)
@@ -81,7 +89,7 @@ class LinearDictionary(UniqueModule):
         return None if self.bias is None else self.bias.double() - self.center
 
     def _best_dictionary(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Sets the offset; returns the dictionary that is best with it, and their expected squared errors ``(D,)``."""
+        """Sets the offset; returns the best dictionary and expected squared errors ``(D,)``."""
         weight, bias = self.weight.double(), self._bias_above_center()
         pairs = with_ridge(statistics["pairs"], self.ridge) if self.ridge else statistics["pairs"]
         if bias is None:
@@ -94,7 +102,9 @@ class LinearDictionary(UniqueModule):
         return weight, superposition.square_error(statistics)
 
     def _power(self, statistics: Statistics) -> Tensor:
-        """The sum of squares that the unit of the data is made of: about the mean of every dimension, where there is an offset.
+        """Returns the sum of squares that defines the data's unit.
+
+        With an offset it is about the mean of every dimension.
 
         What is no more than the rounding of the data has no deviation of its own.
         """

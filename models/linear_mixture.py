@@ -1,4 +1,7 @@
-"""Mixtures whose log joints are linear in features of the data: products of matrices say which components are likely."""
+"""Mixtures whose log joints are linear in features of the data.
+
+Products of matrices find the likely components.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _EQUAL = 1e-5
 
 
 class LinearMixture(UniqueModule):
-    """A mixture of components whose log joints are linear in features of the data.
+    """A mixture whose log joints are linear in features of the data.
 
     Attributes:
         num_observed: number of observed dimensions ``D``.
@@ -44,14 +47,20 @@ class LinearMixture(UniqueModule):
         return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles mixtures of earlier versions, too: whether they know of data is seen by their weights."""
+        """Unpickles mixtures of earlier versions, too.
+
+        Their weights show whether they have data.
+        """
         super().__setstate__(state)
         for name, value in self.later_buffers().items():
             if name not in self._buffers:
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Loads states of earlier versions, and of mixtures without what such a buffer is for, too."""
+        """Loads states of earlier versions, too.
+
+        Mixtures without the purpose of a buffer load as well.
+        """
         for name, value in self.later_buffers().items():
             found = state_dict.setdefault(f"{prefix}{name}", value)
             if found.shape != value.shape and 0 in (found.numel(), value.numel()):
@@ -64,21 +73,25 @@ class LinearMixture(UniqueModule):
 
     @abc.abstractmethod
     def linear_functions(self, y: Tensor) -> LinearFunctions:
-        """The log joints of the components as functions of these features, in the type of the data."""
+        """Returns the components' log joints as functions of the features.
+
+        They are in the type of the data.
+        """
 
     @abc.abstractmethod
     def statistics_of_one(self) -> dict[str, Tensor]:
-        """What ``sufficient_statistics`` are for one data point of the mixture, in expectation, in float64."""
+        """Returns one data point's expected ``sufficient_statistics`` in float64."""
 
     @torch.no_grad()
     def expected_statistics(self) -> dict[str, Tensor] | None:
-        """What ``sufficient_statistics`` are for one data point of the mixture, in expectation, where the mixture knows of data.
+        """Returns one data point's expected ``sufficient_statistics``, for a mixture with data.
 
         :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
 
         Returns:
-            Sums by name, in float64. ``None`` if the mixture has not been initialized with data (``knows_data``) and all components have
-            the same weight, as they have from the constructor: what it draws has nothing to do with the data.
+            Sums by name, in float64. ``None`` if the mixture has not been initialized with data
+            (``knows_data``) and all components have the same weight, as from the constructor. Its
+            draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
         return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _EQUAL * highest)) else None
@@ -89,12 +102,14 @@ class LinearMixture(UniqueModule):
     def likeliest_components(self, y: Tensor, num_states: int) -> Tensor:
         r"""The components of highest :math:`\log \pi_k + \log p_k(y_n)`, the best states that populations can have.
 
-        Log joints are linear in features of the data - of Gaussians the data and their squares, of Poisson distributions the data - so that
-        this is a product of matrices. Up to three thousand components, or for fewer than ten data points per component, all are looked at.
-        Of more only those in the two likeliest groups and the neighbours of the best two, and in sixteen groups for those data points
-        that have no likely one there: of ten thousand spherical components with known parameters the best one is missed for less than
-        .1 % of the data points, and 2 % of the four best; of diagonal ones .2 % and 4 %; where components overlap 1 to 2 % and 2 to 4 %.
-        In training, populations that hold some lead on, so that less is missed.
+        Log joints are linear in features of the data, so that this is a product of matrices. For
+        Gaussians these are the data and their squares, for Poisson distributions the data. Up to
+        three thousand components, or for fewer than ten data points per component, all are looked
+        at. Of more only those in the two likeliest groups and the neighbours of the best two, and
+        in sixteen groups for those data points
+        that have no likely one there. The best component is missed for 0.1 to 0.2 % of the data
+        points if components are separate, and for 1 to 2 % if they overlap. In training,
+        populations that hold some lead on, so that less is missed.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -116,7 +131,10 @@ class LinearMixture(UniqueModule):
         return self.likeliest_beside(check_data(y, self.num_observed), min(num_states, self.num_components))
 
     def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
-        """The same where populations may hold likely components already, of which the neighbours are looked at, too."""
+        """The same for populations that may hold likely components.
+
+        Their neighbours are evaluated, too.
+        """
         functions = self.linear_functions(y)
         number = _ROWS if functions.are_few else max(_ROWS, min(_MOST_ROWS, _FEATURES // functions.coefficients.shape[1]))
         rows = y.split(number)
@@ -127,7 +145,9 @@ class LinearMixture(UniqueModule):
         return torch.cat([functions.largest(self.linear_features(some), num_states, own) for some, own in parts])
 
     def default_search(self, num_states: int) -> Search:
-        """The search of :func:`pyro_truncated.learn` where none is named: the likeliest components, at every step.
+        """Returns the default search of :func:`pyro_truncated.learn`.
+
+        It proposes the likeliest components at every step.
 
         Of more than three thousand components some likely ones are missed, see :meth:`likeliest_components`.
 
@@ -150,8 +170,9 @@ class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
     Populations need not be likely beforehand, and nothing is learned of the data. Of more than three thousand components not all likely
-    ones are found at once: some are in groups that are not looked at. There, populations that hold the best component of the likeliest
-    two groups lead on to its neighbours, and no more groups are looked at, so that later steps miss less, in less time.
+    ones are found at once: some are in groups that are not looked at. Populations that hold the
+    best component of the likeliest two groups are then extended by its neighbours, and no more
+    groups are evaluated. Later steps miss less, in less time.
 
     Args:
         model: the mixture, whose data are called ``y``.

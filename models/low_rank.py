@@ -1,4 +1,4 @@
-"""Covariances of few directions beside noise: a mixture of probabilistic principal component analysers."""
+"""Low-rank covariances beside noise: mixtures of probabilistic principal component analysers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _BLOCK = 2**22
 
 
 class LowRank(Full):
-    """Few directions beside noise: ``factor (K, D, R)``, and ``scale (K,)`` or ``()`` with the deviations of the noise."""
+    """Low-rank covariances: ``factor (K, D, R)``, and ``scale (K,)`` or ``()``.
+
+    The scale has the deviations of the noise.
+    """
 
     has_units = False
     supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
@@ -76,9 +79,11 @@ class LowRank(Full):
 def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
     r"""The likeliest :math:`W_k W_k^\top + \sigma_k^2 I` of data whose covariances are given.
 
-    With eigenvalues :math:`\lambda_1 \ge \lambda_2 \ge \dots` and eigenvectors :math:`u_j` of a covariance, :math:`\sigma^2` is the mean of
-    the eigenvalues behind the first ``R``, and the columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. If the noise is
-    shared, it is the mean over all components' eigenvalues behind the first ``R``, and of those among the first that lie below it.
+    Let a covariance have eigenvalues :math:`\lambda_1 \ge \lambda_2 \ge \dots` and eigenvectors
+    :math:`u_j`. Then :math:`\sigma^2` is the mean of the eigenvalues behind the first ``R``. The
+    columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. If the noise is shared, it
+    is the mean over all components' eigenvalues behind the first ``R``. It includes those of the
+    first ``R`` that lie below it.
 
     Args:
         covariance: of the data of every component, ``(K, D, D)``.

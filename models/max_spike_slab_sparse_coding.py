@@ -1,4 +1,7 @@
-"""Nonlinear spike-and-slab sparse coding: causes of varying strength, of which the strongest determines every observed dimension."""
+"""Nonlinear spike-and-slab sparse coding with superposition by maximum.
+
+Causes have varying strength, and the strongest determines every observed dimension.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    Scaling an element and unscaling its slab changes nothing. :meth:`maximize` settles this by slab means of one, so that an element is
-    what its cause adds to the data at mean strength.
+    Scaling an element and unscaling its slab changes nothing. :meth:`maximize` therefore sets slab
+    means to one, so that an element is what its cause adds to the data at mean strength.
 
     Args:
         num_observed: number of observed dimensions ``D``.
@@ -64,8 +67,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     Reference:
         Shelton, Sheikh, Bornschein, Sterne and Lücke, "Nonlinear Spike-and-Slab Sparse Coding for Interpretable Image Encoding", PLoS ONE
-        2015. The M-step here goes in the direction of the gradient of the expected log joint, where the published one weighs every data
-        point by the inverse of how often a cause wins in it.
+        2015. The M-step follows the gradient of the expected log joint. The published one weighs
+        every data point by the inverse of how often a cause wins in it.
     """
 
     # Who wins is decided under the parameters at the time, and for all of a batch at once.
@@ -114,7 +117,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        """Proposes slabs ``z`` given the indicators, each exactly given the others; the ``conditional`` of an ``AutoTruncated`` guide."""
+        """Proposes slabs ``z`` given the indicators.
+
+        Each is exact given the others. It is the ``conditional`` of an ``AutoTruncated`` guide.
+        """
         parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
@@ -170,7 +176,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def singletons(self, y: Tensor) -> Tensor:
-        r"""Exact log joint of the state without active latents and of those with one, slabs integrated out.
+        r"""Returns exact log joints of states with at most one active latent.
+
+        Slabs are integrated out.
 
         Args:
             y: data ``(n, D)``.
@@ -188,7 +196,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     @torch.no_grad()
     def site_values(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """Values of the sites ``s`` and ``z`` for coefficients ``(*batch, H)``; latents that are off get slabs drawn from their prior."""
+        """Returns values of the sites ``s`` and ``z`` for coefficients ``(*batch, H)``.
+
+        Latents that are off get slabs drawn from their prior.
+        """
         slabs = self.slab_mean + self.slab_scale * torch.randn(coefficients.shape, dtype=self.weight.dtype, device=coefficients.device)
         is_on = coefficients != 0
         return {"s": is_on.to(self.weight), "z": torch.where(is_on, coefficients.to(self.weight), slabs)}
@@ -196,7 +207,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
-        r"""Log joint of data, indicators and slabs of active latents, averaged over the draws and summed over the data points.
+        r"""Returns the log joint of data, indicators and active slabs.
+
+        It is averaged over the draws and summed over the data points.
 
         The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
         """
@@ -219,7 +232,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def sufficient_statistics(
         self, draws: GibbsDraws, y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        r"""Sums over the data points of means over the draws that :meth:`maximize` needs, in float64.
+        r"""Returns sums over data of means over draws, in float64.
+
+        :meth:`maximize` needs them.
 
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
 
@@ -230,11 +245,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             num_data: as in :meth:`forward`; not used.
 
         Returns:
-            ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``; ``active``, ``coefficients`` and
-            ``coefficient_squares``, the sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`,
-            ``(H,)``; and those of :meth:`.MaximumSuperposition.draw_statistics`, with ``claims``, the wins times the entry of the
-            dictionary that these data ask for, in the place of what is won, and the ``errors`` of that dictionary. All can be added and
-            scaled.
+            ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``.
+            ``active``, ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b
+            \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``. Those of
+            :meth:`.MaximumSuperposition.draw_statistics`, with ``claims`` in the place of ``won``:
+            the wins times the entry of the dictionary that these data ask for. The ``errors`` of
+            that dictionary. All can be added and scaled.
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
@@ -251,15 +267,17 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint of data, indicators and slabs.
 
-        With averages :math:`\langle\cdot\rangle` over draws and :math:`A_{dh} = 1` where latent ``h`` attains the maximum in dimension
-        ``d``: :math:`W_{dh} = \sum_n y_{nd} \langle A_{dh} s_h \rangle / \sum_n \langle A_{dh} s_h^2 \rangle`, or on the way there (see
-        :meth:`sufficient_statistics`); :math:`\sigma^2` is the mean expected squared residual of the observed entries;
-        :math:`\pi = \frac1N \sum_n \langle b \rangle`; :math:`\mu = \sum_n \langle s \rangle / n` and
-        :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2` with :math:`n = \sum_n \langle b \rangle`; sums run over the latents where
-        parameters are shared. Entries that never win, and slabs that are never seen, stay as they are.
+        With averages :math:`\langle\cdot\rangle` over draws and :math:`A_{dh} = 1` where latent
+        ``h`` attains the maximum in dimension ``d``: :math:`W_{dh} = \sum_n y_{nd} \langle A_{dh}
+        s_h \rangle / \sum_n \langle A_{dh} s_h^2 \rangle`, or on the way there (see
+        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of
+        the observed entries. :math:`\pi = \frac1N \sum_n \langle b \rangle`; :math:`\mu = \sum_n
+        \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2` with
+        :math:`n = \sum_n \langle b \rangle`. Sums run over the latents where parameters are shared.
+        Entries that never win, and slabs that are never seen, stay as they are.
 
-        Where a slab mean is positive it is then scaled to one; the ``statistics`` are brought into the same units, so that they can be
-        added to later ones.
+        Positive slab means are then scaled to one. The ``statistics`` are scaled to the same units,
+        so that they can be added to later ones.
         """
         count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)

@@ -1,4 +1,7 @@
-"""Maximal causes analysis: binary causes of which the strongest determines every observed dimension."""
+"""Maximal causes analysis of binary causes.
+
+The strongest cause determines every observed dimension.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ class MaximalCauses(SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    The M-step of the dictionary averages the data that each cause wins. As the winners depend on the dictionary, that may lower the
-    expected log joint; the step is then halved, in the dimensions concerned, until it does not. So with the full batch the free energy
-    never decreases.
+    The M-step of the dictionary averages the data that each cause wins. As the winners depend on
+    the dictionary, that may lower the expected log joint. The step is then halved in these
+    dimensions until it does not. So with the full batch the free energy never decreases.
 
     Example:
         >>> y = linear_bars(50, 3, mean_active=2.0).data.clamp(min=0)
@@ -66,8 +69,9 @@ class MaximalCauses(SparseCoding):
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
 
         Returns:
-            Those of :meth:`.MaximumSuperposition.statistics`; with ``claims``, the wins times the entry of the dictionary that these data
-            ask for, in the place of what is won, and ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
+            Those of :meth:`.MaximumSuperposition.statistics`. With ``claims``: the wins times the
+            entry of the dictionary that these data ask for, in the place of ``won``. Also
+            ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
         y, likelihood, scale = check_data(y, self.num_observed), self.likelihood(), self.scale
         statistics = likelihood.statistics(population, y, temperature)
@@ -87,8 +91,9 @@ class MaximalCauses(SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, or on the way there (see
-        :meth:`sufficient_statistics`); :math:`\sigma^2` is the mean expected squared residual of the observed entries, and
-        :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they are.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``. A step may
+        end on the way there (see :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean
+        expected squared residual of the observed entries. :math:`\pi = \frac1N \sum_n \langle s
+        \rangle`, averaged over the latents if shared. Entries that never win stay as they are.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])

@@ -1,4 +1,7 @@
-"""What mixtures have in common: sums over data and over components, and the M-step of the mixing proportions."""
+"""Base of mixtures: statistics, and M-step of the mixing proportions.
+
+Statistics are sums over data and over components.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _MANY = 4
 
 
 def best_weights(counts: Tensor) -> Tensor:
-    """Mixing proportions that maximise the expected log prior, none below a floor: at zero a component could never come back."""
+    """Returns mixing proportions that maximise the expected log prior.
+
+    None is below a floor, as a component at zero could never recover.
+    """
     weights = (counts / counts.sum()).clamp(min=_WEIGHT_FLOOR)
     return weights / weights.sum()
 

@@ -1,4 +1,4 @@
-"""Noisy-OR: binary observations that any of the active binary causes can switch on."""
+"""Noisy-OR: active binary causes switch binary observations on."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class NoisyOr(SuperposedCauses):
         leak: probability :math:`w_0` that a dimension is on without a cause.
         learn_leak: whether the M-step also updates the leak, then one per dimension.
         shared_prior: whether all latents share one :math:`\pi`.
-        update: ``"exact"``, or ``"fixed_point"`` for the fixed-point equation of the weights (Guiraud, Drefs and Lücke 2018, Eqs. 12 and
-            13), which may lower the free energy and whose results are clipped to the unit interval.
+        update: ``"exact"``, or ``"fixed_point"`` for the fixed-point equation of the weights
+            (Guiraud, Drefs and Lücke 2018, Eqs. 12 and 13). The latter may lower the free energy,
+            and its results are clipped to the unit interval.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -98,7 +99,10 @@ class NoisyOr(SuperposedCauses):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Starts from the data: weights uniform in [0.2, 0.7], a little higher where a random data point is on; :math:`\pi = 2 / H`.
+        r"""Initialises from the data.
+
+        Weights are uniform in [0.2, 0.7], a little higher where a random data point is on;
+        :math:`\pi = 2 / H`.
 
         Args:
             y: data ``(N, D)``.
@@ -137,11 +141,12 @@ class NoisyOr(SuperposedCauses):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint of states and hidden causes.
+        r"""Maximises the expected log joint of states and hidden causes.
 
-        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, per expected number of data points with latent ``h``
-        active and dimension ``d`` observed; the leak is the same for a latent that is always active, and
-        :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The weights of latents that are never active
+        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, divided by the
+        expected number of data points with latent ``h`` active and dimension ``d`` observed. The
+        leak is the same for a latent that is always active. :math:`\pi = \frac1N \sum_n \langle s
+        \rangle`, averaged over the latents if shared. The weights of latents that are never active
         stay as they are.
         """
         old, trials = self.weight.double(), statistics["trials"]
@@ -155,7 +160,10 @@ class NoisyOr(SuperposedCauses):
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Right-hand side of the fixed-point equation, in which the other causes' probability of silence is ``(1 - N) / (1 - W)``."""
+        """Returns the right-hand side of the fixed-point equation.
+
+        In it, the other causes' probability of silence is ``(1 - N) / (1 - W)``.
+        """
         old = self.weight.double()
         blamed = statistics["claims"] - statistics["causes"] / old
         weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])

@@ -1,4 +1,7 @@
-"""Occlusive components: objects that lie anywhere in an image and hide each other, each with its colours and its mask."""
+"""Occlusive components: objects anywhere in an image that hide each other.
+
+Each has its colours and its mask.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,24 @@ _NUM_ADDED, _NUM_MOVED = 4, 4
 
 
 class OcclusiveComponents(UniqueModule):
-    r"""Invariant exclusive (or occlusive) components: which objects an image shows, where, and what of them can be seen.
+    r"""Invariant exclusive (or occlusive) components of images.
+
+    They tell which objects an image shows, where, and which parts are visible.
 
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad x_h \sim \mathrm{Uniform}(1..L) \text{ if } s_h = 1, \quad
         m_{hi} \sim \mathrm{Bernoulli}(\alpha_{hi}),
 
-    with a mask bit for every pixel of every object. A pixel over which no mask is on is :math:`\mathcal N(B, \sigma_B^2 I)`; otherwise one
-    of the objects whose mask is on owns it and it is :math:`\mathcal N(w_{hi}, \sigma^2 I)`. With ``order="depth"`` this is the foremost,
-    in a uniformly random order of the objects present, the site ``order``; with ``order="exclusive"`` it is drawn uniformly, pixel by
-    pixel, and there is no such site. Mask bits and owners are summed out exactly. The discrete sites are ``presence``, ``position`` and
-    perhaps ``order``, all of them vectors of length ``H``; absent objects have position 0.
+    with a mask bit for every pixel of every object. A pixel over which no mask is on is
+    :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise one of the objects whose mask is on owns it and
+    it is :math:`\mathcal N(w_{hi}, \sigma^2 I)`. With ``order="depth"`` this is the foremost, in a
+    uniformly random order of the objects present, the site ``order``. With ``order="exclusive"`` it
+    is drawn uniformly, pixel by pixel, and there is no such site. Mask bits and owners are summed
+    out exactly. The discrete sites are ``presence``, ``position`` and perhaps ``order``, all of
+    them vectors of length ``H``; absent objects have position 0.
 
-    The likelihood does not allocate images for every state that it evaluates. Give the guide a large ``memory_budget``, so that it puts
-    many states through the model at once, and what they have in common is computed once.
+    The likelihood does not allocate images for every state that it evaluates. Give the guide a
+    large ``memory_budget``. It then scores many states together, and their common terms are
+    computed once.
 
     Example:
         >>> from pyro_truncated.scenes import PlaceScan, PlacementSelection, generated_objects, occluded_scenes
@@ -139,12 +147,17 @@ class OcclusiveComponents(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 1.0) -> OcclusiveComponents:
-        """Starts from the data: objects are averages of windows that show the same, the background is what most pixels have in common.
+        """Initialises from the data.
 
-        Colour and noise of the background are those of the narrow part of a mixture of two normal distributions of pixels. Of every image
-        the four windows are taken that stand out most from it while their surroundings do not, and of all these windows the ones that lie
-        most alone. They are clustered, each at the shift at which it resembles an object most (k-means with translations), by twice as
-        many objects as there shall be; then those go, one after the other, which the others make up for best. In an average of many windows
+        Objects are averages of windows that show the same. The background is the common part of
+        most pixels.
+
+        Colour and noise of the background are those of the narrow part of a mixture of two normal
+        distributions of pixels. Of every image, four windows are taken that are most salient while
+        their surroundings are not. Of all these windows the most isolated ones are used. They are
+        clustered by twice as many objects as needed, each at the shift at which it resembles an
+        object most (k-means with translations). Objects are then pruned, one after the other, that
+        the others explain best. In an average of many windows
         there is hardly any noise: noise at which single windows of different objects look alike does no harm.
 
         Args:
@@ -175,7 +188,9 @@ class OcclusiveComponents(UniqueModule):
         return self
 
     def default_search(self, num_states: int) -> Search:
-        """The search of :func:`pyro_truncated.learn` where none is named: good scenes are completed, and objects moved.
+        """Returns the default search of :func:`pyro_truncated.learn`.
+
+        Good scenes are completed, and objects moved.
 
         Args:
             num_states: states per data point.
@@ -209,12 +224,14 @@ class OcclusiveComponents(UniqueModule):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint, within their bounds.
+        r"""Maximises the expected log joint within the parameters' bounds.
 
-        With the posterior probabilities :math:`r_{hi}` that object ``h`` owns the pixel under its entry ``i`` and :math:`r_0` that nothing
-        does, summed over data points and states: :math:`w_{hi} = \sum r_{hi} y / \sum r_{hi}`, :math:`\sigma^2 = \sum r_{hi} \|y -
-        w_{hi}\|^2 / (F \sum r_{hi})`, likewise :math:`B` and :math:`\sigma_B^2`; :math:`\alpha_{hi}` is the mean posterior probability that
-        the mask is on where the object is present, :math:`\pi_h` that it is present. What has no data keeps its value.
+        Let :math:`r_{hi}` be posterior probabilities that object ``h`` owns the pixel under its
+        entry ``i``, and :math:`r_0` that nothing does, summed over data points and states. Then
+        :math:`w_{hi} = \sum r_{hi} y / \sum r_{hi}`, :math:`\sigma^2 = \sum r_{hi} \|y - w_{hi}\|^2
+        / (F \sum r_{hi})`, likewise :math:`B` and :math:`\sigma_B^2`. :math:`\alpha_{hi}` is the
+        mean posterior probability that the mask is on where the object is present, :math:`\pi_h`
+        that it is present. What has no data keeps its value.
         """
         owned, rest = statistics["owned"], statistics["background"]
         features = _means(owned, self.features.double().flatten(1, 2))
@@ -274,7 +291,10 @@ class OcclusiveComponents(UniqueModule):
 
 
 def _means(sums: Tensor, old: Tensor) -> Tensor:
-    """Weighted means ``(..., F)`` from sums ``(..., F + 2)``; the old ones where there is no weight."""
+    """Returns weighted means ``(..., F)`` from sums ``(..., F + 2)``.
+
+    Without weight they are the old ones.
+    """
     weight = sums[..., :1]
     return torch.where(weight > _NEVER_SEEN, sums[..., 1:-1] / weight.clamp(min=_NEVER_SEEN), old)
 

@@ -69,10 +69,13 @@ class PoissonMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
-        r"""Starts from clusters of the data: their shares, and as rates their means, with the mean of all data as one more data point.
+        r"""Initialises from clusters of the data.
 
-        The clusters belong to rows that lie spread over the data (k-means++ with local search on :math:`\sqrt y`, whose variance does not
-        depend on the rate), chosen among 20 000 random rows.
+        Shares are theirs; rates are their means, with the mean of all data as one more data point.
+
+        The clusters belong to rows that are spread over the data, chosen among 20 000 random rows.
+        The method is k-means++ with local search on :math:`\sqrt y`, whose variance does not depend
+        on the rate.
 
         Args:
             y: counts ``(N, D)``.
@@ -141,7 +144,9 @@ class PoissonMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Posterior mean :math:`\sum_k r_{nk}\, \lambda_k` of the noise-free data, ``(N, D)`` for the population's data points.
+        r"""Returns the posterior mean :math:`\sum_k r_{nk}\, \lambda_k` of noise-free data.
+
+        It is ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
@@ -152,7 +157,10 @@ class PoissonMixture(LinearMixture):
 
 
 def _least_loss(features: Tensor) -> Tensor:
-    """Minus what the rates that fit each data point best would reach, ``(N,)``."""
+    """Returns minus each data point's highest log density, ``(N,)``.
+
+    It is attained by the rates that fit it best.
+    """
     counts = features[:, 1:]
     loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
     return loss

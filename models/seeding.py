@@ -1,4 +1,7 @@
-"""Rows that lie spread over the data, for clusters to start from: k-means++ with local search."""
+"""Initial rows for clusters: k-means++ with local search.
+
+The rows are spread over the data.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,14 @@ _BLOCK = 2**20
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    r"""Chooses rows with a small sum of square distances from every row to the nearest chosen one.
+    r"""Chooses rows with a small sum of squared distances.
 
-    Rows are drawn in proportion to their square distance from those chosen so far; of some draws the one is taken that lowers the sum most
-    (greedy k-means++). Then further draws are exchanged for the chosen row with which the sum falls most, as long as it does (local
-    search): one such swap puts right a cluster that has two rows, and another that has none.
+    Each row's distance is that to the nearest chosen one.
+
+    Rows are drawn in proportion to their squared distance from the chosen ones. Of some draws, the
+    one that lowers the sum most is taken (greedy k-means++). Then further draws are exchanged for
+    the chosen row with which the sum falls most, as long as it does (local search). One such swap
+    mends a cluster that has two rows, and another that has none.
 
     Args:
         points: rows ``(N, D)``.
@@ -74,11 +80,14 @@ def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator
 
 
 def scattered_rows(points: Tensor, number: int, generator: torch.Generator | None = None, cells: int = 1) -> Tensor:
-    """Positions ``(K,)`` of rows of points ``(N, D)`` that lie spread over them: the first part of :func:`spread_rows`, with few draws.
+    """Returns positions ``(K,)`` of spread rows of points ``(N, D)``.
 
-    More than four thousand are drawn many at a time: nearly as good, and in a fraction of the time, for what they cost are products of
-    matrices. (Mixtures of a thousand components of low rank that start from them end .12 nats lower in the mean of four seeds, diagonal
-    ones as high.) With cells, each of what is nearest to one of the first rows, a draw is judged by its own cell alone, which is cheaper.
+    It is the first part of :func:`spread_rows`, with few draws.
+
+    More than four thousand are drawn many at a time. They are nearly as good and take a fraction of
+    the time, as they need products of matrices only. (With components of low rank, mixtures of a
+    thousand end slightly lower, diagonal ones as high.) With cells, a draw is judged by its own
+    cell alone, which is cheaper. A cell holds everything nearest to one of the first rows.
     """
     points = points - points.mean(0)
     if number > _FEW:
@@ -90,7 +99,9 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
 
 
 def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, cells: int) -> Tensor:
-    """Rows by greedy k-means++: the first ones, of which every cell has one, one by one, the others some at a time.
+    """Returns rows by greedy k-means++.
+
+    The first ones, one in each cell, are drawn one by one, the others some at a time.
 
     Of some draws for every row that is sought the one comes first that lowers the sum of its cell most. It is taken with a probability:
     that share of its square distance which those taken before in the round have left. Single draws have k-means++'s probabilities then.
@@ -112,7 +123,10 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
 
 
 def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor) -> Tensor:
-    """The same rows, of as many at a time as there are draws for each that which lowers the sum of its cell most first."""
+    """Returns these rows with the best draws of cells first.
+
+    As many are taken at a time as there are draws for each.
+    """
     gain = torch.zeros_like(distance[drawn])
     number = int(cell.max()) + 1
     for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
@@ -131,7 +145,11 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
 
 
 def _taken(points: Tensor, at_most: Tensor) -> Tensor:
-    """Positions of draws ``(T, D)``, of every few the first whose square distance from those taken before is above ``at_most`` ``(T,)``."""
+    """Returns positions of distant draws ``(T, D)``.
+
+    Of every few it is the first whose squared distance from those taken before is above ``at_most``
+    ``(T,)``.
+    """
     has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
     for start in range(0, len(points), _HELD_AT_A_TIME):
         some = points[start : start + _HELD_AT_A_TIME]
@@ -144,7 +162,10 @@ def _taken(points: Tensor, at_most: Tensor) -> Tensor:
 
 
 def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
-    """The first of every few draws that is not near to one taken before, if there is one."""
+    """Returns the first draws that are not near to earlier ones.
+
+    There is at most one of every few.
+    """
     taken = []
     for start in range(0, len(is_near), _FEW_TRIALS):
         free = np.flatnonzero(~has_near[start : start + _FEW_TRIALS])
@@ -163,7 +184,10 @@ def _nearest_of(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
 
 
 class _TwoNearest:
-    """The two nearest of the chosen rows of every row, and what it costs to do without one of them."""
+    """Returns each row's two nearest chosen rows, and removal costs.
+
+    The cost of a chosen row is that of leaving it out.
+    """
 
     def __init__(self, points: Tensor, chosen: Tensor) -> None:
         self.points, self.chosen = points, chosen
@@ -176,7 +200,10 @@ class _TwoNearest:
         return self.distance[0].sum()
 
     def swap(self, candidates: Tensor, least: Tensor) -> bool:
-        """Puts a candidate in the place of a chosen row, those two for which the cost falls most; not if it falls by less than is given."""
+        """Swaps a candidate for a chosen row if the cost falls enough.
+
+        The two are those for which it falls most.
+        """
         distance = _squared(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
@@ -189,7 +216,7 @@ class _TwoNearest:
         return True
 
     def _enter(self, distance: Tensor, place: int) -> None:
-        """Takes in the distances of the row that has come to a place."""
+        """Updates the distances by a new row at a place."""
         bereft = (self.index == place).any(0).nonzero().squeeze(-1)
         both = torch.cat([self.distance, distance.unsqueeze(0)])
         indices = torch.cat([self.index, torch.full_like(self.index[:1], place)])
@@ -217,13 +244,19 @@ def _squared(points: Tensor, rows: Tensor) -> Tensor:
 
 
 def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Points ``(K, D)`` with noise of a hundredth of the deviations of a covariance ``(D, D)``, which tells equal ones apart."""
+    """Returns points ``(K, D)`` with noise that tells equal ones apart.
+
+    It is a hundredth of the deviations of a covariance ``(D, D)``.
+    """
     noise = torch.randn(points.shape, generator=generator, device=device_of(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 
 def grouped(places: Tensor) -> Tensor:
-    """Groups ``(K,)`` of places ``(K, D)`` that lie together, as many as the root of their number, numbered from 0 and none empty."""
+    """Groups places ``(K, D)`` that lie together; returns groups ``(K,)``.
+
+    There are as many as the root of their number, numbered from 0 and none empty.
+    """
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
     # Of several rows at one place only one is the nearest: the others have no group.
     group: Tensor = nearest.unique(return_inverse=True)[1]
@@ -231,7 +264,10 @@ def grouped(places: Tensor) -> Tensor:
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:
-    """Pairs ``(P, 2)`` of centres, each with the ``most`` that are most often near rows that it is nearest to; ``near`` is ``(N, S)``."""
+    """Returns pairs ``(P, 2)`` of centres, each with its ``most`` closest.
+
+    The closest are most often near rows that it is nearest to; ``near`` is ``(N, S)``.
+    """
     code, times = (near[:, :1] * number + near[:, 1:]).flatten().unique(return_counts=True)
     order = times.argsort(descending=True, stable=True)
     code = code[order[(code[order] // number).argsort(stable=True)]]

@@ -1,4 +1,7 @@
-"""Normal priors of slabs, independent or correlated: where they start, what their M-steps need, and the M-steps."""
+"""Normal priors of slabs, independent or correlated.
+
+Each has initialisation, statistics and M-step.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ class SlabPrior(Protocol):
         """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
 
     def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """The scale of slabs ``(H',)`` of which number ``i`` is like number ``index[i]``."""
+        """Returns the scale of slabs ``(H',)`` copied by an index.
+
+        Slab ``i`` is like slab ``index[i]``.
+        """
 
 
 class IndependentSlabs:
@@ -122,18 +128,22 @@ class IndependentSlabs:
 
 
 class CorrelatedSlabs:
-    r"""Slabs with any covariance :math:`\Psi`; the scale is its lower Cholesky factor, ``(H, H)``.
+    r"""Slabs with any covariance :math:`\Psi`.
 
-    Of a data point only the slabs of active latents matter, so the maximiser has no formula: it is that of normal data of which most are
-    missing. With the gradients :math:`g` and :math:`K / 2` of the free energy in mean and covariance, EM with the slabs of the others
-    as latent variables would be
+    The scale is its lower Cholesky factor, ``(H, H)``.
+
+    Only the slabs of active latents count for a data point, so the maximiser has no formula. It is
+    that of normal data of which most are missing. With the gradients :math:`g` and :math:`K / 2` of
+    the free energy in mean and covariance, EM with the other slabs as latent variables would be
 
     .. math:: \mu + \Psi \frac{g}{N}, \qquad \Psi + \Psi \frac{K}{N} \Psi - \Psi \frac{g g^\top}{N^2} \Psi,
 
-    which never loses, but is slow where latents are rarely active. The M-step takes that or a longer step, if that gains more: entries
-    may be divided by how often a latent is active, :math:`\sqrt{n_h n_i}` in the place of :math:`N`, or how often the two are,
-    :math:`n_{hi}`; and the outer products with :math:`\Psi` may be those with its diagonal. With :math:`n_{hi}` and the diagonal this is
-    the exact step of variances and covariances of independent slabs. All end where the gradients vanish.
+    which never loses, but is slow where latents are rarely active. The M-step takes that or a
+    longer step, if that gains more. Entries may be divided by how often a latent is active,
+    :math:`\sqrt{n_h n_i}` in the place of :math:`N`, or how often the two are, :math:`n_{hi}`. The
+    outer products with :math:`\Psi` may be those with its diagonal. With :math:`n_{hi}` and the
+    diagonal this is the exact step of variances and covariances of independent slabs. All end where
+    the gradients vanish.
     """
 
     superposition = CorrelatedSlabSuperposition
@@ -158,7 +168,10 @@ class CorrelatedSlabs:
         *,
         stays_independent: bool = False,
     ) -> Statistics:
-        """See :class:`SlabPrior`. The step is chosen here, where the data are at hand to compare it with others."""
+        """See :class:`SlabPrior`.
+
+        The step is chosen here, as the data are needed to compare it with others.
+        """
         statistics = likelihood.statistics(population, y, temperature)
         mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
         names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
@@ -204,7 +217,10 @@ class CorrelatedSlabs:
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
 
     def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """See :class:`SlabPrior`. Copies of a latent are independent of everything but the first of them is not."""
+        """See :class:`SlabPrior`.
+
+        All copies of a latent but the first are independent of everything.
+        """
         index = index.to(scale.device)
         covariance = (scale @ scale.mT)[index][:, index]
         is_first = (index.unsqueeze(-1) == index).int().argmax(-1) == torch.arange(len(index), device=index.device)
@@ -213,7 +229,10 @@ class CorrelatedSlabs:
 
 
 def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Means ``(T, H)`` and covariances ``(T, H, H)`` to choose from, the latter without a floor; the first are those of EM."""
+    """Returns candidate means ``(T, H)`` and covariances ``(T, H, H)``.
+
+    Covariances have no floor, and the first ones are those of EM.
+    """
     slope, curvature, pairs = statistics["slab_slope"], statistics["slab_curvature"], statistics["state_pairs"]
     counts, total, variance = pairs.diagonal(), statistics["num_data"], covariance.diagonal()
     often = counts.sqrt().unsqueeze(-1) * counts.sqrt()
@@ -229,7 +248,10 @@ def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tup
 
 
 def _with_first(number: Tensor) -> Tensor:
-    """The number ``(1,)``, of several, after that of the first; alone if it is the first, as far as that is known without waiting."""
+    """Returns the first of several numbers and the given one, ``(1,)``.
+
+    If they are known to agree without waiting for a device, the number stands alone.
+    """
     first = torch.zeros_like(number)
     return first if number.device.type == "cpu" and int(number) == 0 else torch.cat([first, number])
 
@@ -249,7 +271,10 @@ def _part(population: Population, chosen: Tensor) -> Population:
 
 
 def _floored(covariance: Tensor, power: Tensor) -> Tensor:
-    """The nearest covariances whose variances, and eigenvalues relative to them, are no tiny part of the slabs' mean squares."""
+    """Returns the nearest covariances above a floor.
+
+    Variances, and eigenvalues relative to them, are then no tiny part of the slabs' mean squares.
+    """
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(_FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
@@ -262,7 +287,9 @@ def _floored(covariance: Tensor, power: Tensor) -> Tensor:
 
 
 def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
-    """Which matrices may have an eigenvalue below the floor: a factor says so in a tenth of the time that eigenvalues take.
+    """Returns which matrices may have an eigenvalue below the floor.
+
+    A factor tells so in a tenth of the time that eigenvalues take.
 
     On a device all may, as nobody waits for the answer.
     """
@@ -282,7 +309,10 @@ BY_NAME: dict[str, IndependentSlabs | CorrelatedSlabs] = {"diag": INDEPENDENT, "
 
 
 def draw_moments(draws: GibbsDraws, num_latents: int) -> dict[str, Tensor]:
-    """Sums over the data points of the moments of indicators and coefficients, ``(H,)`` each in float64."""
+    """Returns sums of indicators' and coefficients' moments, ``(H,)`` in float64.
+
+    The sums are over the data points.
+    """
     coefficients = draws.coefficients.double()
     moments = {
         "states": draws.probabilities.double(),

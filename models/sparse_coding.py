@@ -1,4 +1,7 @@
-"""Sparse coding: what models of Gaussian data with independent binary causes and a dictionary have in common."""
+"""Base of sparse coding models.
+
+They have Gaussian data, independent binary causes and a dictionary.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +62,12 @@ class SparseCoding(SuperposedCauses):
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         r"""Starts from the data.
 
-        Dictionary elements are random data points (their magnitudes, where elements must be positive; what others share with them, in
-        :class:`BinarySparseCoding`), :math:`\sigma^2` is the data's variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start
-        with mean 1 and variance 1/2. An offset starts as the lower quartile of every dimension; then the elements are what random data
-        points add to it, and the variance is that within dimensions.
+        Dictionary elements are random data points. Positive elements are their magnitudes, and in
+        :class:`BinarySparseCoding` elements are what others share with them. :math:`\sigma^2` is
+        the data's variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean
+        1 and variance 1/2. An offset starts as the lower quartile of every dimension. Elements are
+        then the difference of random data points from it, and the variance is that within
+        dimensions.
 
         Args:
             y: data ``(N, D)``.
@@ -98,11 +103,14 @@ class SparseCoding(SuperposedCauses):
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
 
     def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor) -> None:
-        """Sets the dictionary, and noise and prior to their maximisers, given the expected squared errors."""
+        """Sets the dictionary, and maximises noise and prior.
+
+        The expected squared errors are given.
+        """
         self.weight = weight.to(self.weight)
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     def _power(self, statistics: dict[str, Tensor]) -> Tensor:
-        """The sum of squares that the unit of the data is made of."""
+        """Returns the sum of squares that defines the data's unit."""
         return statistics["squares"].sum()

@@ -1,4 +1,7 @@
-"""Spike-and-slab sparse coding: a linear superposition of causes that are either off or normally distributed."""
+"""Spike-and-slab sparse coding: causes that are off or normally distributed.
+
+They superpose linearly.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,16 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    Scaling a dictionary element and unscaling its slab changes nothing. :meth:`maximize` settles this by keeping the norm of every element
-    what it was before, and every slab mean non-negative.
+    Scaling a dictionary element and unscaling its slab changes nothing. :meth:`maximize` therefore
+    keeps the norm of every element and makes slab means non-negative.
 
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them; while :func:`~pyro_truncated.learn` makes
-            starts they are independent in any case, as starts with both lead to worse optima.
+        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
+            Restarts of :func:`~pyro_truncated.learn` have independent slabs in any case, as
+            correlated ones lead to worse optima.
         offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
         ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
         dtype: floating point type of the parameters; default: torch's.
@@ -107,7 +111,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     @pyro_method
     @takes_arrays
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The same model with the slabs as a site ``z (H,)``; those of latents that are off have their prior."""
+        """The same model with the slabs as a site ``z (H,)``.
+
+        Slabs of latents that are off have their prior.
+        """
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
         bias = self.bias
         size = number_of_data(y, num_data)
@@ -121,7 +128,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        """Samples the slabs ``z`` from their exact posterior given the indicators; a ``conditional`` for :meth:`with_slabs`."""
+        """Samples the slabs ``z`` from their exact posterior given the indicators.
+
+        It is a ``conditional`` for :meth:`with_slabs`.
+        """
         likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
@@ -151,9 +161,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if there is an offset; with a full
-            covariance ``slab_means`` and ``slab_covariances``, the number of data points times the mean ``(H,)`` and the covariance
-            ``(H, H)`` that these data ask for, in the place of ``coefficient_squares``.
+            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if
+            there is an offset. With a full covariance, ``slab_means`` and ``slab_covariances`` take
+            the place of ``coefficient_squares``. They are the number of data points times the mean
+            ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
         """
         shared = sums_of(y), positions_of(y, population.indices)
         population, y = self._above_center(population, check_data(y, self.num_observed))
@@ -166,16 +177,18 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint of data, indicators and slabs.
+        r"""Maximises the expected log joint of data, indicators and slabs.
 
-        With :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed,
-        :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`: :math:`W_d = A_d^{-1} c_d`,
-        :math:`\sigma^2` is the mean expected squared residual of the observed entries, :math:`\pi = n / N`,
-        :math:`\mu = \sum_n \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`, all element-wise. Parameters
-        of latents that are never active stay as they are; for a full covariance see :class:`.CorrelatedSlabs`.
-        An offset is maximised jointly with the elements, see
-        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative; the ``statistics``
-        are brought into the same units, so that they can be added to later ones.
+        Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}`
+        observed, :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b
+        \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the mean expected squared
+        residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n
+        \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`.
+        Parameters of latents that are never active stay as they are; for a full covariance see
+        :class:`.CorrelatedSlabs`. An offset is maximised jointly with the elements, see
+        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab
+        means made non-negative. The ``statistics`` are scaled to the same units, so that they can
+        be added to later ones.
         """
         old = self.weight.double()
         weight, errors = self._best_dictionary(statistics)
@@ -191,7 +204,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:
-    """Factors ``(H,)`` that elements are divided by: the ratio of their norm to the old one, with the sign of the slab mean."""
+    """Returns factors ``(H,)`` that elements are divided by.
+
+    They are the ratio of new and old norm, with the sign of the slab mean.
+    """
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
     # An element that vanishes does so itself: the scale of its slab would soon be no number.
     ratio = torch.where((old_norm > 0) & (norm > _VANISHING * old_norm), norm / old_norm, 1.0)

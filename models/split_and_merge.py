@@ -1,4 +1,4 @@
-"""Components that move: two that explain the same data become one, and in the place of a third there are two."""
+"""Split and merge: two components become one, and a third two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS, _PAIRS = 2**16, 2**12
 
 
 def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
-    """The statistics of a population, one block of data points after the other."""
+    """Returns the statistics of a population, block by block."""
     return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS))
 
 
@@ -49,7 +49,9 @@ def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Populatio
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    r"""Disjoint moves of components: one of two that become one goes to a third, which has two in its place then.
+    r"""Disjoint moves of components.
+
+    Two components become one, and the free one splits a third.
 
     Attributes:
         components: all as they are before.
@@ -84,14 +86,20 @@ class Moves:
         return dataclasses.replace(after, weights=after.weights / after.weights.sum())
 
     def candidates(self, population: Population) -> Tensor:
-        """What else the populations should look at: packed states ``(N, S, 1)``, those that have not moved included."""
+        """Returns states that populations should also score.
+
+        They are packed ``(N, S, 1)`` and include unmoved ones.
+        """
         other = torch.arange(population.space.size, device=self.kept.device)
         other[self.moved], other[self.split] = self.kept, self.moved
         return population.space.pack(other[population.states(torch.int64)])
 
 
 def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations that moves which have been made are offered to; they are not kept yet."""
+    """The populations that accepted moves are proposed to.
+
+    They are not kept yet.
+    """
     scorer = guide.log_joint_of(y)
     population = guide.rescored(scorer)
     words = moves.candidates(population)
@@ -101,10 +109,11 @@ def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
 class MoveSearch:
     r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
 
-    Two components that become one take the sums of their responsibilities and of their statistics. What that costs, the change of the
-    expected log joints and of the entropy, needs no look at the data. What two components in the place of one would gain is found by EM
-    with two for each of them, on the data that it explains best. Both hardly depend on what becomes of other components, so that
-    the cheapest of the ones are done together with the best of the others.
+    Two components that become one take the sums of their responsibilities and of their statistics.
+    What that costs, the change of the expected log joints and of the entropy, needs no look at the
+    data. EM finds the gain of two components in the place of one, on the data that the one explains
+    best. Both hardly depend on other components. So the cheapest merges are made together with the
+    best splits.
 
     Args:
         components: as they are; the moves begin from the ones that an M-step makes of them.
@@ -148,12 +157,15 @@ class MoveSearch:
         return without
 
     def pairs(self) -> Tensor:
-        """Pairs ``(M, 2)`` of a component and those that are most often second where it is the best."""
+        """Returns pairs ``(M, 2)`` of components that explain the same data.
+
+        The second is most often second where the first is the best.
+        """
         pairs: Tensor = partners(self.near[:, :2], len(self.components), _PARTNERS)
         return pairs
 
     def losses(self, pairs: Tensor) -> Tensor:
-        """What the free energy loses where the two of a pair are one, ``(M,)``."""
+        """Returns the free energy's loss by merging pairs, ``(M,)``."""
         merged, each = self.merged(pairs), self.components.expected(self.statistics) + self._log_prior
         together = merged.expected(self._statistics(pairs)) + merged.log_prior(self.prior)
         losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
@@ -170,7 +182,10 @@ class MoveSearch:
         return combined(self.components.kind, self.statistics, pairs)
 
     def _entropies(self, pairs: Tensor) -> Tensor:
-        """How much less the entropy is where the two of a pair are one, ``(M,)``: negative where both explain a data point."""
+        """Returns the decrease of entropy by merging pairs, ``(M,)``.
+
+        It is negative where both explain a data point.
+        """
         number = len(self.components)
         known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
         for i, j in itertools.combinations(range(self.near.shape[1]), 2):
@@ -184,7 +199,10 @@ class MoveSearch:
     # --- two in the place of one ---
 
     def halves(self, generator: torch.Generator | None) -> tuple[Tensor, Gaussians]:
-        """What is gained with two in the place of each component, ``(K,)``, and these, components ``2k`` and ``2k + 1``."""
+        """Returns the gain of splitting each component, ``(K,)``, and the halves.
+
+        They are components ``2k`` and ``2k + 1``.
+        """
         number, order = len(self.components), self.near[:, 0].argsort(stable=True)
         owner, x = self.near[order, 0], self.x[order]
         space = StateSpace([2 * number])
@@ -215,7 +233,10 @@ class MoveSearch:
 
 
 def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """On which side of its component's mean each data point is, along a line through two of them: log weights ``(N, 2)`` of the halves."""
+    """Returns on which side of its component's mean each data point is.
+
+    The line goes through two of its data points. Log weights of the halves are ``(N, 2)``.
+    """
     size = torch.bincount(owner, minlength=number)
     at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device_of(generator)).to(x.device)
     drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
@@ -225,7 +246,9 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
 
 
 def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The cheapest pairs beside the components that gain most, as long as something is gained and no component is in two of them.
+    """Returns the cheapest pairs with the most gainful components.
+
+    The gain must be positive, and no component occurs twice.
 
     Args:
         pairs: components that could become one, ``(P, 2)``.
@@ -254,7 +277,9 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
-    """All moves, or the first half of them, or of these, until the free energy is not below what it is without any.
+    """Makes all moves, or halves their number until the free energy rises.
+
+    It must not be below that without any move.
 
     Args:
         moves: the best first.

@@ -1,4 +1,7 @@
-"""What models of independent binary causes with a dictionary have in common: the program, restoration, other numbers of causes."""
+"""Base of models of independent binary causes with a dictionary.
+
+It has the program, restoration, and other numbers of causes.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ class SuperposedCauses(UniqueModule):
         return ()
 
     def _meet(self, y: Tensor | None) -> None:
-        """Looks at data that the model is run with; those that it cannot explain are told."""
+        """Warns of data that the model cannot explain."""
 
     @torch.no_grad()
     @takes_arrays
@@ -108,7 +111,10 @@ class SuperposedCauses(UniqueModule):
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _scored(self, population: Population, y: Tensor) -> Population:
-        """The population, with the data points that have never been scored scored under the model as it is now."""
+        """Returns the population with new data points scored.
+
+        They are scored under the current model if never before.
+        """
         is_new = population.log_joint.isnan().any(-1)
         if not bool(is_new.any()):
             return population
@@ -119,7 +125,7 @@ class SuperposedCauses(UniqueModule):
         return dataclasses.replace(population, log_joint=log_joint)
 
     def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+        """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
         return with_latents(self, index)  # type: ignore[no-any-return]
 
 

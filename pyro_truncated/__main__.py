@@ -15,7 +15,10 @@ Command = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands; returns the exit status: 0 if all is well, 1 for an error, 2 for a posterior that is not to be trusted."""
+    """Runs one of the commands and returns the exit status.
+
+    It is 0 if all is well, 1 for an error, 2 for a posterior that is not to be trusted.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m pyro_truncated",
         description="Posteriors over huge discrete latent spaces, without writing Python.",

@@ -1,4 +1,7 @@
-"""Callbacks of :func:`~pyro_truncated.fit`: curves drawn while training goes on, components that move, unused latents that start again."""
+"""Callbacks of :func:`~pyro_truncated.fit`.
+
+They draw curves, move components and re-initialise unused latents.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ class _Curves:
         self.every = check_count("every", every)
 
     def start(self, training: Training) -> None:
-        """Called once before the first step, of a run that is continued as well."""
+        """Called once before the first step, also of a resumed run."""
         self._open()
 
     def __call__(self, training: Training) -> None:
-        """Called after every step; quantities of other callbacks are those of the callbacks before this one."""
+        """Called after every step.
+
+        It gets the quantities of the callbacks that precede it.
+        """
         if training.steps % self.every == 0:
             now = {name: values[-1] for name, values in training.record.items() if values}
             self._send({**now, "seconds": training.seconds[-1]}, training.steps)
@@ -38,7 +44,7 @@ class _Curves:
 
 
 class TensorBoard(_Curves):
-    """Writes the free energy, what other callbacks return, and the seconds of a step for TensorBoard, by step.
+    """Writes free energy, seconds and quantities of other callbacks for TensorBoard.
 
     It needs the package ``tensorboard`` (``pip install "pyro-truncated[tensorboard]"``), which is loaded when training starts. A run that
     is continued from a checkpoint continues the curves.
@@ -79,7 +85,7 @@ class TensorBoard(_Curves):
 
 
 class WandB(_Curves):
-    """Sends the free energy, what other callbacks return, and the seconds of a step to Weights & Biases, by step.
+    """Sends free energy, seconds and quantities of callbacks to Weights & Biases.
 
     It needs the package ``wandb`` (``pip install "pyro-truncated[wandb]"``), which is loaded when training starts.
 

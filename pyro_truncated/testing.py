@@ -28,7 +28,9 @@ __all__ = ["check_guide", "enumerate_log_joint"]
 def enumerate_log_joint(
     guide: AutoTruncated, *args: Any, max_states: int = 4096, values: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Tensor:
-    r"""Log joints :math:`\log p(s, y_n)` of *all* states, one plain run of the model for each: slow, and right if the model is.
+    r"""Returns log joints :math:`\log p(s, y_n)` of *all* states.
+
+    Each needs one plain run of the model, which is slow but independent of vectorisation.
 
     Nothing is vectorised over states here, so this also shows whether a model copes with the additional left-most dimension in which
     :class:`~pyro_truncated.AutoTruncated` puts them. The log evidence of the data points is ``enumerate_log_joint(...).logsumexp(-1)``.
@@ -67,8 +69,9 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
     r"""Asserts what an :class:`~pyro_truncated.AutoTruncated` guide promises, on the model's own arguments.
 
     * The states of each data point are distinct.
-    * Their log joints, scored together, equal those of plain runs of the model, one state at a time; where they do not, the model does
-      not vectorise over a left-most dimension, or is random beyond its sample sites (dropout).
+    * Their log joints, scored together, equal those of plain runs of the model, one state at a
+      time. Otherwise the model does not vectorise over a left-most dimension, or is random beyond
+      its sample sites (dropout).
     * No free energy :math:`\log \sum_{s \in K_n} p(s, y_n)` exceeds the exact log evidence, in spaces of up to ``max_states`` states.
     * A new guide that loads the ``state_dict`` holds the same populations.
 
@@ -110,7 +113,7 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
 
 
 def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_states: int) -> None:
-    """The promises of a guide that has a set of states for each node of the factor graph."""
+    """The contract of a guide with sets of states for each node."""
     call = Call(guide.model, args, kwargs)
     batch = guide.batch(call, guide.other_values(call))
     for population in batch.rescored():
@@ -144,7 +147,10 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
-    """Log joints ``(N, C)`` of packed states ``(N, C, num_words)``: one run of the model, without any new dimension, for each column."""
+    """Returns log joints ``(N, C)`` of packed states ``(N, C, num_words)``.
+
+    It runs the model once for each column, without any new dimension.
+    """
     layout = log_joint.layout
     columns = []
     for column in layout.space.unpack(words).unbind(1):

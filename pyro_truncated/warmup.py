@@ -73,7 +73,7 @@ def _train(model: Any, y: Tensor, search: Search, *, closed_form: bool = False, 
 
 
 def _any_model(dtype: torch.dtype) -> None:
-    """A user's model with binary latents, and what is read from its posterior."""
+    """Warms up a user's model with binary latents, and its posterior's functions."""
 
     def model(y: Tensor) -> None:
         weight = pyro.param("weight", lambda: torch.rand(_LATENTS, 9, dtype=dtype))
@@ -104,7 +104,10 @@ def _other_latents(dtype: torch.dtype) -> None:
 
 
 def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = False) -> Task:
-    """A model with closed-form M-steps, and with gradients; of complete data, and with missing entries."""
+    """Warms up models with closed-form M-steps and with gradients.
+
+    Data are complete, and have missing entries.
+    """
 
     def task(dtype: torch.dtype) -> None:
         y = (_data(dtype) > 1.5).to(dtype) if binary else _data(dtype)

@@ -1,4 +1,4 @@
-"""What to look at after a fit: conversion to ArviZ, checks of the truncation, predictions, pictures, and a verdict."""
+"""Diagnostics after a fit: ArviZ, truncation checks, predictions, pictures, and a verdict."""
 
 from pyro_truncated.diagnostics.arviz.convert import to_arviz
 from pyro_truncated.diagnostics.pages.idata_plots import (

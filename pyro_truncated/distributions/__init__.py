@@ -1,4 +1,4 @@
-"""Likelihoods that know their structure: they score many states cheaply, and know their expected sufficient statistics."""
+"""Likelihoods that score many states cheaply and give expected sufficient statistics."""
 
 import importlib
 from typing import Any

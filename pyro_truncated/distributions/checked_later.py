@@ -17,7 +17,9 @@ from pyro_truncated.utils.constraints import check_entries
 
 @functools.cache
 def checked_later(kind: Any) -> Any:
-    """A distribution whose parameters and values, where they are on a device, are looked at with all other checks of a step.
+    """A distribution that checks parameters and values on a device later.
+
+    The checks run together with all others of a step.
 
     Stock distributions look when they are made and whenever they score, and a device is waited for each time. On the CPU nothing changes.
 
@@ -45,7 +47,9 @@ def each_checked_later(arg_constraints: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -> None:
-    """Refuses tensors of which an entry is outside of a constraint, as :func:`.check_entries` does, but with other checks.
+    """Refuses tensors with entries outside of a constraint, with deferred checks.
+
+    Otherwise it is :func:`.check_entries`.
 
     Raises:
         ValueError: naming the argument.
@@ -59,7 +63,9 @@ def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -
 
 
 def validate_later(distribution: Distribution, value: Tensor) -> None:
-    """What a distribution may have as its ``_validate_sample``: shapes are checked at once, the support with other checks.
+    """Replaces ``_validate_sample`` of a distribution: only support is checked later.
+
+    Shapes are checked at once.
 
     Raises:
         ValueError: if the shape of the value does not fit, or it is outside of the support.

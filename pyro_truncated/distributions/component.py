@@ -12,7 +12,9 @@ from pyro_truncated.distributions.checked_later import each_checked_later
 
 
 class Component(Categorical):
-    """A ``Categorical`` whose cost does not depend on the number of values, for data points that share their probabilities.
+    """A ``Categorical`` whose cost does not depend on the number of values.
+
+    All data points share their probabilities.
 
     What a plate expands is neither copied when it is drawn from nor when its logarithm is taken.
 
@@ -57,7 +59,9 @@ class Component(Categorical):
 
 
 def categorical(probs: Tensor) -> Categorical:
-    """Stock ``Categorical`` on the CPU, elsewhere a :class:`Component`, which waits for no device.
+    """Returns a ``Categorical`` on the CPU, elsewhere a :class:`Component`.
+
+    The latter waits for no device.
 
     Example:
         >>> type(categorical(torch.tensor([0.25, 0.75]))).__name__

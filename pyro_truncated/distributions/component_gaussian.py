@@ -16,7 +16,9 @@ HALF_LOG_TWO_PI = 0.9189385332046727
 
 
 class ComponentGaussian(TorchDistribution):
-    """A normal distribution whose parameters belong to components, those named in ``arg_constraints`` in the order of its arguments.
+    """A normal distribution whose parameters belong to components.
+
+    Those parameters are named in ``arg_constraints``, in the order of its arguments.
 
     Args:
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
@@ -57,7 +59,10 @@ class ComponentGaussian(TorchDistribution):
         return torch.randn(*shape, size, dtype=self.loc.dtype, device=self.loc.device)
 
     def entries(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-        """Values ``(N, D)``; which of them and which component belong together ``(E,)``; and the shape of what is made of these."""
+        """Returns values ``(N, D)``, pairs with components ``(E,)``, and the result's shape.
+
+        A pair says which value and which component belong together.
+        """
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)

@@ -1,4 +1,4 @@
-"""Normal distributions of the components of a mixture that vary in few directions beside noise."""
+"""Normal distributions of components that vary in few directions beside noise."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pyro_truncated.ops.low_rank import log_densities, posterior_means, whiten
 
 
 class ComponentLowRankNormal(ComponentGaussian):
-    r"""A normal distribution of few directions beside noise, with the parameters of a component.
+    r"""A low-rank normal distribution with the parameters of a component.
 
     .. math:: \mathcal N(\mu_z, W_z W_z^\top + \sigma_z^2 I)
 
-    Nothing larger than ``(R, R)`` is factored, and that once for each component, not for every data point and every candidate: with
-    :math:`L L^\top = I + W^\top W / \sigma^2` and :math:`d = y - \mu` the square distance is
-    :math:`|d|^2 / \sigma^2 - |L^{-1} W^\top d|^2 / \sigma^4` (Woodbury). Values are sorted by component for products of matrices, at a cost
-    of ``D R`` for each of them.
+    Only matrices ``(R, R)`` are factored, once for each component rather than for every data point
+    and candidate. With :math:`L L^\top = I + W^\top W / \sigma^2` and :math:`d = y - \mu` the
+    squared distance is :math:`|d|^2 / \sigma^2 - |L^{-1} W^\top d|^2 / \sigma^4` (Woodbury). Values
+    are sorted by component for products of matrices, at a cost of ``D R`` for each of them.
 
     Example:
         >>> loc, factor, scale = torch.randn(10, 6), torch.randn(10, 6, 2), torch.rand(10)
@@ -37,8 +37,8 @@ class ComponentLowRankNormal(ComponentGaussian):
         validate_args: whether to check components, parameters and values.
 
     Raises:
-        ValueError: if means, factors and deviations disagree about the number of components or entries, if components are no integers, or,
-            on the CPU and where checked, if there are others.
+        ValueError: if means, factors and deviations disagree about the number of components or
+            entries. Also if components are no integers or, on the CPU with checks, out of range.
 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
@@ -81,7 +81,10 @@ class ComponentLowRankNormal(ComponentGaussian):
         return self.mean + (self.factor[self.component] @ directions.unsqueeze(-1)).squeeze(-1) + noise
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
+        """Returns log densities of values ``(*batch, D)``, in the means' type.
+
+        They are computed in the values' type where it is wider.
+        """
         if self._validate_args:
             self._validate_sample(value)
         rows, row, component, shape = self.entries(value)

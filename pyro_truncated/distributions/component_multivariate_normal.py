@@ -14,7 +14,9 @@ from pyro_truncated.ops.square_distances import square_distances
 
 
 class ComponentMultivariateNormal(ComponentGaussian):
-    r"""A normal distribution with the mean and the full covariance of a component, :math:`\mathcal N(\mu_z, L_z L_z^\top)`.
+    r"""A normal distribution with a component's mean and full covariance.
+
+    It is :math:`\mathcal N(\mu_z, L_z L_z^\top)`.
 
     The same density as ``MultivariateNormal(loc[z], scale_tril=scale_tril[z])``, but matrices are inverted once for each component, and
     copied for no data point and no candidate. Values are sorted by component for products of matrices.
@@ -32,8 +34,8 @@ class ComponentMultivariateNormal(ComponentGaussian):
         validate_args: whether to check components, parameters and values.
 
     Raises:
-        ValueError: if means and factors disagree about the number of components or entries, if components are no integers, or, on the
-            CPU and where checked, if there are others.
+        ValueError: if means and factors disagree about the number of components or entries. Also if
+            components are no integers or, on the CPU with checks, out of range.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
@@ -59,7 +61,10 @@ class ComponentMultivariateNormal(ComponentGaussian):
         return self.mean + (self._factors()[self.component] @ noise).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
+        """Returns log densities of values ``(*batch, D)``, in the means' type.
+
+        They are computed in the values' type where it is wider.
+        """
         if self._validate_args:
             self._validate_sample(value)
         dtype = torch.promote_types(value.dtype, self.loc.dtype)
@@ -72,7 +77,10 @@ class ComponentMultivariateNormal(ComponentGaussian):
         return (-size[component] - 0.5 * energy).reshape(shape)
 
     def _whitening(self) -> Tensor:
-        """The inverses of the factors, transposed, in float64 where a device has it: others are worse than products."""
+        """Returns transposed inverses of the factors.
+
+        They are in float64 where a device has it, as inverses lose more precision than products.
+        """
         factors = self.scale_tril if self.scale_tril.device.type == "mps" else self.scale_tril.double()
         identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
         inverse: Tensor = torch.linalg.solve_triangular(factors, identity.expand_as(factors), upper=False)

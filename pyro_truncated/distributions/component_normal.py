@@ -14,8 +14,8 @@ from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, Com
 class ComponentNormal(ComponentGaussian):
     r"""Independent normal entries with the means and deviations of a component, :math:`\mathcal N(\mu_z, \mathrm{diag}\,\sigma_z^2)`.
 
-    The same density as ``Normal(loc[z], scale[z]).to_event(1)``, but what depends on the component alone is computed once for each of them,
-    not for every data point and every candidate.
+    The same density as ``Normal(loc[z], scale[z]).to_event(1)``. Terms of the component alone are
+    computed once for each component, not for every data point and candidate.
 
     Example:
         >>> loc, scale, z = torch.randn(10, 3), torch.rand(10, 1), torch.tensor([4, 4, 7])
@@ -30,8 +30,8 @@ class ComponentNormal(ComponentGaussian):
         validate_args: whether to check components, parameters and values.
 
     Raises:
-        ValueError: if means and deviations disagree about the number of components or entries, if components are no integers, or, on the
-            CPU and where checked, if there are others.
+        ValueError: if means and deviations disagree about the number of components or entries. Also
+            if components are no integers or, on the CPU with checks, out of range.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
@@ -54,7 +54,10 @@ class ComponentNormal(ComponentGaussian):
         return self.mean + self.scale[self.component] * self.standard(sample_shape, self.loc.shape[1])
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
+        """Returns log densities of values ``(*batch, D)``, in the means' type.
+
+        They are computed in the values' type where it is wider.
+        """
         if self._validate_args:
             self._validate_sample(value)
         size = self.loc.shape[1]

@@ -1,4 +1,4 @@
-"""Gaussian observations of a linear superposition of latents whose slabs are correlated a priori, and integrated out."""
+"""Gaussian observations of linear superpositions with correlated slabs, integrated out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyro_truncated.utils.constraints import without_missing
 
 
 class CorrelatedSlabSuperposition(SlabSuperposition):
-    r"""Normal observations of a superposition of jointly normal slabs, which are integrated out.
+    r"""Normal observations of a superposition of jointly normal, integrated slabs.
 
     With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \Psi)`,
     :math:`\Psi = T T^\top`, the density given the binary indicators :math:`b` is exactly
@@ -103,10 +103,13 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         return ops.correlated_slab_log_prob(words, *arguments, linear).to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Exact posterior :math:`p(z \mid b, y)` of the slabs, with batch shape ``batch``, in the type of the dictionary.
+        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
 
-        Slabs of latents that are off have their prior given the others there. Of the coefficients :math:`s = b \odot z` the mean and
-        covariance are those of :math:`z` with the rows and columns of latents that are off set to zero.
+        It has batch shape ``batch``, in the type of the dictionary.
+
+        Slabs of latents that are off have their prior given the others there. Mean and covariance
+        of the coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents
+        that are off.
 
         Args:
             value: observations ``(*batch, D)``; NaN where missing.
@@ -123,9 +126,10 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        Those of a linear superposition of the coefficients :math:`s = b \odot z`, as in :meth:`.SpikeSlabSuperposition.statistics`, with
-        the same gradients in dictionary and offset; and the gradients in the prior of the slabs themselves: :math:`g`, and the symmetric
-        :math:`K`, with
+        Those of a linear superposition of the coefficients :math:`s = b \odot z`, as in
+        :meth:`.SpikeSlabSuperposition.statistics`, with the same gradients in dictionary and
+        offset. The gradients in the prior of the slabs are :math:`g`, and the symmetric :math:`K`,
+        with
 
         .. math:: \frac{\partial \mathcal F}{\partial \mu} = g, \qquad \frac{\partial \mathcal F}{\partial T} = \mathrm{tril}(K T).
 
@@ -135,11 +139,13 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
             temperature: temperature of the posteriors over the indicators.
 
         Returns:
-            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``states`` and ``coefficients``, the sums of
-            :math:`\langle b \rangle` and :math:`\langle s \rangle`, ``(H,)``; ``state_pairs``, :math:`\sum_n \langle b b^\top \rangle`,
-            ``(H, H)``; ``slab_slope`` :math:`g`, ``(H,)``, and ``slab_curvature`` :math:`K`, ``(H, H)``; ``trials`` and ``cross``,
-            ``(D, H)``; ``pairs``, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two
-            shapes add up by broadcasting.
+            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states`` and
+            ``coefficients``, the sums of :math:`\langle b \rangle` and :math:`\langle s \rangle`,
+            ``(H,)``. ``state_pairs``, :math:`\sum_n \langle b b^\top \rangle`, ``(H, H)``.
+            ``slab_slope`` :math:`g`, ``(H,)``, and ``slab_curvature`` :math:`K`, ``(H, H)``.
+            ``trials`` and ``cross``, ``(D, H)``. ``pairs``, ``(H, H)`` if nothing is missing, else
+            ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
+            broadcasting.
         """
         rows = population.rows_of(value)
         arguments = self._posterior_arguments(population, rows, temperature)
@@ -162,7 +168,9 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
     def expected_log_slab_prior(
         self, population: Population, value: Tensor, means: Tensor, covariances: Tensor, temperature: float = 1.0
     ) -> Tensor:
-        r"""Expected log densities of the active slabs under other priors, up to constants.
+        r"""Returns expected log densities of the active slabs under other priors.
+
+        They are correct up to constants.
 
         .. math:: \sum_n \bigl\langle \log \mathcal N(z_b;\; m_b, P_b) \bigr\rangle
 

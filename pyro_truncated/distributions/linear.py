@@ -82,8 +82,9 @@ class LinearSuperposition(GaussianSuperposition):
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
 
-        The states the distribution was built with play no role. Differentiable once in the parameters and the logits. Without gradients
-        the products of a value with the dictionary are kept, so scoring more states for the same value costs nothing more for them.
+        The states the distribution was built with play no role. Differentiable once in the
+        parameters and the logits. Without gradients, products of a value with the dictionary are
+        cached. Scoring more states for the same value then computes none of them again.
 
         Args:
             words: packed states, ``(N, C, W)``.
@@ -106,7 +107,9 @@ class LinearSuperposition(GaussianSuperposition):
 
     @torch.no_grad()
     def packed_flip_gains(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor | None:
-        """How much :meth:`packed_log_prob` changes where one latent of a state is flipped; see :func:`pyro_truncated.ops.flip_energy`.
+        """Returns the change of :meth:`packed_log_prob` for each flipped latent.
+
+        See :func:`pyro_truncated.ops.flip_energy`.
 
         Args:
             words: one packed state for each data point, ``(N, W)``.
@@ -126,10 +129,11 @@ class LinearSuperposition(GaussianSuperposition):
     def statistics(population: Population, value: Tensor, temperature: float = 1.0, *, levels: Tensor | None = None) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        With posterior means :math:`\langle\cdot\rangle` and sums over the data points that have dimension ``d`` (all of them, where nothing
-        is missing): :math:`N_d`, :math:`Y_d = \sum_n y_{nd}`, :math:`Q_d = \sum_n y_{nd}^2`, :math:`t_d = \sum_n \langle s \rangle`,
-        :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`A_d = \sum_n \langle s s^\top \rangle`. The gradient of the truncated free
-        energy is made of them,
+        With posterior means :math:`\langle\cdot\rangle` and sums over the data points that have
+        dimension ``d``: :math:`N_d`, :math:`Y_d = \sum_n y_{nd}`, :math:`Q_d = \sum_n y_{nd}^2`,
+        :math:`t_d = \sum_n \langle s \rangle`, :math:`c_d = \sum_n y_{nd} \langle s \rangle` and
+        :math:`A_d = \sum_n \langle s s^\top \rangle`. The gradient of the truncated free energy is
+        made of them,
 
         .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - b_d\, t_d - A_d W_d}{\sigma_d^2}, \qquad
             \frac{\partial \mathcal F}{\partial b_d} = \frac{Y_d - N_d\, b_d - W_d^\top t_d}{\sigma_d^2}, \qquad
@@ -145,10 +149,11 @@ class LinearSuperposition(GaussianSuperposition):
             levels: coefficient that each value of a latent stands for, ``(K,)``; by default the values 0, 1, ... themselves.
 
         Returns:
-            ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares`` :math:`Q_d`, ``(D,)``; ``states``,
-            :math:`\sum_n \langle s \rangle`, ``(H,)``; ``trials`` :math:`t_d` and ``cross`` :math:`c_d`, ``(D, H)``; ``pairs``, the matrix
-            :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
-            broadcasting.
+            ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares``
+            :math:`Q_d`, ``(D,)``. ``states``, :math:`\sum_n \langle s \rangle`, ``(H,)``.
+            ``trials`` :math:`t_d` and ``cross`` :math:`c_d`, ``(D, H)``. ``pairs``, the matrix
+            :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and
+            scaled; pairs of the two shapes add up by broadcasting.
         """
         rows, is_observed = without_missing(population.rows_of(value))
         seen = None if is_observed is None else is_observed.double()
@@ -172,14 +177,17 @@ class LinearSuperposition(GaussianSuperposition):
         return biased_error(self.weight, self.bias, statistics)
 
     def _has_missing(self, value: Tensor) -> bool:
-        """Whether entries of a value are missing, asked once for all states that are scored for it."""
+        """Whether a value has missing entries, evaluated once for all states."""
         key = _identity(value)
         if key is None or self._seen is None or self._seen[0] != key:
             self._seen = key, value, has_missing(value)
         return self._seen[2]
 
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Coefficients ``(*batch, H)``, ``(H, H)`` and constant ``(*batch)`` of the log density as a quadratic function of the state."""
+        """Returns the log density as a quadratic function of the state.
+
+        Its coefficients are ``(*batch, H)`` and ``(H, H)``, its constant ``(*batch)``.
+        """
         key = _identity(value)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[2]
@@ -204,7 +212,9 @@ class LinearSuperposition(GaussianSuperposition):
 
 
 def _identity(value: Tensor) -> tuple[Any, ...] | None:
-    """By which a value is known again without a look at it; ``None`` where what is computed of it is not kept.
+    """Returns a key that identifies a value without reading it.
+
+    ``None`` means that results for it are not cached.
 
     Another view of the same memory counts as the same value, and whoever keeps something keeps the value alive with it.
     """
@@ -214,7 +224,10 @@ def _identity(value: Tensor) -> tuple[Any, ...] | None:
 
 
 def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:
-    """Expected squared errors ``(D,)`` of a dictionary and an offset, from :meth:`LinearSuperposition.statistics` or the like."""
+    """Returns expected squared errors ``(D,)`` of a dictionary and an offset.
+
+    The statistics are those of :meth:`LinearSuperposition.statistics` or the like.
+    """
     weight, bias, pairs = weight.double(), bias.double(), statistics["pairs"]
     cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
     squares = statistics["squares"] - bias * (2 * statistics["sums"] - bias * statistics["observed"])
@@ -223,7 +236,10 @@ def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor
 
 
 def _binary_moments(population: Population, temperature: float, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """First moments ``(N, H)``, and second moments ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``."""
+    """Returns first moments ``(N, H)`` and second moments.
+
+    The latter are ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``.
+    """
     # Their sums are one in float64: about the means, latents that vary together would have negative second moments.
     weights, num_latents = population.weights(temperature, torch.float64), population.space.num_latents
     if observed is None:

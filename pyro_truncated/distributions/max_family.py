@@ -1,4 +1,7 @@
-"""Observations of an exponential family whose means are superposed by maximum: counts, binary data, waiting times."""
+"""Exponential-family observations with means superposed by maximum.
+
+They are counts, binary data or waiting times.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from pyro_truncated.utils.constraints import or_missing, without_missing
 
 
 class FamilyMaximum(Superposition):
-    r"""Base of observations of an exponential family around the largest active mean, or a background.
+    r"""Base of exponential families around the largest active mean, or a background.
 
     .. math:: m_d(s) = \max(b_d, \max_h s_h W_{dh}), \qquad
         \log p(y \mid s) = \sum_d y_d\, \eta(m_d(s)) - A(m_d(s)) + \log h(y_d).
 
-    A subclass gives the natural parameter :math:`\eta`, the log partition function :math:`A`, both functions of the mean that grow with it,
-    and the base measure, if there is one. Entries of an observation that are NaN are missing and contribute nothing.
+    A subclass gives the natural parameter :math:`\eta`, the log partition function :math:`A` and
+    the base measure, if there is one. The first two grow with the mean. Entries of an observation
+    that are NaN are missing and contribute nothing.
 
     Example:
         >>> counts: FamilyMaximum = PoissonMaximum(torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 9.0]]), 1.0)
@@ -96,14 +100,16 @@ class FamilyMaximum(Superposition):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        With :math:`A_{dh}(s) = 1` where ``h`` has the largest mean in dimension ``d``, the background being number ``H + 1``, the wins
-        :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and what is won :math:`v_{dh} = \sum_n y_{nd} \langle A_{dh} \rangle` over the data
-        points that have dimension ``d`` give the gradient of the truncated free energy
+        :math:`A_{dh}(s) = 1` where ``h`` has the largest mean in dimension ``d``, the background
+        being number ``H + 1``. The wins :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and
+        :math:`v_{dh} = \sum_n y_{nd} \langle A_{dh} \rangle`, over the data points that have
+        dimension ``d``, give the gradient of the truncated free energy
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \eta'(W_{dh}) (v_{dh} - w_{dh} W_{dh}).
 
-        So it vanishes at the means of what is won, whatever the family. Who wins depends on the dictionary. Of means that are equal up to
-        rounding (the same data point has made them, or they are at a bound) the background wins, else the first.
+        So it vanishes at the means of what is won, whatever the family. Who wins depends on the
+        dictionary. If means are equal up to rounding, the background wins, else the first. This
+        occurs if one data point has made them, or at a bound.
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
@@ -111,8 +117,9 @@ class FamilyMaximum(Superposition):
             temperature: temperature of the posteriors.
 
         Returns:
-            ``num_data``; ``observed``, ``sums`` and ``squares``, of the data and of their squares, and ``bases``, of the log base measures,
-            ``(D,)``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``wins`` and ``won``, ``(D, H + 1)``. All can be
+            ``num_data``; ``observed``, ``(D,)``; ``sums``, ``squares`` and ``bases``, the sums of
+            the data, of their squares and of the log base measures, ``(D,)``. ``states``, the sum
+            of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H + 1)``. All can be
             added and scaled.
         """
         check_binary(population, self.weight.shape[-1])
@@ -127,7 +134,10 @@ class FamilyMaximum(Superposition):
         return {"wins": wins, "won": won}
 
     def expected_loss(self, statistics: Statistics) -> Tensor:
-        r"""Expected negative log densities of every dimension, ``(D,)``, from statistics that were taken under this very dictionary."""
+        r"""Returns expected negative log densities of every dimension, ``(D,)``.
+
+        The statistics must come from this very dictionary.
+        """
         means = self._means()
         return (self.partition(means) * statistics["wins"] - self.natural(means) * statistics["won"]).sum(1) - statistics["bases"]
 
@@ -162,7 +172,10 @@ class FamilyMaximum(Superposition):
 
 
 def _rounded(means: Tensor) -> Tensor:
-    """To 41 bits (Veltkamp's splitting): sums over the same data in another order must not decide who wins."""
+    """Rounds to 41 bits (Veltkamp's splitting).
+
+    The order of sums over the same data must not decide the maximum.
+    """
     large = means * (2.0**12 + 1)
     return large - (large - means)
 
@@ -250,7 +263,9 @@ class ExponentialMaximum(FamilyMaximum):
 
 
 class GammaMaximum(FamilyMaximum):
-    r"""Positive data whose deviation is :math:`m / \sqrt k`: a :class:`FamilyMaximum` of gammas of one concentration :math:`k`.
+    r"""Positive data whose deviation is :math:`m / \sqrt k`.
+
+    They are a :class:`FamilyMaximum` of gammas of one concentration :math:`k`.
 
     :math:`\eta = -k / m`, :math:`A = k \log m`, and :math:`\log h(y) = k \log k - \log \Gamma(k) + (k - 1) \log y`.
 

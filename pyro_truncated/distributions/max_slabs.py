@@ -18,7 +18,7 @@ _REFINEMENTS = 2
 
 
 class PiecewiseGaussian(TorchDistribution):
-    r"""Density of a real number that is another Gaussian between each two successive edges.
+    r"""Piecewise Gaussian density of a real number between successive edges.
 
     .. math:: p(z) \propto \exp(c_j + \beta_j z - \tfrac12 a_j z^2) \quad (e_j < z < e_{j+1}).
 
@@ -106,10 +106,12 @@ class PiecewiseGaussian(TorchDistribution):
 
 
 class MaximumSlabs(TorchDistribution):
-    r"""A proposal for the slabs of causes that superpose by maximum, close to their posterior given data and indicators.
+    r"""Proposes slabs of causes that superpose by maximum.
 
-    The slabs are drawn one after the other, each from its exact conditional given the data, the slabs already drawn and guesses
-    :math:`\hat z` of those to come:
+    The proposal is close to their posterior given data and indicators.
+
+    The slabs are drawn in sequence. Each comes from its exact conditional given the data, the slabs
+    already drawn and guesses :math:`\hat z` of those to come:
 
     .. math:: q(z \mid b, y) = \prod_h p(z_h \mid z_{<h}, \hat z_{>h}, b, y).
 

@@ -1,4 +1,4 @@
-"""Gaussian observations of a superposition of the active latents' dictionary elements by maximum."""
+"""Gaussian observations of the maximum of active dictionary elements."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ class MaximumSuperposition(GaussianSuperposition):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        With :math:`A_{dh}(s) = 1` where latent ``h`` attains a positive maximum in dimension ``d``, the wins
-        :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and what is won :math:`v_{dh} = \sum_n y_{nd} \langle A_{dh} \rangle` over the data
-        points that have dimension ``d`` give the gradient of the truncated free energy
+        :math:`A_{dh}(s) = 1` where latent ``h`` attains a positive maximum in dimension ``d``. The
+        wins :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and :math:`v_{dh} = \sum_n y_{nd}
+        \langle A_{dh} \rangle`, over the data points that have dimension ``d``, give the gradient
+        of the truncated free energy
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \frac{v_{dh} - w_{dh} W_{dh}}{\sigma_d^2}, \qquad
             \frac{\partial \mathcal F}{\partial \sigma_d} = \frac{E_d}{\sigma_d^3} - \frac{N_d}{\sigma_d},
@@ -85,15 +86,18 @@ class MaximumSuperposition(GaussianSuperposition):
             temperature: temperature of the posteriors.
 
         Returns:
-            ``num_data``; ``observed`` :math:`N_d`, ``sums`` and ``squares``, those of the data and of their squares, ``(D,)``; ``states``,
-            the sum of :math:`\langle s \rangle`, ``(H,)``; ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
+            ``num_data``; ``observed`` :math:`N_d`, ``sums`` and ``squares``, those of the data and
+            of their squares, ``(D,)``. ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``.
+            ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
         """
         rows = population.rows_of(value)
         active, _, wins, won = self._explained(population, rows, temperature)
         return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
     def wins(self, words: Tensor, weights: Tensor, rows: Tensor) -> Statistics:
-        """The ``wins`` and what is ``won`` alone, see :meth:`statistics`, for comparing dictionaries under the same posterior.
+        """Returns ``wins`` and ``won`` of :meth:`statistics` alone.
+
+        They compare dictionaries under the same posterior.
 
         Args:
             words: packed states, ``(N, C, W)``.
@@ -105,7 +109,9 @@ class MaximumSuperposition(GaussianSuperposition):
 
     @torch.no_grad()
     def draw_statistics(self, selected: Tensor, coefficients: Tensor, value: Tensor) -> Statistics:
-        r"""The same of draws of the coefficients of a few latents, as :meth:`draw_coefficients` makes them, averaged over the draws.
+        r"""Returns the same statistics, averaged over draws of a few latents' coefficients.
+
+        :meth:`draw_coefficients` makes the draws.
 
         Args:
             selected: selected latents, ``(N, K)``; all others are off.
@@ -135,7 +141,9 @@ class MaximumSuperposition(GaussianSuperposition):
         rows: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        r"""Gibbs sampling of the coefficients :math:`s_h = b_h z_h` of a few selected latents of every data point; all others are off.
+        r"""Draws coefficients :math:`s_h = b_h z_h` of a few latents by Gibbs sampling.
+
+        Each data point has its own latents; all others are off.
 
         With :math:`b_h \sim \mathrm{Bernoulli}(\pi_h)` and :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)` every pair :math:`(b_h, z_h)` is
         drawn from its exact conditional given the others, in random order. The dictionary must not be negative.

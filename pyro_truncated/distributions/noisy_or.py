@@ -21,13 +21,13 @@ class NoisyOrSuperposition(Superposition):
 
     .. math:: p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h).
 
-    Log probabilities are computed from :math:`\log p(y_d = 0 \mid s)`, so probabilities near 0 and 1 lose no precision, and an observation
-    that is impossible under a state has log probability minus infinity. Entries of an observation that are NaN are missing and contribute
-    nothing.
+    Log probabilities are computed from :math:`\log p(y_d = 0 \mid s)`, so that probabilities near 0
+    and 1 lose no precision. An observation that is impossible under a state has log probability
+    minus infinity. Entries of an observation that are NaN are missing and contribute nothing.
 
     Example:
         >>> states, weight = torch.tensor([1.0, 1.0]), torch.tensor([[0.5, 0.5]])
-        >>> NoisyOrSuperposition(states, weight).log_prob(torch.tensor([1.0])).exp()  # 1 - (1 - .5) (1 - .5)
+        >>> NoisyOrSuperposition(states, weight).log_prob(torch.tensor([1.0])).exp()  # 1 - (1 - 0.5) (1 - 0.5)
         tensor(0.7500)
 
     Args:
@@ -78,10 +78,11 @@ class NoisyOrSuperposition(Superposition):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        They are those of the model with hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\,
-        t_{dh}`, of which :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. With :math:`C_{dh}` the expected number of
-        causes that are on and :math:`T_{dh} = \sum_n \langle s_h \rangle` over the data points that have dimension ``d`` the gradient of
-        the truncated free energy is
+        They are those of the model with hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh}
+        s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`, of which :math:`p(t_{dh} = 1 \mid y, s) = y_d
+        s_h W_{dh} / p(y_d = 1 \mid s)`. :math:`C_{dh}` is the expected number of causes that are
+        on, and :math:`T_{dh} = \sum_n \langle s_h \rangle` over the data points that have dimension
+        ``d``. The gradient of the truncated free energy is
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \frac{C_{dh} - W_{dh}\, T_{dh}}{W_{dh} (1 - W_{dh})},
 
@@ -93,9 +94,10 @@ class NoisyOrSuperposition(Superposition):
             temperature: temperature of the posteriors.
 
         Returns:
-            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,
-            ``(D,)``; ``trials`` :math:`T` and ``causes`` :math:`C`, ``(D, H)``; ``leak_causes``, the causes of the leak, ``(D,)``. All can
-            be added and scaled.
+            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``observed``,
+            how often each dimension is observed, ``(D,)``. ``trials`` :math:`T` and ``causes``
+            :math:`C`, ``(D, H)``. ``leak_causes``, the causes of the leak, ``(D,)``. All can be
+            added and scaled.
         """
         check_binary(population, self.weight.shape[-1])
         rows = population.rows_of(value)

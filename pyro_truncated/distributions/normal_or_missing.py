@@ -18,7 +18,9 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 class NormalOrMissing(_Normal):  # type: ignore[misc]
-    r"""A normal distribution of entries some of which have not been observed: those that are NaN count for nothing.
+    r"""A normal distribution of entries that may be missing (NaN).
+
+    Missing entries contribute nothing.
 
     .. math:: \log p(y) = [y \text{ is observed}] \, \log \mathcal N(y; \mu, \sigma^2).
 
@@ -39,7 +41,10 @@ class NormalOrMissing(_Normal):  # type: ignore[misc]
     support = or_missing(constraints.real)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities, zero where the value is missing; booleans count as zeros and ones."""
+        """Returns log densities, with zero where the value is missing.
+
+        Booleans count as zeros and ones.
+        """
         if self._validate_args:
             self._validate_sample(value)
         value = value.to(self.loc.dtype) if value.dtype == torch.bool else value

@@ -1,4 +1,4 @@
-"""What likelihoods have in common whose latents have normal slabs that are integrated out."""
+"""Base of likelihoods with normal slabs that are integrated out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class SlabSuperposition(GaussianSuperposition):
         raise NotImplementedError(f"{type(self).__name__} has no slabs")
 
     def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log density up to a constant, and factor of the precision and mean of the standardised slabs under a state."""
+        """Returns log density, precision factor and mean of standardised slabs.
+
+        They are those under a state; the density is correct up to a constant.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not integrate its slabs")
 
     def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:
@@ -74,7 +77,7 @@ class SlabSuperposition(GaussianSuperposition):
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def _constant(self, value: Tensor) -> Tensor:
-        """What the log density of the observed entries would be if every latent were off."""
+        """Returns the log density of observed entries with all latents off."""
         precision = self._precision()
         terms = 0.5 * (precision.log() - math.log(2 * math.pi) - precision * value.double().nan_to_num(0.0).square())
         return terms.masked_fill(value.isnan(), 0.0).sum(-1)

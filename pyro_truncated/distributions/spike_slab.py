@@ -1,4 +1,7 @@
-"""Gaussian observations of a linear superposition of latents with spike-and-slab prior, the slabs integrated out."""
+"""Gaussian observations of spike-and-slab latents, with the slabs integrated out.
+
+Latents superpose linearly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
     Example:
         >>> states, weight, y = torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 1.0]]), torch.tensor([1.5])
-        >>> likelihood = SpikeSlabSuperposition(states, weight, 0.5, 1.0, 0.3)  # the slab is N(1, .3^2): y is N(2, 4 .3^2 + .5^2)
+        >>> likelihood = SpikeSlabSuperposition(states, weight, 0.5, 1.0, 0.3)  # the slab is N(1, 0.3^2): y is N(2, 4 0.3^2 + 0.5^2)
         >>> torch.allclose(likelihood.log_prob(y), dist.Normal(2.0, 0.61**0.5).log_prob(y).sum())
         True
 
@@ -96,10 +99,13 @@ class SpikeSlabSuperposition(SlabSuperposition):
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
-        r"""Exact posterior :math:`p(z \mid b, y)` of the slabs, with batch shape ``batch``, in the type of the dictionary.
+        r"""Returns the exact posterior :math:`p(z \mid b, y)` of the slabs.
 
-        Slabs of latents that are off have their prior there. Of the coefficients :math:`s = b \odot z` the mean and covariance are those
-        of :math:`z` with the rows and columns of latents that are off set to zero.
+        It has batch shape ``batch``, in the type of the dictionary.
+
+        Slabs of latents that are off have their prior there. Mean and covariance of the
+        coefficients :math:`s = b \odot z` are those of :math:`z`, with zeros for latents that are
+        off.
 
         Args:
             value: observations ``(*batch, D)``; NaN where missing.
@@ -135,10 +141,12 @@ class SpikeSlabSuperposition(SlabSuperposition):
             temperature: temperature of the posteriors over the indicators.
 
         Returns:
-            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``states``, ``coefficients`` and ``coefficient_squares``, the
-            sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``trials``
-            :math:`t_d = \sum_n \langle s \rangle` and ``cross`` :math:`c_d`, ``(D, H)``; ``pairs``, the matrix :math:`A`, ``(H, H)`` if
-            nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by broadcasting.
+            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states``,
+            ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b \rangle`,
+            :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``. ``trials``
+            :math:`t_d = \sum_n \langle s \rangle` and ``cross`` :math:`c_d`, ``(D, H)``. ``pairs``,
+            the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be
+            added and scaled; pairs of the two shapes add up by broadcasting.
         """
         rows = population.rows_of(value)
         arguments = self._posterior_arguments(population, rows, temperature)

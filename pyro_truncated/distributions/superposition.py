@@ -1,4 +1,4 @@
-"""What distributions of superposed latents have in common: states, a dictionary, parameters that broadcast, and larger batches."""
+"""Base of superpositions: states, a dictionary, and parameters that broadcast."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class Superposition(TorchDistribution):
 
     A subclass knows more than the density of an observation under its states:
 
-    * :meth:`packed_log_prob` scores the packed states of a population; :class:`~pyro_truncated.AutoTruncated` calls it for a model whose
-      only latents are the binary ones that superpose, wherever :attr:`has_packed_log_prob`.
-    * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the data points: what the gradient of the
-      truncated free energy is made of (Fisher's identity), and so what a closed-form M-step needs.
+    * :meth:`packed_log_prob` scores the packed states of a population.
+      :class:`~pyro_truncated.AutoTruncated` calls it if :attr:`has_packed_log_prob` is true and the
+      model has no other latents than the binary ones.
+    * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the
+      data points. The gradient of the truncated free energy follows from them (Fisher's identity),
+      and a closed-form M-step needs them.
     * :meth:`reconstruct` is the posterior mean of the data without noise.
 
     In all three the states that the distribution was built with play no role: any will do, such as ``torch.zeros(H)``.
@@ -42,8 +44,8 @@ class Superposition(TorchDistribution):
         states: states ``(*batch, H)``.
         weight: dictionary ``(D, H)``, or with batch dimensions in front.
         validate_args: whether to check parameters and values.
-        **parameters: what else the distribution has, by the names of its ``arg_constraints``: scalars, or tensors whose dimensions before
-            the last are batch dimensions.
+        **parameters: the other parameters, by the names of its ``arg_constraints``. They are scalars,
+            or tensors whose dimensions before the last are batch dimensions.
 
     Raises:
         ValueError: if states and weight disagree about the number of latents, or a parameter is invalid.
@@ -78,14 +80,14 @@ class Superposition(TorchDistribution):
             self._check_parameters()
 
     def _check_parameters(self) -> None:
-        """Checks all parameters in one look, if need be with those of other operations."""
+        """Checks all parameters at once, if possible with checks of other operations."""
         constrained = {name: constraint for name, constraint in self.arg_constraints.items() if not constraints.is_dependent(constraint)}
         valid = [constraint.check(getattr(self, name)).all() for name, constraint in constrained.items()]
         shapes = self.batch_shape, self.event_shape
         ops.refuse(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
+        """Returns the distribution over a larger batch, or itself if shapes agree."""
         batch_shape = torch.Size(batch_shape)
         if batch_shape == self.batch_shape:
             return self
@@ -114,7 +116,10 @@ class Superposition(TorchDistribution):
 
     @property
     def has_packed_log_prob(self) -> bool:
-        """Whether :meth:`packed_log_prob` is available: the class has it, and no parameter has batch dimensions."""
+        """Whether :meth:`packed_log_prob` is available.
+
+        The class must have it, and no parameter may have batch dimensions.
+        """
         return self._has_plain_parameters and type(self).packed_log_prob is not Superposition.packed_log_prob
 
     @property
@@ -138,7 +143,9 @@ class Superposition(TorchDistribution):
         raise NotImplementedError(f"{type(self).__name__} does not score packed states")
 
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
-        """Expected sufficient statistics of the parameters, summed over the population's data points, in float64.
+        """Returns expected sufficient statistics of the parameters, in float64.
+
+        They are summed over the population's data points.
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
@@ -168,7 +175,10 @@ class Superposition(TorchDistribution):
 
     @property
     def numbers_per_state(self) -> int:
-        """How many numbers the density of one state takes on the way: the larger of ``H`` and ``D``, unless a subclass says otherwise."""
+        """Returns how many numbers scoring one state takes as intermediate results.
+
+        That is the larger of ``H`` and ``D``, unless a subclass says otherwise.
+        """
         return max(self.weight.shape[-2:])
 
     def _mean(self, states: Tensor) -> Tensor:
@@ -176,12 +186,15 @@ class Superposition(TorchDistribution):
         raise NotImplementedError(f"{type(self).__name__} has no mean")
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        """Log density of the observed entries of values under states, elementwise in the batch."""
+        """Returns the log density of observed entries under states, elementwise."""
         raise NotImplementedError(f"{type(self).__name__} has no density")
 
 
 class GaussianSuperposition(Superposition):
-    """A superposition with independent Gaussian noise of deviation ``scale``, a scalar or ``(D,)``, or with batch dimensions in front."""
+    """A superposition with independent Gaussian noise of deviation ``scale``.
+
+    It is a scalar or ``(D,)``, or has batch dimensions in front.
+    """
 
     has_rsample = True
 
@@ -211,12 +224,17 @@ class GaussianSuperposition(Superposition):
 
 
 def _tensor_like(value: Tensor | float, like: Tensor) -> Tensor:
-    """A parameter in the type of the dictionary, and where that is; a number is written there, not copied."""
+    """Returns a parameter in the dictionary's type and on its device.
+
+    A number is created there and not copied.
+    """
     return torch.as_tensor(value, dtype=like.dtype, device=like.device) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
-    """What all Gaussian likelihoods need of data ``(N, D)``, over the observed entries of each dimension.
+    """Returns statistics of data ``(N, D)`` that all Gaussian likelihoods need.
+
+    They are those of the observed entries of each dimension.
 
     Args:
         rows: the data in float64, zero where missing.
@@ -239,12 +257,15 @@ def counts(rows: Tensor, is_observed: Tensor | None) -> Tensor:
 
 
 def trials(active: Tensor, rows: Tensor, is_observed: Tensor | None) -> Tensor:
-    """Sums ``(D, H)`` of expectations ``(N, H)`` over the data points that have each dimension; arguments as for :func:`data_sums`."""
+    """Returns sums ``(D, H)`` of expectations ``(N, H)`` over observed data points.
+
+    Arguments are those of :func:`data_sums`.
+    """
     return active.sum(0).expand(rows.shape[1], -1) if is_observed is None else is_observed.to(rows.dtype).mT @ active
 
 
 def check_binary(population: Population, num_latents: int) -> None:
-    """Checks that a population is one of so many binary latents, and of nothing else.
+    """Checks that a population has that many binary latents and no others.
 
     Raises:
         ValueError: if it is not.

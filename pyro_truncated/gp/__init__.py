@@ -1,4 +1,4 @@
-"""Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
+"""Gaussian processes, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetScaleWarning

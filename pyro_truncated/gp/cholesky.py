@@ -1,11 +1,11 @@
-"""Cholesky factors of covariance matrices that are nearly singular: one policy, and all its constants.
+"""Cholesky factors of nearly singular covariance matrices: policy and constants.
 
 Inputs close to each other make a covariance matrix singular but for rounding. What is done about it depends on what the matrix is for:
 
 - ``K + noise``: :func:`factorize` raises the noise to where the floating point type has digits left, and warns: that is another model.
 - A matrix that only rounding can have made indefinite: :func:`stable_cholesky` adds nothing unless it has to, and then as little as helps.
-- Inducing inputs while kernels or inputs are being learned: :func:`inducing_cholesky` adds the same share always, which keeps an objective
-  smooth, and a bound a bound.
+- Inducing inputs while kernels or inputs are being learned: :func:`inducing_cholesky` always adds
+  the same share. This keeps an objective smooth, and a bound a bound.
 - Inputs that may be left out: :func:`independent_cholesky` leaves out those that depend on others.
 
 Matrices ``I + A`` with a positive semi-definite ``A`` need none of this: where their factorisation fails no digits are left to save.
@@ -31,7 +31,9 @@ DEPENDENT = 1e-8
 
 
 class JitterWarning(UserWarning):
-    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised.
+    """A covariance matrix was nearly singular, and its diagonal was raised.
+
+    The limit depends on its floating point type.
 
     Example:
         >>> x = torch.randn(20, 1)
@@ -45,10 +47,13 @@ class NotPositiveDefiniteError(ValueError):
 
 
 def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
-    r"""Cholesky factor of :math:`K + \sigma^2 I`, and the share of the mean prior variance that had to be added to the noise.
+    r"""Returns the Cholesky factor of :math:`K + \sigma^2 I`, and the added share.
 
-    Nothing is added where the noise is above the floor of the floating point type (1e-5 of the mean prior variance in float32, 1e-10 in
-    float64) and the factorisation succeeds. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
+    The share is that of the mean prior variance that had to be added to the noise.
+
+    Nothing is added if the noise is above the floor of the floating point type and the
+    factorisation succeeds. The floor is 1e-5 of the mean prior variance in float32, 1e-10 in
+    float64. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
 
     Args:
         covariance: kernel matrix ``(*batch, A, A)``.
@@ -82,7 +87,9 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
 
 
 def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
-    """Cholesky factor of a positive semi-definite matrix; only if rounding makes that fail, of one with a slightly larger diagonal.
+    """Returns the Cholesky factor of a positive semi-definite matrix.
+
+    Only if rounding makes that fail, its diagonal is raised slightly.
 
     Args:
         matrix: ``(*batch, m, m)``.
@@ -102,7 +109,9 @@ def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
 
 
 def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor:
-    """Cholesky factor of the covariance matrix ``(m, m)`` of inducing inputs, with a share of the mean variance on its diagonal.
+    """Returns the Cholesky factor of inducing inputs' covariance matrix ``(m, m)``.
+
+    A share of the mean variance is added to its diagonal.
 
     The addition is noise on the inducing variables, so that a lower bound stays one.
     """
@@ -110,7 +119,9 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
 
 
 def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
-    r"""Cholesky factor of a covariance matrix without the rows that depend on earlier ones: a mask instead of jitter.
+    r"""Returns the Cholesky factor of a covariance matrix without dependent rows.
+
+    A mask replaces jitter: rows that depend on earlier ones are left out.
 
     Args:
         matrix: ``(m, m)``, positive semi-definite.
@@ -140,7 +151,10 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance:
 
 
 def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
-    """The factor of a matrix with the least addition that makes it exist, and this addition as a share of a level."""
+    """Returns the factor with the least addition that makes it exist.
+
+    The addition is a share of a level.
+    """
     for addition in _ladder(matrix.dtype):
         share = least + addition
         factor, info = torch.linalg.cholesky_ex(_lifted(matrix, share * level) if share else matrix)

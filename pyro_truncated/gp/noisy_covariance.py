@@ -1,4 +1,4 @@
-r"""Leave-one-out predictions of Gaussian process regression for many outputs that share one covariance matrix.
+r"""Leave-one-out predictions of regressions whose outputs share one covariance matrix.
 
 The outputs :math:`r_p \sim \mathcal N(0, C)`, :math:`p = 1 \ldots P`, are the columns of the targets :math:`R` ``(N, P)``, with
 :math:`C = K + \lambda I`: the noise belongs to :math:`C`. Leaving out one data point and predicting its targets from all others takes no
@@ -28,7 +28,7 @@ SMALLEST_SHARE = 1e-12
 
 
 class NoisyCovariance(abc.ABC):
-    """The covariance matrix ``C`` of noisy observations, in a form that makes solving cheap.
+    """The covariance matrix ``C`` of noisy observations, factored for solving.
 
     Example:
         >>> covariance: NoisyCovariance = DenseCovariance(torch.eye(2), torch.tensor(1.0))
@@ -97,7 +97,9 @@ class NoisyCovariance(abc.ABC):
 
 
 class DenseCovariance(NoisyCovariance):
-    r"""An exact covariance matrix :math:`C = K + \lambda I`: :math:`O(N^3)` once, then :math:`O(N^2 P)` per set of targets.
+    r"""An exact covariance matrix :math:`C = K + \lambda I`.
+
+    It takes :math:`O(N^3)` once, then :math:`O(N^2 P)` per set of targets.
 
     Example:
         >>> DenseCovariance(torch.eye(2), torch.tensor(1.0)).solve(torch.ones(2, 1))  # C = 2 I
@@ -138,7 +140,10 @@ class DenseCovariance(NoisyCovariance):
         return self.inverse.diagonal()
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
-        r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it, by the stored inverse."""
+        r"""Returns :math:`C^{-1} R`, ``(N, P)``, or the given rows.
+
+        It uses the stored inverse.
+        """
         return (self.inverse if rows is None else self.inverse[rows]) @ targets
 
     def quadratic(self, targets: Tensor) -> Tensor:
@@ -148,7 +153,9 @@ class DenseCovariance(NoisyCovariance):
 
 
 class LowRankCovariance(NoisyCovariance):
-    r"""A covariance matrix :math:`C = L L^\top + \Lambda` with ``Q`` columns in :math:`L`: :math:`O(N Q^2)` once, then :math:`O(N Q P)`.
+    r"""A covariance matrix :math:`C = L L^\top + \Lambda` with ``Q`` columns in :math:`L`.
+
+    It takes :math:`O(N Q^2)` once, then :math:`O(N Q P)`.
 
     With :math:`B = I + L^\top \Lambda^{-1} L = R_c R_c^\top` and :math:`V = R_c^{-1} L^\top \Lambda^{-1/2}`, Woodbury's identity reads
     :math:`C^{-1} = \Lambda^{-1/2} (I - V^\top V) \Lambda^{-1/2}`.
@@ -208,7 +215,10 @@ class LowRankCovariance(NoisyCovariance):
 
 
 def compress(targets: Tensor) -> Tensor:
-    r"""A matrix of at most ``N`` columns with the same :math:`R R^\top` as the targets ``(N, P)``, all that a marginal likelihood needs."""
+    r"""Returns a matrix with the targets' :math:`R R^\top` and at most ``N`` columns.
+
+    The targets are ``(N, P)``. A marginal likelihood needs no more.
+    """
     if targets.shape[1] <= targets.shape[0]:
         return targets
     triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
@@ -225,12 +235,15 @@ def varying_columns(targets: Tensor) -> Tensor:
 
 
 def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:
-    """The noise as a tensor; a number takes the type of a matrix."""
+    """Returns the noise as a tensor; a number takes a matrix's type."""
     return noise if isinstance(noise, Tensor) else matrix.new_tensor(noise)
 
 
 def _factor_of(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
-    """The Cholesky factor of a matrix, or an error in terms of what it was made of: looked at only then, for a fit takes many steps."""
+    """Returns a matrix's Cholesky factor, or raises an error about its inputs.
+
+    The inputs are checked only on failure, as a fit takes many steps.
+    """
     try:
         return stable_cholesky(matrix)
     except NotPositiveDefiniteError as error:

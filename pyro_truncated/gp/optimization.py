@@ -1,4 +1,4 @@
-"""The one quasi-Newton method, L-BFGS that ends at its best parameters and on time, and the settings and history of a fit."""
+"""L-BFGS within a time limit; settings and history of a fit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def minimize(
     is_spent: Callable[[], bool] = lambda: False,
     on_better: Callable[[float], None] = lambda value: None,
 ) -> Minimum:
-    """L-BFGS with strong Wolfe line searches that leaves the parameters at the best values it has seen.
+    """L-BFGS with strong Wolfe line searches that keeps the best parameters.
 
     Where there is no value (NaN, infinity, or a matrix that cannot be factorised) the line search meets a wall, far above and flat.
 
@@ -165,7 +165,7 @@ class FitRecord:
         return math.inf if self.max_seconds is None else self.max_seconds - (self.clock() - self._start)
 
     def share_left(self, share: float) -> Callable[[], float]:
-        """A clock that says what is left of a share of the seconds left now."""
+        """A clock for a share of the seconds that are left."""
         kept = 0.0 if self.max_seconds is None else (1 - share) * self.seconds_left()
         return lambda: self.seconds_left() - kept
 

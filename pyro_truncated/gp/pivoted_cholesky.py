@@ -18,7 +18,9 @@ from pyro_truncated.utils.counts import check_count
 
 @dataclasses.dataclass(frozen=True)
 class PivotedCholesky:
-    r"""The approximation :math:`K \approx L L^\top` of a kernel matrix, exact in the rows and columns of the pivots.
+    r"""A pivoted Cholesky approximation :math:`K \approx L L^\top`, exact at the pivots.
+
+    Rows and columns of the pivots are exact.
 
     Example:
         >>> found = pivoted_cholesky(pyro.contrib.gp.kernels.RBF(2), torch.randn(20, 2), 5)
@@ -59,10 +61,11 @@ class PivotedCholesky:
 def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
     r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
 
-    Every step takes the input of largest remaining variance as the next pivot and removes what it explains, until ``max_rank`` pivots
-    are found or :math:`\operatorname{tr}(K - L L^\top) \le \mathrm{tolerance} \cdot \operatorname{tr} K`. Only the diagonal and one
-    column of :math:`K` per pivot are computed (a few more where inputs have hundreds of dimensions): :math:`O(N Q^2)` time and
-    :math:`O(N Q)` memory.
+    Every step takes the input of largest remaining variance as the next pivot and removes what it
+    explains. It stops at ``max_rank`` pivots or if :math:`\operatorname{tr}(K - L L^\top) \le
+    \mathrm{tolerance} \cdot \operatorname{tr} K`. It takes :math:`O(N Q^2)` time and :math:`O(N Q)`
+    memory. Only the diagonal and one column of :math:`K` per pivot are computed, or a few more if
+    inputs have hundreds of dimensions.
 
     Example:
         >>> x = torch.randn(30, 2, dtype=torch.float64)
@@ -114,7 +117,9 @@ def greedy_cholesky(
     enough: float | Tensor = 0.0,
     ahead: int = 1,
 ) -> PivotedCholesky:
-    """The factor by pivots of largest variance, each given (noisy) function values at those before, of a matrix given by its columns.
+    """Returns the factor by pivots of largest conditional variance.
+
+    Each pivot is given (noisy) function values at those before. Columns define the matrix.
 
     Args:
         prior: the diagonal ``(N,)``.
@@ -154,7 +159,9 @@ def greedy_cholesky(
 
 
 def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
-    r"""The factor of the kernel matrix at given pivots, but for those that depend on earlier ones.
+    r"""Returns the factor at given pivots, without those that depend on others.
+
+    Only earlier pivots count.
 
     Args:
         kernel: covariance function.

@@ -1,4 +1,7 @@
-"""Gaussian process latent variable models: spike-and-slab GP-LVM, manifold relevance determination, and decoders on active sets."""
+"""Gaussian process latent variable models.
+
+They are spike-and-slab GP-LVM, manifold relevance determination, and decoders on active sets.
+"""
 
 from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.function_decoder import SASFunctionDecoder

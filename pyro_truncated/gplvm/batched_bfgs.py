@@ -25,7 +25,11 @@ Functions = Callable[[Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass
 class _Climb:
-    """Where climbs are: their functions, points ``(L, Q)``, values, gradients, inverse curvatures ``(L, Q, Q)`` and next steps."""
+    """The state of batched BFGS runs.
+
+    It has functions, points ``(L, Q)``, values, gradients, inverse curvatures ``(L, Q, Q)`` and
+    next steps.
+    """
 
     rows: Tensor
     points: Tensor
@@ -38,7 +42,7 @@ class _Climb:
 
     @classmethod
     def start(cls, functions: Functions, rows: Tensor, points: Tensor, length: float) -> Self:
-        """Steps of the given length along the gradient, for want of a curvature."""
+        """Returns gradient steps of the given length, without a curvature."""
         values, gradients = _with_gradients(functions, points, rows)
         identity = torch.eye(points.shape[1], dtype=points.dtype, device=points.device).expand(len(points), -1, -1).clone()
         steps = length * gradients / gradients.norm(dim=1, keepdim=True).clamp(min=torch.finfo(points.dtype).tiny)
@@ -81,7 +85,10 @@ class _Climb:
 
 
 def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse curvatures after a step, by BFGS, where the function bends down along it; and whether they have a scale."""
+    """Updates inverse curvatures by a BFGS step; tells whether they are scaled.
+
+    They are updated where the function bends down along the step.
+    """
     step, bend = here.steps, (here.steps * fall).sum(1)
     bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
     safe = torch.where(bends, bend, 1.0)
@@ -104,10 +111,13 @@ def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple
 
 @torch.no_grad()
 def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length: float, tolerance: float = 1e-3) -> Tensor:
-    """The best points ``(M, Q)`` that climbs from several starts ``(S, M, Q)`` reach, one function for each of the ``M``.
+    """Returns the best points ``(M, Q)`` of batched BFGS from several starts.
 
-    Climbs are quasi-Newton (BFGS) with backtracking, all at once; each ends by itself, and after a few evaluations only that which leads
-    goes on for each function. No result is below the best start.
+    There are starts ``(S, M, Q)`` and one function for each of the ``M``.
+
+    All runs are quasi-Newton (BFGS) with backtracking, in one batch. Each converges by itself.
+    After a few evaluations only the best run of each function continues. No result is below the
+    best start.
 
     Args:
         functions: values ``(L,)`` of points ``(L, Q)`` under the functions at positions ``(L,)``, differentiable in the points.

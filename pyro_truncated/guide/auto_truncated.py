@@ -1,4 +1,4 @@
-"""AutoTruncated: the exact posterior over discrete latents, renormalised on a small population of states per data point."""
+"""AutoTruncated: exact posteriors over discrete latents, renormalised on populations of states."""
 
 from __future__ import annotations
 
@@ -41,20 +41,25 @@ from pyro_truncated.utils.parameter_store import TakesPrefixed
 
 
 class AutoTruncated(TakesPrefixed, WholeModelGuide):
-    r"""Guide whose distribution over the discrete latents is the model's posterior, cut down to a population of states and renormalised.
+    r"""Guide with the exact posterior over discrete latents, on few states.
+
+    The posterior is restricted to a population of states and renormalised.
 
     For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
 
     .. math:: q_n(s) = \frac{p(s, y_n)}{\sum_{s' \in K_n} p(s', y_n)} \quad (s \in K_n), \qquad
               \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n) \le \log p(y).
 
-    The discrete latent sites are found in the model: Bernoulli, categorical, one-hot and count sites, vector-valued or not, several of
-    them at once (their posterior is joint), inside a data plate with or without subsampling, in plates nested in it, or outside all plates
-    (then all of them form one state). The other latents are left to other guides in an :class:`~pyro.infer.autoguide.AutoGuideList` - give
-    this guide the *whole* model, not a blocked one, because it scores states under it - or to ``conditional``.
+    The discrete latent sites are found in the model. They may be Bernoulli, categorical, one-hot
+    and count sites, vector-valued or not. Several sites have a joint posterior. Sites lie inside a
+    data plate with or without subsampling, in plates nested in it, or outside all plates. In the
+    last case all of them form one state. The other latents are left to other guides in an
+    :class:`~pyro.infer.autoguide.AutoGuideList`, or to ``conditional``. Give this guide the *whole*
+    model, not a blocked one, because it scores states under it.
 
-    The guide samples one auxiliary index per data point, enumerated in parallel, and sets the sites to the indexed state, so the stock
-    :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal F`. It never improves its populations by itself: train with
+    The guide samples one auxiliary index per data point, enumerated in parallel, and sets the sites
+    to the indexed state. So the stock :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal
+    F`. It never improves its populations by itself: train with
     :class:`~pyro_truncated.Truncated_ELBO`, which searches, or call :meth:`search_`.
 
     Example::
@@ -70,13 +75,16 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
             samples (with ``pyro.sample``) continuous latents given the states. With the exact one log joints are collapsed.
-        init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a
-            callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
-        max_count: largest value of count sites, one number or by site name: needed where the support is infinite (Poisson) or depends on
-            continuous latents or on very many discrete ones; overrides the distribution's own bound where it is smaller.
-        vectorize: whether the states are scored together, in a new left-most dimension (``True``), or one after the other (``False``).
-            ``None`` finds out on the first call, from a few states: a model that does not take many at once (``s[:, 0]``, ``if z == 1``)
-            is scored in a slower way, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
+        init: initial states of all data points. They are a tensor ``(N, S, *site shape)`` for a
+            single site, a dictionary of such tensors, or a callable that returns one of these.
+            ``None`` stands for the zero state, single active latents and random sparse states.
+        max_count: largest value of count sites, one number or by site name. It is needed where the
+            support is infinite (Poisson) or depends on continuous or very many discrete latents. It
+            overrides the distribution's own bound where it is smaller.
+        vectorize: whether the states are scored together, in a new left-most dimension (``True``),
+            or one after the other (``False``). ``None`` tests a few states on the first call. A
+            model that does not take many states at once (``s[:, 0]``, ``if z == 1``) is scored more
+            slowly, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
@@ -121,7 +129,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
-        """States per data point, ``S``; from the first call on not more than there are in the space."""
+        """States per data point, ``S``.
+
+        From the first call on it is at most the number of states in the space.
+        """
         return self.populations.num_states  # type: ignore[no-any-return]
 
     @property
@@ -131,11 +142,16 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     @property
     def log_joint(self) -> Tensor:
-        """The log joints ``(N, S)`` of all data points, of when they were last scored; NaN if never."""
+        """The log joints ``(N, S)`` of all data points when last scored.
+
+        They are NaN if never scored.
+        """
         return self.populations.log_joint  # type: ignore[no-any-return]
 
     def population(self, indices: Tensor | None = None) -> Any:
-        """The stored populations of all or the given data points, with the log joints of when they were last scored.
+        """Returns the stored populations of all or the given data points.
+
+        Log joints are those of the last scoring.
 
         Where each node of the model's factor graph has a set of states, what is returned has no list of whole states.
         """
@@ -166,7 +182,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         self.populations.start_(product, self._device)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
-        """Why what a state dict says of a guide does not fit this one; of one that has not seen its model, as far as can be told."""
+        """Returns why a state dict does not fit this guide.
+
+        A guide that has not seen its model knows only part of the reasons.
+        """
         return old_layout(state_dict, prefix) or self.populations.mismatch(state_dict, f"{prefix}populations.")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -194,7 +213,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
 
     def batch_of(self, *args: Any, **kwargs: Any) -> Any:
-        """The populations of the data points that the model selects when called with these arguments, with a scorer of their states.
+        """Returns the populations of the data points that a call selects.
+
+        They come with a scorer of their states.
 
         The populations must be of these data, see :meth:`Batch.check`; plates of ``create_plates`` take fresh subsamples.
         """
@@ -202,7 +223,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.batch(call, self.fresh_subsamples(call))
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
-        """The batch of a call of the model, see :meth:`batch_of`; other latents and subsamples of plates may be given by name."""
+        """Returns the batch of a call of the model, see :meth:`batch_of`.
+
+        Other latents and subsamples of plates may be given by name.
+        """
         scorer = self.scorer(call, values)
         batch = _KINDS[type(scorer)](self.populations, scorer)
         batch.check()
@@ -214,23 +238,34 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.batch(Call(self.model, args, kwargs), values).scorer  # type: ignore[no-any-return]
 
     def posterior(self, *args: Any, **kwargs: Any) -> Any:
-        """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
+        """Returns populations with log joints under the current model.
+
+        They are those of the data points the model selects. Nothing is stored.
+        """
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
             batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
             return rescored_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
     def rescored(self, log_joint: LogJoint) -> Population:
-        """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
+        """Returns a scorer's stored populations with log joints under it.
+
+        Nothing is stored.
+        """
         return Batch(self.populations, log_joint).rescored()
 
     def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
-        """Improves the populations of a scorer's data points in place by some search steps; returns them with their log joints."""
+        """Improves a scorer's populations in place by search steps.
+
+        It returns them with their log joints.
+        """
         return Batch(self.populations, log_joint).search_(search, steps)
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Any:
-        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay.
+        """Scores the stored states under the current model.
+
+        They are those of the data points the model selects. The states stay.
 
         Beside other guides, or a conditional that is not exact, they are averages over :attr:`num_draws` draws.
         """
@@ -245,12 +280,16 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def infer(
         self, data: Any, search: Search | None = None, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
     ) -> AutoTruncated:
-        """A guide for unseen data, made like this one, under the model as it is; neither the model nor this guide changes.
+        """Returns a guide for unseen data, under the current model.
+
+        It has this guide's arguments. Neither the model nor this guide changes.
 
         From an :class:`~pyro.infer.autoguide.AutoGuideList` the new guide takes along the guides before this one, as they are and share
-        their parameters: it samples the model's other latents from them, as the list does, so that it stands for the whole trained guide
-        in losses, ``Predictive``, ``check_truncation`` and ``to_arviz``. The search scores states given one draw of them. Of latents inside
-        the data plate only guides that compute them from the model's arguments (amortised ones, functions for example) know anything.
+        their parameters. It samples the model's other latents from them, as the list does. So it
+        stands for the whole trained guide in losses, ``Predictive``, ``check_truncation`` and
+        ``to_arviz``. The search scores states given one draw of them. Of latents inside the data
+        plate only guides that compute them from the model's arguments (amortised ones, functions
+        for example) know anything.
 
         Example::
 
@@ -284,18 +323,25 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return guide
 
     def scored(self, indices: Tensor | None = None) -> Any:
-        """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
+        """Returns the posterior of all or the given data points.
 
-        An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now. Beside guides of other latents,
-        and with a ``conditional`` that is not exact, the posterior of the states is another one for every draw. What is read, here and by
-        the methods below, is then the average over :attr:`num_draws` of them, under the model and the arguments of its last call.
+        It is that of the populations when last scored, in training for example.
+
+        An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it
+        is now. Beside guides of other latents, and with a ``conditional`` that is not exact, the
+        posterior of the states is another one for every draw. The result, here and of the methods
+        below, is then the average over :attr:`num_draws` of them. The model and the arguments are
+        those of its last call.
         """
         if self.product is not None:
             return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
     def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior | ChainReadings:
-        """What can be read from the sets of all nodes, under the model as it is now and the arguments it was last called with."""
+        """Returns the posterior of all nodes' sets under the current model.
+
+        The arguments are those of the last call.
+        """
         if indices is not None:
             raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
         if self._last_call is None:
@@ -304,7 +350,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return _reader(list(self._batches_of_draws(self._last_call)))
 
     def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
-        """Batches under draws of the latents of other guides, up to :attr:`num_draws`; one where the draws do not differ."""
+        """Returns batches under draws of the latents of other guides.
+
+        There are up to :attr:`num_draws`, or one where the draws do not differ.
+        """
         values = self.other_values(call)
         for _ in range(self.num_draws if values else 1):
             batch = self.batch(call, values)
@@ -316,7 +365,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             values = following
 
     def _refuse_product(self) -> None:
-        """Refuses to list whole states where each node of the model's factor graph has a set of states of its own.
+        """Refuses to list whole states if each node has its own set.
+
+        Nodes are those of the model's factor graph.
 
         Raises:
             NotImplementedError: saying what can be read.
@@ -333,12 +384,19 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.scored(indices).population.weights()  # type: ignore[no-any-return]
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
+        """Returns the populations as site values ``(N, S, *site shape)``.
+
+        They are by site name, with nested plates in front of the event.
+        """
         self._refuse_product()
         return self.layout.split(self.population(indices).states())
 
     def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """Marginals by site: the probability of 1 of Boolean sites, ``(N, *site shape)``, of each value of others, ``(..., V)``."""
+        """Returns marginals by site.
+
+        For Boolean sites they are the probability of 1, ``(N, *site shape)``, for others that of
+        each value, ``(..., V)``.
+        """
         return self.scored(indices).marginals()  # type: ignore[no-any-return]
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
@@ -346,7 +404,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.scored(indices).mode()  # type: ignore[no-any-return]
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
-        """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
+        """Returns a function's posterior expectation ``(N, ...)``.
+
+        The function maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``.
+        """
         self._refuse_product()
         return self.scored(indices).expectation(f, self.memory_budget)  # type: ignore[no-any-return]
 
@@ -357,18 +418,26 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.scored(indices).sample(num_samples, generator)  # type: ignore[no-any-return]
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior.
+        """Returns the most probable state, shaped as the model's sites.
+
+        It replaces the median of a discrete posterior.
 
         Without the arguments that the model takes, those of all data points as they were last scored (in training, say).
         """
         return self._given_medians(Call(self.model, args, kwargs)).median()  # type: ignore[no-any-return]
 
     def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Quantiles of the marginals of all latents, see :meth:`TruncatedPosterior.quantiles`; arguments as for :meth:`median`."""
+        """Returns quantiles of all latents' marginals.
+
+        See :meth:`TruncatedPosterior.quantiles`. Arguments are those of :meth:`median`.
+        """
         return self._given_medians(Call(self.model, args, kwargs)).quantiles(quantiles)  # type: ignore[no-any-return]
 
     def _given_medians(self, call: Call) -> Any:
-        """Given the medians of other latents; without the model's arguments, that of all data points as they were last scored."""
+        """Returns it given the medians of other latents.
+
+        Without the model's arguments, it is that of all data points when last scored.
+        """
         is_called = bool(call.args or call.kwargs) or not self.is_set_up
         if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):
             return self.scored()
@@ -379,7 +448,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return TruncatedPosterior(rescored_over_draws(self, batch), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
+        """Samples the discrete sites (and what ``conditional`` samples).
+
+        The arguments are those of the model.
+        """
         self.setup(*args, **kwargs)
         if isinstance(self.product, ChainLayout):
             return ChainProgramRun(self, Call(self.model, args, kwargs)).sample()

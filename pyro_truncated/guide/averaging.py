@@ -1,4 +1,7 @@
-"""Posteriors of states averaged over draws of the latents that other guides, or a conditional, take care of."""
+"""Posteriors of states averaged over draws of other latents.
+
+Other guides or a conditional draw these latents.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MOST_DRAWS, _HUNDREDTH = 8, 0.01
 
 
 class OneDrawWarning(UserWarning):
-    """What is read is the posterior given one draw of other latents, not the average over draws.
+    """The posterior is given one draw of other latents, not averaged.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0).data
@@ -38,7 +41,10 @@ class OneDrawWarning(UserWarning):
 
 
 class _GivenSubsamples(Messenger):
-    """Effect handler that notes which plates a model subsamples itself, by positions that it has been given."""
+    """Effect handler that records plates with subsamples of the model.
+
+    It does so by positions that it has been given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +57,9 @@ class _GivenSubsamples(Messenger):
 
 @torch.no_grad()
 def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
-    r"""The populations of the data points that the model selects, under weights averaged over ``guide.num_draws`` draws.
+    r"""Returns populations of the selected data points under averaged weights.
+
+    The average is over ``guide.num_draws`` draws.
 
     With draws :math:`z_1, \dots, z_M` of the other latents these are
 
@@ -94,13 +102,18 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
 
 
 def rescored_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
-    """Populations with their log joints in a run of the model, averaged over the draws of a conditional where these differ."""
+    """Returns populations with log joints, averaged over a conditional's draws.
+
+    One draw is enough where they do not differ.
+    """
     averaged = _mean_of_weights(guide, batch)
     return batch.rescored() if averaged is None else averaged
 
 
 def _mean_of_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
-    """Populations with log joints averaged over the draws of a conditional; ``None`` where these do not differ.
+    """Returns populations with averaged log joints, or ``None``.
+
+    ``None`` means that the draws of a conditional do not differ.
 
     There are ``guide.num_draws`` of them, and up to eight times as many until the posteriors of two halves agree to a hundredth.
     """
@@ -121,19 +134,25 @@ def _mean_of_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Mean total variation between posteriors of log joints ``(N, S)``; data points without a possible state have none."""
+    """Returns the mean total variation between posteriors of log joints ``(N, S)``.
+
+    Data points without a possible state contribute zero.
+    """
     return 0.5 * float((one.softmax(-1) - other.softmax(-1)).abs().sum(-1).nan_to_num(0.0).mean())
 
 
 def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether log joints of the same states, computed in some precision, differ by rounding only."""
+    """Whether log joints of the same states differ by rounding only."""
     possible = one > -math.inf
     size = 1.0 + float(one[possible].abs().max()) if bool(possible.any()) else 1.0
     return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
 
 
 def average_where_drawn_(guide: TruncatedGuide, call: Call) -> None:
-    """Stores averages over the draws of a conditional that is not exact, in the place of log joints given one draw."""
+    """Stores averages over the draws of an approximate conditional.
+
+    They replace log joints given one draw.
+    """
     averaged = None if guide.conditional is None else average_over_draws(guide, call)
     if averaged is not None:
         guide.populations.store_averages_(averaged)
@@ -141,7 +160,9 @@ def average_where_drawn_(guide: TruncatedGuide, call: Call) -> None:
 
 @torch.no_grad()
 def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
-    """What can be read of all or the given data points: their populations as of when they were last scored, see :func:`average_stored`.
+    """Returns the posterior of all or the given data points.
+
+    It has their populations when last scored, see :func:`average_stored`.
 
     An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
     nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored.
@@ -161,7 +182,10 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
 
 
 def _scored_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
-    """Populations with log joints under the model as it is now, NaN where the model's last call does not reach."""
+    """Returns populations with log joints under the current model.
+
+    They are NaN where the model's last call does not reach.
+    """
     log_joint = guide.populations.log_joint.clone()
     wanted = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
     with spare_random_numbers(), poutine.block():
@@ -175,7 +199,9 @@ def _scored_now(guide: TruncatedGuide, population: Population, call: Call) -> Po
 
 @torch.no_grad()
 def average_stored(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
-    """Populations as they are stored, with log joints averaged over draws where other guides make these.
+    """Returns stored populations with log joints averaged over draws.
+
+    Only draws of other guides are averaged.
 
     Args:
         guide: the truncated guide.
@@ -209,7 +235,10 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
 
 
 def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
-    """Whether the posterior of the states is another one for every draw, of other guides or of a conditional."""
+    """Whether the posterior of the states differs for every draw.
+
+    Draws are those of other guides or of a conditional.
+    """
     if call is None:
         return guide.siblings is not None or guide.is_conditional_exact is False
     with spare_random_numbers():
@@ -221,7 +250,10 @@ def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
 
 
 def _averaged_batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[Population]:
-    """Averaged populations of the wanted data points, as far as a call of the model can reach them."""
+    """Returns averaged populations of wanted data points.
+
+    Only those that a call of the model can reach are averaged.
+    """
     for subsamples in _batches(guide, call, wanted):
         batch = average_over_draws(guide, call, subsamples)
         assert batch is not None
@@ -229,7 +261,10 @@ def _averaged_batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iter
 
 
 def _batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Subsamples that together hold the wanted data points, as far as a call of the model can reach them."""
+    """Yields subsamples that together hold the wanted data points.
+
+    Only those that a call of the model can reach are included.
+    """
     given = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():
         nodes = call.of(given(call.model)).trace().nodes

@@ -1,4 +1,4 @@
-"""Batch: the populations of the data points that one run of the model selected, with the scorer of this very run."""
+"""Batch: populations and scorer of one run of the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from pyro_truncated.utils.budget import memory_budget
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    r"""The populations of the data points that one run of the model selected, with the scorer of this very run.
+    r"""The populations of selected data points with a scorer.
+
+    One run of the model selected them and is scored.
 
     .. math:: \mathcal F = c \sum_{n \in \text{batch}} \log \sum_{s \in K_n} p(s, y_n) + \log p(\text{observed outside of the data plates})
 
-    with the scale :math:`c` that Pyro gives to subsampled plates. Where other processes hold other data points this is the share of this
-    process, and the free energy is the sum of all: of what is observed outside of the data plates each counts as much.
+    with the scale :math:`c` that Pyro gives to subsampled plates. If other processes hold other data
+    points, this is the share of this process, and the free energy is the sum of all shares. Each
+    share holds an equal part of what is observed outside of the data plates.
 
     Attributes:
         populations: where the populations of all data points are kept.
@@ -39,7 +42,7 @@ class Batch:
     scorer: LogJoint
 
     def check(self) -> None:
-        """Checks that the populations are of these data, and are where the model is.
+        """Checks that the populations belong to these data and this device.
 
         Raises:
             TypeError: if positions of data points are no integers.
@@ -59,7 +62,7 @@ class Batch:
 
     @property
     def indices(self) -> Tensor | None:
-        """Positions ``(N,)`` of the data points among all, ``None`` for all in order."""
+        """Returns positions ``(N,)`` of the data points, ``None`` for all in order."""
         return self.populations.words.new_empty(0) if self.is_idle else self.scorer.indices
 
     @property
@@ -81,12 +84,15 @@ class Batch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether none of the minibatch's data points belong to this process: there is nothing to score."""
+        """Whether none of the minibatch's data points belong to this process.
+
+        Then there is nothing to score.
+        """
         batch = current_batch()
         return batch is not None and batch.is_idle
 
     def outside(self) -> Tensor:
-        """The share of this process in the log probability of what is observed outside of the data plates.
+        """Returns this process's share of observations outside of data plates.
 
         Of new data priors of parameters are no part: the parameters are known.
         """
@@ -94,14 +100,17 @@ class Batch:
         return outside / (world.size() if self.populations.is_part else 1)
 
     def population(self) -> Population:
-        """The populations as they are stored, with what the model observes of their states put in."""
+        """Returns the stored populations with the model's observed states inserted."""
         stored = self.populations.take(self.indices)
         if self.is_idle:
             return stored
         return dataclasses.replace(stored, words=self.scorer.fitted(stored.words))
 
     def rescored(self) -> Population:
-        """The populations with their log joints in this run of the model; nothing is stored."""
+        """Returns the populations with log joints in this run.
+
+        Nothing is stored.
+        """
         population = self.population()
         if self.is_idle:
             return population
@@ -109,7 +118,7 @@ class Batch:
         return dataclasses.replace(population, log_joint=torch.cat(blocks))
 
     def rescore_(self) -> Population:
-        """Stores and returns the populations with their log joints in this run of the model."""
+        """Stores and returns the populations with log joints in this run."""
         return self._store_(self.rescored())
 
     def _store_(self, population: Population) -> Population:
@@ -122,8 +131,9 @@ class Batch:
         Args:
             search: proposes the states.
             steps: number of search steps.
-            is_new: whether the data are new: a search which learns from data shall not learn from them, and until the guide is trained
-                priors of parameters (sites with ``infer={"of_parameters": True}``) are no part of their free energy.
+            is_new: whether the data are new. A search that learns from data does not learn from
+                them. Until the guide is trained, priors of parameters (sites with
+                ``infer={"of_parameters": True}``) are no part of their free energy.
 
         Raises:
             TypeError: if ``search`` is none.
@@ -165,7 +175,10 @@ class Batch:
         return SearchBatch(population, self.scorer.score, shown, **keys)
 
     def _mean_active(self) -> Tensor:
-        """Mean probabilities ``(L,)`` that latents are active, over the data points of all processes in the batch, before the search."""
+        """Returns mean probabilities ``(L,)`` that latents are active.
+
+        They are over the batch's data points of all processes, before the search.
+        """
         population = self.rescored()
         sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
         if self.populations.is_part:
@@ -173,7 +186,10 @@ class Batch:
         return sums / number
 
     def _positions(self, rows: slice) -> Tensor | None:
-        """Positions in the full data set of a slice of the batch, ``None`` for all in order."""
+        """Returns positions of a slice in the full data set.
+
+        ``None`` stands for all in order.
+        """
         if self.indices is not None:
             return self.indices[rows]
         words = self.populations.words
@@ -190,11 +206,16 @@ class Batch:
         return self.scale * torch.stack(blocks).sum() + self.outside()
 
     def mean_free_energy(self, particles: int) -> Tensor:
-        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        """Returns the free energy, averaged over draws of uncovered latents.
+
+        Those are latents that no guide covers.
+        """
         return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
 
     def draws(self, particles: int) -> Iterator[Batch]:
-        """Batches of the same data points, this one first, each with its own draws of the latents that no guide covers.
+        """Yields batches of the same data points, this one first.
+
+        Each has its own draws of the latents that no guide covers.
 
         Where there are none the free energy is exact, and one as good as many.
         """
@@ -222,7 +243,10 @@ class Batch:
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
 
     def _backward_by_blocks_(self, temperature: float, particles: int) -> float:
-        """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
+        """Yields one block of states at a time.
+
+        The gradient is a weighted sum, so the graphs of all states need never exist together.
+        """
         words, scorer = self.population().words, self.scorer
         blocks = list(scorer.gradient_blocks(words.shape[1]))
         # Weights need all states of a data point: where a block has them, it is scored once for weights and gradient.
@@ -251,20 +275,23 @@ class Batch:
         return self._loss_(scores.detach(), words, outside)
 
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
-        """Stores fresh log joints, and returns minus the free energy that they make."""
+        """Stores new log joints and returns minus their free energy."""
         with torch.no_grad(), ops.together():
             population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
             return -ops.number(self.scale * population.free_energy().sum() + outside)
 
 
 def _accumulate(loss: Tensor) -> None:
-    """Adds to the gradients, if all that has been checked is well; blocks share the graph of whatever they all depend on."""
+    """Adds to the gradients, after all checks have passed.
+
+    Blocks share the graph that they all depend on.
+    """
     if loss.requires_grad:
         ops.afterwards(lambda: loss.backward(retain_graph=True))
 
 
 def _redrawn(scorer: LogJoint) -> LogJoint:
-    """A scorer of the same data points from another run of the model."""
+    """A scorer of the same data points from another run."""
     with torch.set_grad_enabled(scorer.takes_gradients):
         return LogJoint(
             scorer.call,

@@ -1,4 +1,7 @@
-"""Parameters of an earlier model, which a function that calls its own the same finds in Pyro's store in their place."""
+"""Parameters of an earlier model in Pyro's store.
+
+A function that uses the same names finds them in place of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from pyro_truncated.utils.parameter_store import empty_store
 
 @contextmanager
 def naming_earlier_parameters(call: Call) -> Iterator[None]:
-    """Says so where a model fails for the shapes of parameters that were in Pyro's store before, and runs without these.
+    """Names earlier parameters if a model fails for their shapes.
+
+    It then runs without these.
 
     Raises:
         ValueError: naming the parameters, from the error that the model ended with.
@@ -35,7 +40,10 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
 
 
 def _of_other_shapes(call: Call) -> list[str]:
-    """Parameters that would have other shapes if the store were empty; none if the model does not run then either."""
+    """Returns parameters whose shapes would differ with an empty store.
+
+    There are none if the model does not run then either.
+    """
     held = {name: value.shape for name, value in pyro.get_param_store().items()}
     if not held:
         return []

@@ -1,4 +1,7 @@
-"""Populations of more data points than fit into memory: they lie in files, of which only the rows in use are read and written."""
+"""Populations of more data points than fit into memory.
+
+They lie in files, of which only the rows in use are read and written.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float
 
 
 class FileStore(PopulationStore):
-    """Populations and log joints in memory-mapped ``.npy`` files, one of each for every process.
+    """Populations and log joints in memory-mapped ``.npy`` files.
+
+    Every process has one of each.
 
     A population begins when its data point is first visited, with the very states that it would have begun with in memory. Until then it
     takes no room on the disk, where the file system knows holes. The files are scratch space: a new guide replaces those of an earlier one.
@@ -46,7 +51,9 @@ class FileStore(PopulationStore):
         return {**self.__dict__, "_files": {}}
 
     def room(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A new file; whoever has an old one of that name open keeps it.
+        """Creates a new file.
+
+        Whoever has an old one of that name open keeps it.
 
         Raises:
             ValueError: if the model is not on the CPU.
@@ -60,7 +67,10 @@ class FileStore(PopulationStore):
         return torch.from_numpy(array)
 
     def filled_(self, name: str, value: Tensor) -> Tensor:
-        """The file of that name, into which what is loaded has been written; no more than a block of it lies in memory."""
+        """Returns the file of that name with loaded content.
+
+        No more than a block of it lies in memory.
+        """
         if name not in self._files:
             return super().filled_(name, value)
         buffer = self.get_buffer(name)
@@ -91,7 +101,7 @@ class FileStore(PopulationStore):
         _refuse_elsewhere(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
-        """Lets the populations of all or the given data points begin that have not."""
+        """Initialises populations of all or the given data points if needed."""
         self._let_go(len(self.words) if indices is None else len(indices))
         if self._begun is None:
             return
@@ -103,7 +113,10 @@ class FileStore(PopulationStore):
             self._begun[rows] = True
 
     def _let_go(self, number: int) -> None:
-        """Lets the system take back the memory of populations of earlier minibatches, once they are many; files keep them."""
+        """Frees the memory of earlier minibatches' populations, once they are many.
+
+        Files keep them.
+        """
         self._num_touched += number
         if self._num_touched * self.words[0].nbytes > _KEPT_IN_MEMORY:
             self._num_touched = 0
@@ -134,7 +147,10 @@ def _refuse_elsewhere(device: torch.device) -> None:
 
 
 def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
-    """A new array of zeros in a file, of which no more is read than is asked for, and the memory that it lies in."""
+    """Creates an array of zeros in a file, with its memory map.
+
+    No more of it is read than is asked for.
+    """
     np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
     with file.open("r+b") as stream:
         memory = mmap.mmap(stream.fileno(), 0)

@@ -1,4 +1,4 @@
-"""States from outside, checked before they become populations: given by a user, or loaded."""
+"""Checks given or loaded states before they become populations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Init = States | Callable[[], States] | None
 
 
 def flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor | None) -> str | None:
-    """What is wrong with populations that were saved, such that no guide could have saved them."""
+    """Returns what is wrong with saved populations.
+
+    It finds what no guide could have saved.
+    """
     if words is None or cardinalities is None:
         return None
     try:
@@ -46,7 +49,10 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
 
 
 def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bool:
-    """Whether populations that were saved hold every state there is, as those of a guide do that was asked for more."""
+    """Whether saved populations hold every state there is.
+
+    A guide that was asked for more states has such populations.
+    """
     size = words.shape[1]
     return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < num_states
 
@@ -92,7 +98,10 @@ def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
 
 
 def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """What to do with the state of a guide whose populations were buffers of its own; ``None`` for any other."""
+    """Converts the state of a guide whose populations were its buffers.
+
+    ``None`` stands for any other state.
+    """
     if f"{prefix}words" not in state_dict:
         return None
     return (
@@ -102,7 +111,10 @@ def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
 
 
 def check_possible(log_joint: Tensor) -> None:
-    """Refuses log joints ``(N, S)`` by which every state of a data point has probability zero."""
+    """Refuses log joints ``(N, S)`` with data points of probability zero.
+
+    All of their states have probability zero.
+    """
     ops.refuse((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint))
 
 

@@ -1,4 +1,7 @@
-"""Plates that several programs share: those that the model opens, and those that a surrounding trace has opened already."""
+"""Plates that several programs share.
+
+The model opens them, or a surrounding trace has already opened them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
 
 
 class SharedPlates(Messenger):
-    """Effect handler under which a plate that a surrounding trace has recorded is that plate again, with the same subsample.
+    """Effect handler that reuses plates of a surrounding trace.
+
+    They have the same subsample.
 
     Raises:
         ValueError: if the plate asks for other data points than those.
@@ -47,7 +52,7 @@ def recorded_subsamples(names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _recorded(msg: Any) -> Tensor | None:
-    """The value of a site in the innermost trace that would see it."""
+    """Returns a site's value in the innermost trace that sees it."""
     for handler in reversed(_PYRO_STACK):
         if isinstance(handler, BlockMessenger) and handler.hide_fn(msg):
             return None
@@ -79,7 +84,10 @@ class _AllOpenError(Exception):
 
 
 class _OpenedPlates(Messenger):
-    """Effect handler that notes what plates are asked for, and stops the program after the last of the names."""
+    """Effect handler that records requested plates.
+
+    It stops the program after the last of the names.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -99,7 +107,9 @@ class _OpenedPlates(Messenger):
 
 
 def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
-    """New plates as the model opens them for these arguments, with the subsample that it is given or a fresh one of the size it asks for.
+    """Returns new plates as the model opens them for these arguments.
+
+    They have the given subsample, or a fresh one of the model's size.
 
     The model runs only until it has opened the last of them.
 
@@ -116,7 +126,7 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_anew(plates: Mapping[str, Any]) -> dict[str, Any]:
-    """The same plates made once more, for the trace that is being recorded."""
+    """Creates the same plates again, for the recording trace."""
     return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
 
 

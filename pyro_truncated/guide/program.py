@@ -1,4 +1,7 @@
-"""A truncated guide as a Pyro program: one index per data point, enumerated, and the sites set to the state that it points at."""
+"""A truncated guide as a Pyro program.
+
+It has one enumerated index per data point and sets the sites to the indexed state.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ from pyro_truncated.states.population import Population
 
 
 class Searching(Messenger):
-    """Effect handler under which a truncated guide improves its populations when it runs, once."""
+    """Effect handler under which a truncated guide searches when it runs.
+
+    It does so once.
+    """
 
     def __init__(self, search: Search, steps: int) -> None:
         super().__init__()
@@ -44,19 +50,27 @@ class Searching(Messenger):
 
 @effectful(type="truncated_search")
 def search_asked_for() -> Searching | None:
-    """The handler around that asks for a search, if there is one: a message that only :class:`Searching` answers."""
+    """Returns the surrounding handler that asks for a search, if any.
+
+    It is a message that only :class:`Searching` answers.
+    """
     return None
 
 
 def recorded_values(guide: TruncatedGuide) -> dict[str, Any]:
-    """Draws of the model's other latents in the traces that are being recorded, with the subsamples of plates that they are for."""
+    """Draws of other latents in the recording traces.
+
+    They come with the subsamples of plates that they are for.
+    """
     names = guide.layout.other_latents
     found = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
     return found | recorded_subsamples(guide.frames) if found else {}
 
 
 class ProgramRun:
-    """One run of a guide that has met its model: :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
+    """One run of a guide that has seen its model.
+
+    :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
 
     Args:
         guide: the guide.
@@ -67,7 +81,10 @@ class ProgramRun:
         self._guide, self._call, self._layout = guide, call, guide.layout
 
     def sample(self) -> dict[str, Tensor]:
-        """Samples the sites; returns their values, and those of the latents that the states were scored with."""
+        """Samples the sites and returns all values.
+
+        Those of the latents that the states were scored with are included.
+        """
         guide, values, plates = self._guide, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
         if not values and guide.master is None and guide.siblings is not None:
@@ -97,7 +114,10 @@ class ProgramRun:
             return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
 
     def _improved(self, batch: Batch) -> Population:
-        """The populations with their log joints, improved first where an ELBO asks for it."""
+        """Returns the populations with log joints.
+
+        They are improved first where an ELBO asks for it.
+        """
         # Under the name of a site, the message passes whatever lets that site pass.
         asked = search_asked_for(name=next(iter(self._layout.sites)))
         if asked is not None:
@@ -111,7 +131,10 @@ class ProgramRun:
         return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
 
     def _run_inherited(self, siblings: Siblings) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Samples what the guides of the trained list sample, in plates of these data; returns the other latents, and the plates."""
+        """Samples from the trained list's guides in plates of these data.
+
+        It returns the other latents, and the plates.
+        """
         # A trace of its own, so that what functions sample can be read even where nobody records it.
         with poutine.trace():
             self._guide.plates = plates = model_plates(self._call, self._guide.frames)
@@ -119,7 +142,10 @@ class ProgramRun:
             return recorded_values(self._guide), plates
 
     def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Where the model observes all discrete sites: nothing is left to sample but what ``conditional`` does."""
+        """Handles models that observe all discrete sites.
+
+        Nothing is left to sample but what ``conditional`` does.
+        """
         result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
         if self._guide.conditional is None:
             return result
@@ -138,7 +164,10 @@ class ProgramRun:
     # --- plates ---
 
     def _open(self, values: Mapping[str, Any], plates: dict[str, Any] | None) -> tuple[dict[str, Any], Batch]:
-        """The plates to sample in, with the batch in them: those given, or from the guide list or ``create_plates``, else the model's."""
+        """Returns the plates to sample in, with the batch in them.
+
+        They are given, or come from the guide list, ``create_plates`` or the model.
+        """
         plates = self._guide.created_plates(self._call) if plates is None else plates
         if plates is None:
             return self._open_as_the_model(values)
@@ -191,7 +220,10 @@ class ProgramRun:
             return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in latent.items()}
 
     def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
-        """Batch shape with the draws of other latents (vectorised particles) at the plates that they come from, else left-most."""
+        """Returns the batch shape with draws of other latents.
+
+        Such draws (vectorised particles) stand at their plates, else left-most.
+        """
         if not draws:
             return tuple(batch)
         dims = [frame.dim for frame in inspection.plates_around(self._guide.frames, self._guide.index_name) if frame.size > 1]

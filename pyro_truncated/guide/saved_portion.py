@@ -1,4 +1,7 @@
-"""Which of the data points of all processes saved populations are of: one process's must not become those of another."""
+"""Records which processes' data points saved populations belong to.
+
+One process's populations must not become those of another.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PORTION = "portion"
 
 
 def save_portion(portion: Portion | None, destination: Any, prefix: str) -> None:
-    """Notes the data points in a state dict, if they are not all."""
+    """Stores the data points in a state dict, if not all."""
     if portion is not None and portion.is_part:
         destination[prefix + PORTION] = torch.tensor([portion.first, portion.size, portion.total], device="cpu")
 
@@ -25,7 +28,7 @@ def saved_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
 
 
 def other_rows(saved: Portion | None, here: Portion | None) -> str | None:
-    """Why the saved populations are not of the data points here, as far as is known."""
+    """Returns why saved populations belong to other data points, if known."""
     if saved is None or here is None or saved == here:
         return None
     ranges = [f"{portion.first} .. {portion.first + portion.size - 1} of {portion.total}" for portion in (saved, here)]

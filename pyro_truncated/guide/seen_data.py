@@ -1,4 +1,4 @@
-"""Noticing that populations are used for other data than those they were found for."""
+"""Detects populations that are used for other data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**
 
 
 class ChangedDataWarning(UserWarning):
-    """The populations of a guide were found for other data than it is being used with now.
+    """The data differ from those that a guide's populations belong to.
 
     Example:
         >>> model, y = GaussianMixture(2, 3), torch.randn(10, 2)
@@ -37,10 +37,11 @@ class ChangedDataWarning(UserWarning):
 
 
 class SeenData:
-    """A hash of what was observed of each data point when its population was last used.
+    """A hash of each data point's observations when last used.
 
-    It is made of at most 32 entries per data point and observed site, so it is cheap and finds other data, not every small correction.
-    Observed values that are computed from latents are no data, and left out. Data outside data plates are not compared.
+    It uses at most 32 entries per data point and observed site, so it is cheap. It detects other
+    data, not every small correction. Observed values that are computed from latents are no data,
+    and left out. Data outside data plates are not compared.
 
     Args:
         is_new: whether they are data that the model has not been trained on, see :meth:`Batch.search_`.
@@ -62,7 +63,7 @@ class SeenData:
         return {**self.__dict__, "_arguments": None}
 
     def compare(self, log_joint: Probe) -> None:
-        """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
+        """Warns if data points differ from last time, and remembers them.
 
         What is new is checked first: values that its distributions do not allow are refused.
 
@@ -97,7 +98,7 @@ class SeenData:
         self._warn([name for name in changed if not self._is_computed(name, log_joint)])
 
     def _is_computed(self, name: str, log_joint: Probe) -> bool:
-        """Whether an observed value changes from one run of the model to the next, though its arguments do not."""
+        """Whether an observed value changes between runs with equal arguments."""
         with torch.no_grad(), spare_random_numbers():
             again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
         if name not in again or not torch.equal(again[name], _hash_data(log_joint, log_joint.nodes)[name]):
@@ -117,7 +118,10 @@ class SeenData:
 
 
 def _identities(call: Call) -> list[Any] | None:
-    """What tells whether arguments are the same objects with the same content; ``None`` if that cannot be told."""
+    """Returns a key that identifies arguments and their content.
+
+    ``None`` means that it cannot be told.
+    """
     identities: list[Any] = []
     leaves = tree_leaves((call.args, dict(call.kwargs)))
     for leaf in leaves:

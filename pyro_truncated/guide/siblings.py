@@ -1,4 +1,7 @@
-"""The guides beside a truncated one: what they say of the model's other latents, for the data of the training and for new data."""
+"""The guides beside a truncated one.
+
+They give the model's other latents, for the training data and for new data.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,24 @@ class Siblings:
 
     @classmethod
     def of(cls, guide: Any) -> Siblings:
-        """The siblings of a guide in the list that it has been appended to."""
+        """The siblings of a guide in its list."""
         guide_list = guide.master()
         parts = list(parts_of(guide_list))
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
     def inherited(self, frames: Mapping[str, Any]) -> Siblings:
-        """The siblings beside a guide for new data, of which the model has opened these plates."""
+        """The siblings beside a guide for new data.
+
+        The model has opened the plates of these data.
+        """
         return dataclasses.replace(self, frames=frames)
 
     def plates(self, call: Call) -> dict[str, Any]:
-        """Plates as the list would make them now, or for new data as the model does."""
+        """Returns plates as the list would create them now.
+
+        For new data they are those of the model.
+        """
         if self.frames is not None:
             return model_plates(call, self.frames)
         if self.guide_list.prototype_trace is None:
@@ -69,7 +78,9 @@ class Siblings:
     def values(
         self, names: Sequence[str], call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
-        """Draws (or medians, of guides that know theirs) of the named latents, outside of any trace.
+        """Draws the named latents outside of any trace, or their medians.
+
+        Medians come from guides that know them.
 
         Args:
             names: of the model's other latents.
@@ -132,7 +143,7 @@ class Siblings:
 
     @contextmanager
     def _entering(self, plates: Mapping[str, Any]) -> Iterator[None]:
-        """Lets the parts enter these plates; those of the list's own last run are put back afterwards."""
+        """Lets the parts enter these plates; restores their own plates afterwards."""
         kept = getattr(self.guide_list, "plates", {})
         self.guide_list.plates = dict(plates)
         try:
@@ -142,7 +153,10 @@ class Siblings:
 
 
 def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
-    """Lets the guides in a list that open plates of their own, functions above all, reuse those of the list."""
+    """Lets guides in a list reuse the list's plates.
+
+    Otherwise functions, above all, open plates of their own.
+    """
     for part in parts_of(guide_list):
         opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
         if part is not truncated and opens_its_own and "forward" not in vars(part):
@@ -150,7 +164,9 @@ def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
 
 
 def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, Any]) -> None:
-    """Checks that no guide that has one vector of all its latents is asked for those of some of the data points.
+    """Checks that guides can give latents of some data points.
+
+    A guide that has one vector of all its latents cannot.
 
     Raises:
         ValueError: naming the guide, the latents and the plate.
@@ -193,7 +209,10 @@ def parts_of(guide_list: Any) -> Iterator[Any]:
 
 
 def _has_parameters_of_its_own(part: Any) -> bool:
-    """Whether a module is one of Pyro's automatic guides, which do not look at the model's arguments, and has been set up."""
+    """Whether a module is an automatic guide that has been set up.
+
+    Pyro's automatic guides do not look at the model's arguments.
+    """
     if not isinstance(part, AutoGuide) or part.prototype_trace is None or isinstance(part, (AutoGuideList, AutoCallable)):
         return False
     return type(part).forward.__module__.startswith("pyro.")

@@ -1,4 +1,7 @@
-"""Where the populations of a guide are kept: buffers that are created, written after checks, saved and loaded."""
+"""Storage of a guide's populations.
+
+Buffers are created, written after checks, saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _STREAM = "stream"
 
 
 class PopulationStore(torch.nn.Module):
-    """The states of all data points of a guide and their log joints, as buffers of a module.
+    """The states and log joints of a guide's data points.
+
+    They are buffers of a module.
 
     The buffers are made when the guide first meets its model, or when populations are loaded.
 
@@ -41,8 +46,9 @@ class PopulationStore(torch.nn.Module):
         revision: counts the changes of the populations and their log joints.
         portion: which of all data points these are; all, unless the model was first called with a shard of them.
         seen: what was observed of the data points that the populations belong to.
-        seed: of all random numbers that the populations come from, beside those of searches with generators of their own; drawn from
-            torch's generator when the guide first meets its model, ``None`` before.
+        seed: seed of all random numbers of the populations, except those of searches with their own
+            generators. It is drawn from torch's generator when the guide first sees its model,
+            ``None`` before.
         num_searches: how often the populations were searched: where in the random numbers they are.
         first_position: position of the first data point among all data, where those of other processes come before it.
         STORED: names of the buffers.
@@ -101,7 +107,7 @@ class PopulationStore(torch.nn.Module):
         return "words" in self._buffers
 
     def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
-        """Creates populations for the sites of a model, or checks that those which have been loaded are of these.
+        """Creates populations for a model's sites, or checks loaded ones.
 
         Raises:
             ValueError: if initial states are misshapen or repeat, or the populations that were loaded are of another space.
@@ -130,7 +136,10 @@ class PopulationStore(torch.nn.Module):
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
 
     def first_states(self, layout: Layout | NodeGroup, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """States to begin with, ``(N, S, num_words)``, and log joints ``(N, S)``, of which NaN says that they have never been scored."""
+        """Returns initial states ``(N, S, num_words)`` and log joints ``(N, S)``.
+
+        NaN means that they have never been scored.
+        """
         if init is None:
             rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
             words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
@@ -144,14 +153,17 @@ class PopulationStore(torch.nn.Module):
         self.to(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
-        """Lets the populations of all or the given data points begin; in memory, all have."""
+        """Initialises populations of all or the given data points.
+
+        In memory, all are initialised.
+        """
 
     def room(self, name: str, like: Tensor) -> Tensor:
-        """Room for a buffer of that name, like what is loaded into it."""
+        """Allocates a buffer of that name, like the loaded one."""
         return torch.empty_like(like)
 
     def filled_(self, name: str, value: Tensor) -> Tensor:
-        """The buffer of that name, into which what is loaded has been written."""
+        """Returns the buffer of that name with loaded content."""
         return self.get_buffer(name).copy_(value)
 
     def change_type_(self, dtype: torch.dtype) -> None:
@@ -194,7 +206,10 @@ class PopulationStore(torch.nn.Module):
         self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
-        """Why populations that were saved do not fit here; of a guide that has not seen its model, as far as can be told."""
+        """Returns why saved populations do not fit here.
+
+        A guide that has not seen its model knows only part of the reasons.
+        """
         other = other_rows(saved_portion(state_dict, prefix), self.portion)
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
@@ -232,14 +247,19 @@ class PopulationStore(torch.nn.Module):
         check_positions(indices, len(self.words))
 
     def population(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
+        """Returns the stored populations of all or the given data points.
+
+        Log joints are those of the last scoring.
+        """
         if not self.is_filled:
             raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
         self.check_indices(indices)
         return self.take(indices)
 
     def scored(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of all or the given data points, which must have been scored.
+        """Returns stored populations, which must have been scored.
+
+        They are those of all or the given data points.
 
         Raises:
             RuntimeError: if some of them never were.
@@ -253,7 +273,7 @@ class PopulationStore(torch.nn.Module):
         return population
 
     def take(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of data points whose positions are known to be right."""
+        """Returns the stored populations at valid positions."""
         self.begin_(indices)
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
@@ -262,7 +282,9 @@ class PopulationStore(torch.nn.Module):
     # --- writing ---
 
     def store_(self, log_joint: Tensor, indices: Tensor | None, words: Tensor | None = None) -> Population:
-        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, or with new ones, and returns these.
+        """Stores new log joints ``(N, S)`` with their populations.
+
+        New populations replace the old ones, and they are returned.
 
         Raises:
             ValueError: if a data point's states all have probability zero.
@@ -272,7 +294,10 @@ class PopulationStore(torch.nn.Module):
         return Population(self.space, words, log_joint, indices)
 
     def keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
-        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
+        """Writes log joints, and states if they are new.
+
+        The data are first checked to be possible, so that the two always agree.
+        """
         check_possible(log_joint)
         ops.afterwards(lambda: self._write_(log_joint, where, words))
 
@@ -291,7 +316,10 @@ class PopulationStore(torch.nn.Module):
 
     @property
     def are_averages(self) -> Tensor:
-        """Of which data points the stored log joints are averages over draws of other guides, ``(N,)``."""
+        """Returns whose stored log joints are averages over draws, ``(N,)``.
+
+        Draws are those of other guides.
+        """
         if self._averages is None or self._averages[0] != self.revision:
             return torch.zeros(len(self.words), dtype=torch.bool)
         return self._averages[1].clone()

@@ -1,4 +1,7 @@
-"""What a guide finds out about its model when it first meets it: the discrete sites, the plates, and how states can be scored."""
+"""What a guide reads from its model on the first call.
+
+It reads the discrete sites, the plates, and how states can be scored.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
 def find_layout(
     call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None, num_states: int
 ) -> tuple[Layout, Dependencies]:
-    """The discrete sites and the data plates of a model that has been run, and what depends on what."""
+    """The discrete sites and data plates of a traced model.
+
+    It also tells which sites depend on which.
+    """
     dependencies = Dependencies(call)
     refuse_changing_sites(call, trace, dependencies)
     layout = Layout(trace, max_count, dependencies)
@@ -68,7 +74,9 @@ def find_layout(
 def find_product(
     call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int
 ) -> ProductLayout | ChainLayout | None:
-    """The nodes of a model's factor graph, or a site of chains, or ``None`` where populations hold whole states.
+    """Returns the nodes of a factor graph, or a site of chains.
+
+    ``None`` means that populations hold whole states.
 
     That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
@@ -104,7 +112,10 @@ def frames_of(trace: poutine.Trace) -> dict[str, Any]:
 
 
 def without_states(trace: Any, layout: Layout) -> torch.device:
-    """Leaves of the states in a trace that a guide keeps only shape and type; returns the device that they were on."""
+    """Drops states from a guide's trace, except shape and type.
+
+    It returns the device that they were on.
+    """
     nodes = sample_nodes(trace)
     for name in layout.sites:
         nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
@@ -114,7 +125,10 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
 
 @contextmanager
 def seen_in_minibatch(guide: Any) -> Iterator[None]:
-    """Lets Pyro set a guide up from the minibatch that the program is in, if it is in one: handlers outside would not be seen."""
+    """Lets Pyro set a guide up from the current minibatch.
+
+    Handlers outside would not be seen.
+    """
     model = guide._model
     guide._model = (in_minibatch(model[0]),)
     try:
@@ -124,7 +138,9 @@ def seen_in_minibatch(guide: Any) -> Iterator[None]:
 
 
 def portion_of_plates(layout: Layout, arguments: Any) -> Portion | None:
-    """Which data points a model called with these arguments has, if there are shards among them: those of its left-most data plate.
+    """Returns which data points a call with shards has.
+
+    They are those of the left-most data plate.
 
     Raises:
         NotImplementedError: if the shard is one of several, but its rows are not the members of that plate.

@@ -16,7 +16,9 @@ from pyro_truncated.program.layout import Layout
 
 
 class TruncatedGuide(Protocol):
-    """A guide whose distribution over the discrete latents is the posterior renormalised on populations of states.
+    """A guide with the posterior renormalised on populations of states.
+
+    The latents are discrete.
 
     Attributes:
         master: a reference to the guide list that it is a part of, or ``None``.
@@ -50,14 +52,14 @@ class TruncatedGuide(Protocol):
 
     @property
     def is_enumerable(self) -> bool:
-        """Whether Pyro's own ELBOs can run the model on many states at once."""
+        """Whether Pyro's ELBOs can run the model on many states."""
 
     @property
     def index_name(self) -> str:
         """Name of the auxiliary index site."""
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
-        """The populations of the data points that a call of the model selects."""
+        """Returns the populations of data points that a call selects."""
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Draws of the model's other latents by the guides beside it."""

@@ -1,4 +1,7 @@
-"""A truncated posterior as numbers, by site of the model: marginals, modes, quantiles, expectations, draws."""
+"""A truncated posterior as numbers, by site of the model.
+
+It has marginals, modes, quantiles, expectations and draws.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ class TruncatedPosterior:
     sizes: tuple[int, ...]
 
     def marginals(self) -> dict[str, Tensor]:
-        """The probability of 1, ``(N, *site shape)``, at Boolean sites; of each value, ``(N, *site shape, V)``, at others."""
+        """Returns marginal probabilities.
+
+        At Boolean sites they are those of 1, ``(N, *site shape)``, at others those of each value,
+        ``(N, *site shape, V)``.
+        """
         probabilities = self.population.value_probabilities()
         result, start = {}, 0
         for name, site in self.layout.sites.items():
@@ -47,7 +54,10 @@ class TruncatedPosterior:
         return self.layout.site_values(self.population.space.unpack(self.population.mode()), self.sizes)
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
-        r"""The smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`, shaped ``(Q, ...)`` as the model's sites.
+        r"""Returns quantiles, shaped ``(Q, ...)`` as the model's sites.
+
+        They are the smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge
+        q`.
 
         Raises:
             ValueError: if a number does not lie in 0 .. 1.

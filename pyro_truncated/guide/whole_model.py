@@ -1,4 +1,7 @@
-"""An automatic guide of the discrete latents of a model that it is given whole, alone or in a list with guides of the other latents."""
+"""An automatic guide of a whole model's discrete latents.
+
+It stands alone or in a list with guides of the other latents.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
 
 
 class WholeModelGuide(AutoGuide):
-    """What a guide of the discrete latents of a model knows of the model, and of the guides beside it, in whose list it stands.
+    """What a discrete guide knows of its model and companion guides.
+
+    The guides beside it stand in the same list.
 
     It scores states; which states, and with what weights the guide samples them, is left to what is made of it.
 
@@ -112,7 +117,7 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that a guide for other data under the same model is made with."""
+        """Returns constructor arguments of a guide for other data."""
         names = ("conditional", "max_count", "vectorize", "create_plates", "memory_budget")
         return {name: getattr(self, name) for name in names}
 
@@ -140,19 +145,25 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def index_names(self) -> list[str]:
-        """Names of all auxiliary index sites: one for each node of the factor graph if each has a set of states."""
+        """Returns names of all auxiliary index sites.
+
+        There is one for each node of the factor graph if each has a set of states.
+        """
         nodes = [self.layout.sites] if self._product is None else [own.sites for own in self._product.node_layouts]
         return ["_".join([*sites, "index"]) for sites in nodes]
 
     @property
     def frames(self) -> Mapping[str, Any]:
-        """The plates of the model's latents by name, as of the first run."""
+        """Returns the plates of the model's latents, from its first run."""
         frames: Mapping[str, Any] = self._prototype_frames
         return frames
 
     @property
     def is_enumerable(self) -> bool:
-        """Whether Pyro's own ELBOs can run the model on many states at once; otherwise they enumerate them one after the other."""
+        """Whether Pyro's ELBOs can run the model on many states.
+
+        Otherwise they enumerate them one after the other.
+        """
         return self._is_enumerable
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
@@ -188,16 +199,19 @@ class WholeModelGuide(AutoGuide):
                 )
 
     def _forget_model(self) -> None:
-        """The next use of the guide shall not take it for one that is ready."""
+        """Forgets the model, so that the next call sets the guide up."""
         self.prototype_trace, self._layout, self._product = None, None, None
 
     @property
     def product(self) -> ProductLayout | ChainLayout | None:
-        """The nodes of the model's factor graph if each has a set of states, ``None`` if populations hold whole states."""
+        """The nodes of the model's factor graph if each has a set.
+
+        It is ``None`` if populations hold whole states.
+        """
         return self._product
 
     def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer | ChainScorer:
-        """A scorer of states for the data points that a call of the model selects.
+        """Returns a scorer for the data points that a call selects.
 
         Args:
             call: the model and its arguments.
@@ -235,11 +249,16 @@ class WholeModelGuide(AutoGuide):
 
     @property
     def siblings(self) -> Siblings | None:
-        """The guides beside this one, in its list or in that of the guide it was inferred from."""
+        """The guides beside this one.
+
+        They are in its list or in that of the guide it was inferred from.
+        """
         return self._inherited if self.master is None else Siblings.of(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Draws (or medians) of the model's other latents by the guides beside this one, outside of any trace.
+        """Draws (or medians) of other latents by the guides beside this one.
+
+        They are made outside of any trace.
 
         Args:
             call: the model and its arguments.
@@ -255,7 +274,9 @@ class WholeModelGuide(AutoGuide):
         return siblings.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
 
     def inherit(self, siblings: Siblings | None) -> None:
-        """Takes guides along that were trained beside another one, on other data; this one has been set up on all of its own.
+        """Adopts guides that were trained beside another one, on other data.
+
+        This guide has been set up on all of its own.
 
         Raises:
             ValueError: if the model subsampled, or some of them have parameters for each data point that they were trained on.
@@ -271,7 +292,9 @@ class WholeModelGuide(AutoGuide):
             self._inherited = siblings.inherited(self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
-        """The plates of the guide list, or those that ``create_plates`` makes; ``None`` where the guide has neither.
+        """Returns the plates of the guide list or of ``create_plates``.
+
+        ``None`` means that the guide has neither.
 
         Raises:
             ValueError: if a guide in the list cannot follow a subsample.
@@ -285,7 +308,10 @@ class WholeModelGuide(AutoGuide):
         return created
 
     def fresh_subsamples(self, call: Call) -> dict[str, Tensor]:
-        """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
+        """Returns fresh subsamples of the plates that ``create_plates`` makes.
+
+        They are by name; without it there are none.
+        """
         if self.create_plates is None:
             return {}
         self.setup(*call.args, **call.kwargs)
@@ -309,7 +335,9 @@ class WholeModelGuide(AutoGuide):
             master_ref().create_plates = self._plates_of_list
 
     def _plates_of_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The plates of a guide list: those that the model opens for these arguments, in place of some of the size of its first run.
+        """Returns the plates of a guide list.
+
+        The model opens them for these arguments, as its first run may have had another size.
 
         Raises:
             ValueError: if the model takes other data than those of the populations, or a guide in the list cannot follow a subsample.

@@ -1,4 +1,7 @@
-"""Operations on packed states: compiled kernels on the CPU, vectorised torch on any other device. They know numbers only."""
+"""Operations on packed states.
+
+Kernels are compiled on the CPU, vectorised torch on any other device. They handle numbers only.
+"""
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use

@@ -1,4 +1,7 @@
-"""Who computes: kernels compiled for the CPU, or vectorised torch for any device. Nothing is compiled or loaded before its first use."""
+"""Backends: kernels compiled for the CPU, or vectorised torch for devices.
+
+Nothing is compiled or loaded before its first use.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _loaded: dict[tuple[str, str], ModuleType] = {}
 
 
 def backend(name: str, tensor: Tensor) -> ModuleType:
-    """The module of that name: compiled kernels for tensors on the CPU, vectorised ones elsewhere.
+    """Returns the module of that name for a tensor's device.
+
+    It has compiled kernels for tensors on the CPU, vectorised ones elsewhere.
 
     Both have the same functions. The first request loads the module, and with the first compiled one numba.
 
@@ -40,10 +45,13 @@ def is_vectorised(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def use(kind: str) -> Iterator[None]:
-    """A context in which tensors on the CPU are computed with by one kind of kernel, whatever else runs in other threads and tasks.
+    """A context that fixes the kind of kernels for CPU tensors.
 
-    Both kinds compute the same and draw the same random numbers, but sum in another order. ``"vectorised"`` is for debugging (every step is
-    a line of torch), for tests, and for machines on which numba does not work: where nothing else is used, numba is never loaded.
+    Other threads and tasks are not affected.
+
+    Both kinds compute the same and draw the same random numbers, but sum in another order.
+    ``"vectorised"`` is for debugging (every step is a line of torch), for tests, and for machines
+    on which numba does not work. If nothing else is used, numba is never loaded.
 
     Args:
         kind: ``"compiled"``, the default, or ``"vectorised"``.
@@ -61,14 +69,20 @@ def use(kind: str) -> Iterator[None]:
 
 
 def are_differentiated(*tensors: Tensor) -> bool:
-    """Whether derivatives by any of the tensors are asked for, backward or forward: what is compiled has none."""
+    """Whether derivatives by any of the tensors are needed.
+
+    They may be backward or forward; compiled kernels have none.
+    """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def remember_context(ctx: Any) -> None:
-    """Called in the forward pass of an autograd function: notes the kind of kernels and the memory budget for :func:`gradient`."""
+    """Records kernels and memory budget for :func:`gradient`.
+
+    Call it in the forward pass of an autograd function.
+    """
     ctx.run_as_forward = copy_context().run
 
 

@@ -2,8 +2,9 @@ r"""Exact sums over sequences of binary chains on sets of states.
 
 Every step has a set of packed states.
 
-A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with transitions of their own, and a table of log
-likelihoods of the states that are kept. The sum over the product :math:`K_1 \times \dots \times K_T` of the sets,
+A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with their own
+transitions. A table has the log likelihoods of the kept states. The sum over the product :math:`K_1
+\times \dots \times K_T` of the sets,
 
 .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_T \in K_T} \prod_t p(s_t \mid s_{t-1})\, p(y_t \mid s_t),
 
@@ -201,11 +202,12 @@ def select(
 
     They are chosen among candidates of every step.
 
-    Given the sets of both neighbours a state adds to :math:`e^{\mathcal F}` exactly what the messages of the neighbours and its own
-    likelihood say, so the best ``size`` distinct states are the best set. The pass takes new messages from where it comes from, and from
-    where it goes the messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice is exact coordinate
-    ascent, and the bound never falls. If they are all candidates, choices look ahead: a better stretch may begin that costs
-    something at first, and the bound may fall.
+    Given the sets of both neighbours, a state contributes to :math:`e^{\mathcal F}` the product of
+    the neighbours' messages and its own likelihood. So the best ``size`` distinct states are the
+    best set. The pass takes new messages from where it comes from, and from where it goes the
+    messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice
+    is exact coordinate ascent, and the bound never falls. If they are all candidates, choices look
+    ahead: a better stretch may begin that costs something at first, and the bound may fall.
 
     Args:
         words: candidates ``(N, T, C, W)``, the members first.
@@ -217,9 +219,10 @@ def select(
         forward: whether the pass goes forward.
 
     Returns:
-        Positions ``(N, T, S)`` of the chosen candidates, the best first and -1 where there are too few; their messages ``(N, T, S)`` in the
-        direction of the pass; and its normalisation ``(N, T)``, which forward is ``log_norm`` of :class:`Messages`.
-        Where nothing is possible the first candidates are chosen.
+        Positions ``(N, T, S)`` of the chosen candidates, the best first and -1 where there are too
+        few. Also their messages ``(N, T, S)`` in the direction of the pass and its normalisation
+        ``(N, T)``, which forward is ``log_norm`` of :class:`Messages`. Where nothing is possible
+        the first candidates are chosen.
     """
     _check(words, unary, transitions)
     if ahead.dim() != 3 or ahead.shape[:2] != words.shape[:2] or not 0 < ahead.shape[2] <= words.shape[2]:
@@ -234,8 +237,8 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
 
     They differ from a member of their step in one latent, and are no members.
 
-    With weights :math:`w_j` of the states of the step before, given a member, and :math:`a_m = \sum_j w_j s'_{jm}`, the left factor of a
-    member with latent ``m`` flipped is that of the member times
+    Given a member, let :math:`w_j` be weights of the previous step's states and :math:`a_m = \sum_j
+    w_j s'_{jm}`. The left factor of a member with latent ``m`` flipped is that of the member times
 
     .. math:: (1 - a_m) \frac{A_m(0, 1 - s_m)}{A_m(0, s_m)} + a_m \frac{A_m(1, 1 - s_m)}{A_m(1, s_m)},
 

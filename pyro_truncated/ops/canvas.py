@@ -1,4 +1,4 @@
-"""What scenes of objects are made of: sizes, objects and background, and the sums that M-steps need."""
+"""Sizes, objects and background of scenes, and sums for M-steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Canvas:
 
     @functools.cached_property
     def pixels(self) -> Tensor:
-        """Index of the pixel under each template entry at each place, ``(L, T)`` int64."""
+        """Returns the pixel under each template entry at each place.
+
+        They are indices ``(L, T)`` int64.
+        """
         row, column = (torch.arange(size, device="cpu") for size in self.grid)
         down, right = (torch.arange(size, device="cpu") for size in (self.template_height, self.template_width))
         rows = (row[:, None, None, None] + down[:, None]) % self.height
@@ -116,11 +119,13 @@ class SceneParameters(NamedTuple):
 
 
 class SceneStatistics(NamedTuple):
-    r"""Who owns the pixels: sums over data points and states with weights :math:`w_{nc}`, float64.
+    r"""Sums over data points and states with weights :math:`w_{nc}`, float64.
+
+    They tell which objects own the pixels.
 
     Attributes:
-        owned: of the probability that the object owns the pixel under an entry, times one, the colours and the squared colours of the
-            pixel, ``(H, T, F + 2)``.
+        owned: sums of the probability that the object owns the pixel under an entry, ``(H, T, F +
+            2)``. They are multiplied by one, the colours and the squared colours of the pixel.
         on: of the probability that a mask is on, ``(H, T)``.
         present: over the states with the object, ``(H,)``.
         background: of the probability that nothing owns a pixel, times one, the colours and the squared colours, ``(F + 2,)``.

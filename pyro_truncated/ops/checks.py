@@ -1,4 +1,7 @@
-"""Checks of values that are looked at together: on a device, every look waits for all that was asked of it before."""
+"""Deferred checks of values.
+
+On a device, reading a value waits for all previous work, so that all values are read together.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _Action = Callable[[], None]
 
 
 class _Pending:
-    """Checks that are still to be looked at, and what is to be done when they have found nothing."""
+    """Deferred checks, and actions to take when they have passed."""
 
     def __init__(self) -> None:
         self.checks: list[tuple[Tensor, _Action]] = []
@@ -23,7 +26,7 @@ class _Pending:
         self.asked: list[_Asked] = []
 
     def look(self) -> None:
-        """Complains, or does what was to be done; the numbers that have been asked for come along."""
+        """Complains, or runs deferred actions, with the requested numbers."""
         checks, actions, asked = self.checks, self.actions, self.asked
         self.checks, self.actions, self.asked = [], [], []
         answers = [torch.stack(_together([problem for problem, _ in checks]))] if checks else []
@@ -42,7 +45,10 @@ class _Pending:
 
 
 def _together(tensors: list[Tensor]) -> list[Tensor]:
-    """The same in one place: what lies on the host goes along with what lies on a device."""
+    """Returns the tensors in one place.
+
+    Host tensors move with those on a device.
+    """
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
     return [tensor.to(device) for tensor in tensors]
 
@@ -65,7 +71,9 @@ _pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_check
 
 
 def refuse(problem: Tensor, complain: _Action) -> None:
-    """Complains if there is a problem: at once, or, on a device and within :func:`together`, at the next look.
+    """Complains about a problem, now or with the deferred checks.
+
+    It is deferred on a device within :func:`together`.
 
     The M-step of a model is in such a context: however many checks it makes, a device is waited for once.
 
@@ -86,7 +94,10 @@ def refuse(problem: Tensor, complain: _Action) -> None:
 
 
 def afterwards(act: _Action) -> None:
-    """Does something that may only be done if no check complains: at once, or, where checks are still to be looked at, after that."""
+    """Runs an action after all checks have passed.
+
+    It runs at once if no check is deferred.
+    """
     pending = _pending.get()
     if pending is not None and (pending.checks or pending.asked or pending.actions):
         pending.actions.append(act)
@@ -95,7 +106,10 @@ def afterwards(act: _Action) -> None:
 
 
 def soon(value: Tensor) -> Callable[[], list[float]]:
-    """The entries of a tensor, once they are called for; on a device and within :func:`together` they come with the next look."""
+    """Returns a function that reads a tensor's entries on demand.
+
+    On a device within :func:`together` they are read with the next checks.
+    """
     pending = _pending.get()
     if pending is None or not is_vectorised(value):
         known: list[float] = value.detach().flatten().tolist()
@@ -104,12 +118,14 @@ def soon(value: Tensor) -> Callable[[], list[float]]:
 
 
 def number(value: Tensor) -> float:
-    """The value of a scalar; whoever waits for it has looked at all checks so far."""
+    """Returns a scalar's value, after all checks so far."""
     return soon(value)()[0]
 
 
 def ask(conditions: Tensor) -> list[bool]:
-    """Which conditions hold, for what is to be done next; on a device all checks so far are looked at in the same go.
+    """Returns which conditions hold, for the next actions.
+
+    On a device all checks so far are evaluated with them.
 
     Example:
         >>> ask(torch.tensor([1.0, -1.0]) > 0)
@@ -127,7 +143,9 @@ def look() -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A context at whose end all checks are looked at, in order and in one go; what depends on them is kept :func:`afterwards`.
+    """A context that evaluates all its checks together at its end.
+
+    They are evaluated in order. What depends on them is kept :func:`afterwards`.
 
     What fails in it may do so because of what a check would have found: then the check complains.
     """
@@ -147,7 +165,7 @@ def together() -> Iterator[None]:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Cholesky factors; that a matrix has none is looked at with other checks."""
+    """Returns Cholesky factors, with deferred checks that they exist."""
     if not is_vectorised(matrix):
         return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
     factor, info = torch.linalg.cholesky_ex(matrix)

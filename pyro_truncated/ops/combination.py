@@ -15,10 +15,13 @@ _MAX_STATES = 2**20
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
-    r"""All unions of at most ``max_active`` of the selected single-latent states of each data point.
+    r"""Returns unions of at most ``max_active`` of each data point's singletons.
 
-    Every state but the first, all-zero one is a state with one latent fewer and one more single-latent state, so building a state
-    takes one operation per word; its latents are never laid out.
+    These are its selected single-latent states.
+
+    Every state but the first, all-zero one extends a state with one latent fewer by one
+    single-latent state. So building a state takes one operation per word, and its latents are never
+    unpacked.
 
     Args:
         chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
@@ -52,7 +55,10 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _table(num_selected: int, max_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each combination, the position of the one it extends and what it adds to that; the empty one comes first."""
+    """Returns the combination that each extends, and the added position.
+
+    The empty combination comes first.
+    """
     subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
     position = {subset: i for i, subset in enumerate(subsets)}
     parent = torch.tensor([position[subset[:-1]] for subset in subsets], device=device)

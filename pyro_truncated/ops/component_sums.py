@@ -39,7 +39,9 @@ def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
 
 
 def checked_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """Components ``(N, S)`` in 64 bits, if they are below the number, and weights ``(N, S)`` and rows ``(N, D)`` fit.
+    """Checks that components, weights and rows fit; returns 64-bit components.
+
+    Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
 
     Raises:
         ValueError: if shapes do not fit, or there are other components.

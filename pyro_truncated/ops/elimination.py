@@ -21,8 +21,9 @@ class BucketTree:
 
     What is summed is a product of tables, one clique after the other.
 
-    Every table has one dimension for each colour, followed by the plate dimensions: a variable's states lie in the dimension of its
-    colour, which no other variable of its cliques has, so that tables add up by broadcasting. With the sets :math:`K_v` of states,
+    Every table has one dimension for each colour, followed by the plate dimensions. A variable's
+    states lie in the dimension of its colour, which no other variable of its cliques has. So tables
+    add up by broadcasting. With the sets :math:`K_v` of states,
 
     .. math:: F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} \prod_f \psi_f(s) \prod_v e^{\theta_v(s_v)}.
 

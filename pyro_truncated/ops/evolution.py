@@ -1,9 +1,9 @@
 """Populations of packed states: start, genetic operators, selection.
 
-They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to
-latents of more than two values. All of them treat every data point on its own, and what they draw for it is keyed by its position
-among all data (``rows``) and a seed from torch's global generator or the source they are given: what happens to a data point does not
-depend on the batch it is in, nor on the device.
+They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3
+and appendix D, extended to latents of more than two values. All operators treat every data point on
+its own. Random numbers are keyed by its position among all data (``rows``) and a seed from torch's
+global generator or the given source. So results depend neither on the batch nor on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class SparseFlips(NamedTuple):
 
 
 def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several: int) -> SparseFlips:
-    """Tables for probabilities ``(H + 1,)`` to switch on and off, and a rate for latents of several values."""
+    """Returns tables of switching probabilities ``(H + 1,)``, and a rate.
+
+    The rate is for latents of several values.
+    """
     num_binary = len(switch_on) - 1
     stay_other = -math.inf if rate == 1 else math.log1p(-rate)
     numbers = most_flips(num_binary, float(switch_on.max())), most_flips(num_several, rate)
@@ -55,7 +58,9 @@ def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several
 
 
 def most_flips(number: int, probability: float) -> int:
-    r"""A number of successes that so many independent trials exceed with probability below 1e-18, by the Chernoff bound.
+    r"""Returns a number of successes exceeded with probability below 1e-18.
+
+    It is a Chernoff bound for independent trials.
 
     :math:`P(X \ge x) \le \exp(-x \log(x / \mu) + x - \mu)` for a sum of mean :math:`\mu < x`.
     """
@@ -83,7 +88,9 @@ def repeated(words: Tensor) -> Tensor:
 
 
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    r"""The ``size`` distinct states of largest log joint in the union of two sets, for every data point.
+    r"""Returns each data point's best ``size`` distinct states of two sets.
+
+    The best have the largest log joint in the union.
 
     A state that occurs more than once counts once, with the log joint of its first occurrence. Since the kept states are the
     largest of the union, :math:`\log\sum_s p(s, y_n)` over them never falls below that of the best ``size`` states of ``a``.
@@ -130,7 +137,9 @@ def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint
 def select_parents(
     log_joint: Tensor, num_parents: int, *, by_fitness: bool = True, rows: Tensor | None = None, generator: Source = None
 ) -> Tensor:
-    r"""Draws distinct parents for every data point, with probability proportional to fitness or uniformly.
+    r"""Draws distinct parents for every data point.
+
+    Probabilities are proportional to fitness or uniform.
 
     The fitness of a state among the :math:`S` states of its data point is
 
@@ -184,7 +193,9 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
 
 
 def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
-    """Moves one latent of every state, chosen uniformly, to another of its values, chosen uniformly.
+    """Moves one uniformly chosen latent of every state to another value.
+
+    The value is uniform, too.
 
     A binary latent flips; latents of a single value are never chosen.
 
@@ -206,7 +217,7 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:
-    r"""Probabilities to switch latents on and off such that the activity becomes ``target_activity`` on average.
+    r"""Returns switching probabilities such that the mean activity becomes ``target_activity``.
 
     With :math:`k` of :math:`H` binary latents active, :math:`d = \tilde s - k` to go, and :math:`m = H p_{bf}` flips wanted on
     average, the conditions of appendix D of the paper,
@@ -217,8 +228,9 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
     :math:`p_1 = \alpha p_0` without the ratio :math:`\alpha`, which is undefined at :math:`k = 0` and :math:`m + d = 0` and negative
     for :math:`|d| > m`. Both conditions cannot always be met:
 
-    * a target further away than :math:`m` flips reach gets :math:`m` flips, all towards it, rather than more of them: a child stays
-      as close to its parent as asked for (in experiments, far better for the search than jumping to the target);
+    * a target further away than :math:`m` flips reach gets :math:`m` flips, all towards it, rather
+      than more of them. A child stays as close to its parent as asked for, which suits the search
+      better than jumping to the target.
     * otherwise the activity becomes the target, if need be with fewer than :math:`m` flips: at :math:`k = 0` there is nothing to
       switch off, so :math:`H p_0 = \tilde s`.
 
@@ -244,10 +256,11 @@ def flip_sparse(
 ) -> Tensor:
     """Sparsity-driven flips: binary latents change independently with the probabilities of :func:`sparse_flip_probabilities`.
 
-    A latent of more than two values moves to another of them, chosen uniformly, with probability ``flip_probability``. A state in
-    which nothing changed (with one flip on average more than a third of them) would only repeat its parent: one uniformly chosen
-    latent of it changes as in :func:`flip_random`. The activity and the number of flips of children are therefore those of the
-    formulas plus the probability of no change times what a random flip adds.
+    A latent of more than two values moves to another of them, chosen uniformly, with probability
+    ``flip_probability``. An unchanged state would only repeat its parent, which is more than a
+    third of them with one flip on average. One uniformly chosen latent of it then changes as in
+    :func:`flip_random`. The activity and the number of flips of children are therefore those of the
+    formulas plus a term. It is the probability of no change times the effect of a random flip.
 
     Args:
         words: packed states ``(N, C, W)``.
@@ -282,7 +295,9 @@ _SMALL_SPACE = 4096
 
 
 def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
-    """Distinct states to start from, different for each data point, on the CPU.
+    """Returns distinct initial states, different for each data point.
+
+    They are on the CPU.
 
     See :func:`pyro_truncated.states.population.initial_population`, which moves the result to a device, for which states they are.
 

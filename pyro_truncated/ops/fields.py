@@ -17,7 +17,9 @@ WORD_BITS = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fields:
-    """The bits of a packed state that belong to each latent: all that operations on states know of a state space.
+    """The bits of each latent in a packed state.
+
+    Operations on states know nothing else of a state space.
 
     Attributes:
         word: word of each latent's field, ``(L,)`` int64, on the CPU as all others.
@@ -114,13 +116,20 @@ class Fields:
         return self.rows(latents) if what == "rows" else self.masks[latents]
 
     def _tails(self) -> Tensor:
-        """The bits of the latents from each one but the first on, ``(L - 1, W)``, with all bits behind them in their words."""
+        """Returns suffix masks of latents, ``(L - 1, W)``.
+
+        They have the bits from each latent but the first on, with all bits behind them in their
+        words.
+        """
         position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
         rest = ~((1 << self.shift[1:, None]) - 1)
         return torch.where(position > word, -1, torch.where(position < word, 0, rest))
 
     def rows(self, latents: Tensor) -> Tensor:
-        """Word, shift and cardinality of some latents, ``(3, M)``, as compiled kernels take them."""
+        """Returns word, shift and cardinality of some latents, ``(3, M)``.
+
+        Compiled kernels take them so.
+        """
         return torch.stack([self.word[latents], self.shift[latents], self.cardinality[latents]])
 
 
@@ -156,7 +165,9 @@ def enumerate_states(fields: Fields, device: torch.device | str | None = None) -
 
 
 def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The states in which one latent has a value and all others are zero, on the CPU.
+    """Returns the states in which one latent has a non-zero value.
+
+    All other latents are zero. They are on the CPU.
 
     Args:
         fields: where the latents lie.

@@ -1,4 +1,7 @@
-"""Whether this process is a forked child: it has none of its parent's threads, nor does it know that they are gone."""
+"""Whether this process is a forked child.
+
+It has none of its parent's threads, and does not know that they are gone.
+"""
 
 from __future__ import annotations
 

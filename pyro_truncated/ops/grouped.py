@@ -21,10 +21,11 @@ _CACHED = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """Entries sorted by the group that they belong to, in blocks of one group each.
+    """Entries sorted by group, in blocks of one group each.
 
-    The last block of a group is filled up with other entries, which belong elsewhere and whose results are dropped. On a device, where to
-    count the blocks would be to wait, there are as many as there can be, and the last ones have no entries of their own.
+    The last block of a group is filled up with other entries, which belong elsewhere and whose
+    results are dropped. On a device, counting the blocks would wait for it. There are then as many
+    blocks as there can be, and the last ones have no entries of their own.
 
     Example:
         >>> from pyro_truncated.ops.grouped import Grouped
@@ -65,7 +66,10 @@ class Grouped:
         return cls(block, entry, within < size[block].unsqueeze(1), place)
 
     def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
-        """Some blocks after the other, so that entries of so many bytes stay in the cache and within the memory budget."""
+        """Yields some blocks at a time.
+
+        Their entries of so many bytes stay in the cache and within the memory budget.
+        """
         per_block = bytes_per_entry * self.entry.shape[1]
         rows = rows_per_block(per_block)
         if self.entry.is_cpu:
@@ -74,5 +78,5 @@ class Grouped:
             yield Grouped(group, entry, is_own, self.place)
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """The values ``(E, ...)`` of the entries, of those ``(B, T, ...)`` that were found for one part after the other."""
+        """Returns the entries' values ``(E, ...)`` from parts ``(B, T, ...)``."""
         return torch.cat(list(values)).flatten(0, 1)[self.place]

@@ -12,7 +12,9 @@ _CACHED = 2**23
 
 
 def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
-    """Centres ``(K, D)`` of clusters of points ``(N, D)`` by Lloyd's algorithm; a centre that loses all its points stays where it is.
+    """Returns centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
+
+    A centre that loses all its points stays where it is.
 
     Args:
         points: ``(N, D)``.
@@ -34,7 +36,10 @@ def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
 
 
 def nearest_centres(points: Tensor, centres: Tensor, number: int = 1) -> Tensor:
-    """The nearest centres of ``(K, D)`` of every point ``(N, D)``, nearest first: so many, or all if there are fewer, ``(N, number)``."""
+    """Returns the nearest centres of ``(K, D)`` for points ``(N, D)``.
+
+    They are ``(N, number)``, nearest first, or all if there are fewer.
+    """
     mean = points.mean(0)
     return _nearest(points - mean, centres - mean, min(number, len(centres)))
 

@@ -1,4 +1,7 @@
-"""The largest of many linear functions of some features: of all, of groups of them, and from neighbour to neighbour."""
+"""The largest of many linear functions of features.
+
+They are the largest of all, of groups, or along neighbours.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def walked(
     depth: int,
     also: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Looks at the neighbours of the best functions, and of what is among the best then, until all of theirs have been looked at.
+    """Follows neighbours of the best functions to convergence.
+
+    It stops when all neighbours of the best functions have been evaluated.
 
     Args:
         features: of the data points, ``(N, F)``.

@@ -1,4 +1,7 @@
-"""Normal distributions of groups with covariances of low rank beside noise: nothing larger than the rank is factored."""
+"""Normal distributions of groups with low-rank covariances beside noise.
+
+Nothing larger than the rank is factored.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
 def _means_of_what_is_seen(
     rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same where entries are missing: every row has a posterior covariance of its own."""
+    """The same with missing entries.
+
+    Every row has a posterior covariance of its own.
+    """
     number, size = (~rows.isnan()).sum(1)[row], rows.shape[1]
     # The smaller of two systems of equations: one for each direction, or one for each entry that is seen, which needs whole covariances.
     bytes_of_covariance = rows.element_size() * size**2
@@ -115,7 +121,10 @@ def _means_of_what_is_seen(
 
 
 def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`, rows ``(E, D)`` that see more coming last."""
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`.
+
+    Rows ``(E, D)`` with more observed entries come last.
+    """
     covariance = factor @ factor.mT
     prior, found = covariance.diagonal(dim1=1, dim2=2), []
     per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
@@ -155,7 +164,10 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
 
 
 def _ranks(factor: Tensor) -> Tensor | None:
-    """Numbers of columns ``(K,)`` up to the last that is not zero; on a device, which they would have to wait for, ``None``."""
+    """Returns numbers of columns ``(K,)`` up to the last non-zero one.
+
+    On a device they are ``None``, as reading them would wait.
+    """
     if not factor.is_cpu:
         return None
     last: Tensor = ((factor.detach() != 0).any(1) * torch.arange(1, factor.shape[2] + 1)).amax(1)
@@ -163,7 +175,10 @@ def _ranks(factor: Tensor) -> Tensor | None:
 
 
 def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
-    """The matrices of some groups without columns that are zero in all of them, whose gradients are zero, too."""
+    """Drops columns that are zero in all of some groups' matrices.
+
+    Their gradients are zero, too.
+    """
     return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
 
 

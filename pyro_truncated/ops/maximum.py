@@ -2,8 +2,9 @@ r"""Superposition of active latents by maximum, for packed states.
 
 With normal noise the mean is :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`.
 
-Means of an exponential family are :math:`m_d(s) = \max(b_d, \max_h s_h W_{dh})` with a background :math:`b`. Natural
-parameter and log partition function grow with the mean, so they are the largest of those of the active latents and the background, too.
+Means of an exponential family are :math:`m_d(s) = \max(b_d, \max_h s_h W_{dh})` with a background
+:math:`b`. Natural parameter and log partition function grow with the mean. So they, too, are the
+largest of those of the active latents and the background.
 
 With slabs the model of a data point given its coefficients :math:`s = b \odot z` is
 
@@ -49,7 +50,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Who explains the data under a superposition by maximum, the sums that M-step and gradient are made of.
+    r"""Sums over who attains the maximum, for M-step and gradient.
 
     With weights :math:`w_{nc}` and :math:`A_{dh}(s) = 1` where latent ``h`` attains the maximum :math:`\bar y_d(s) > 0` (the first of
     several), else 0. States of weight zero are skipped.
@@ -105,12 +106,15 @@ class _MaximumError(torch.autograd.Function):
 
 
 def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
-    r"""Log densities :math:`\sum_d y_{nd}\, \eta_d(s) - A_d(s)` of the observed entries of each data point, without the base measure.
+    r"""Returns log densities :math:`\sum_d y_{nd}\, \eta_d(s) - A_d(s)` without the base measure.
 
-    :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and the largest log partition function of the active latents and
-    the background; both must have the same order. On the CPU a state costs two comparisons per active latent and observed dimension; sums
-    are taken in float64. Differentiable once in all arguments but the words; of several that are largest the first takes the whole
-    gradient, and the background before all latents.
+    They are those of each data point's observed entries.
+
+    :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and the largest log
+    partition function of the active latents and the background. Both must have the same order. On
+    the CPU a state costs two comparisons per active latent and observed dimension; sums are taken
+    in float64. It is differentiable once in all arguments but the words. Of several that are
+    largest the first takes the whole gradient, and the background before all latents.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -138,9 +142,10 @@ def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) 
         weight: dictionary and background, or anything that grows with them, ``(D, H + 1)``.
 
     Returns:
-        First moments :math:`\sum_c w_{nc} s`, ``(N, H)``; sums :math:`\sum_c w_{nc}` of what is largest, ``(N, D)``, also where entries are
-        missing; with :math:`A_{dh}(s) = 1` where ``h`` is the largest, wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums
-        :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries, ``(D, H + 1)``; all float64.
+        First moments :math:`\sum_c w_{nc} s`, ``(N, H)``. Sums :math:`\sum_c w_{nc}` of the maxima,
+        ``(N, D)``, also where entries are missing. With :math:`A_{dh}(s) = 1` where ``h`` is the
+        largest, wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
+        A_{dh}(s)` over the observed entries, ``(D, H + 1)``. All are float64.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -190,10 +195,13 @@ def maximum_slab_gibbs(
     rows: Tensor | None = None,
     generator: Source = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Gibbs sampling of the coefficients of a few selected causes of every data point; all others are off.
+    r"""Draws coefficients of each data point's selected causes by Gibbs sampling.
 
-    An update draws :math:`(b_h, z_h)` jointly from their exact conditional given the other causes: between the places where the cause
-    starts to win another dimension it is Gaussian in :math:`z_h`. A sweep updates every selected cause once, in random order.
+    All other causes are off.
+
+    An update draws :math:`(b_h, z_h)` jointly from their exact conditional given the other causes.
+    It is Gaussian in :math:`z_h` between the thresholds at which the cause wins another dimension.
+    A sweep updates every selected cause once, in random order.
 
     Args:
         value: observations, ``(N, D)``; NaN where missing.
@@ -210,8 +218,9 @@ def maximum_slab_gibbs(
         generator: source of randomness; default: torch's global generator.
 
     Returns:
-        The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact
-        conditional probabilities that they are on, ``(N, K)``; both float64.
+        The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``. Also the mean
+        over these sweeps of the exact conditional probabilities that they are on, ``(N, K)``. Both
+        are float64.
 
     Raises:
         ValueError: if the shapes do not fit, an element is negative, or a number of sweeps is out of range.
@@ -227,7 +236,9 @@ def maximum_slab_gibbs(
 
 
 def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""What the causes win under a dictionary, summed over the data points and averaged over draws of their coefficients.
+    r"""Returns what the causes win under a dictionary.
+
+    It is summed over data points and averaged over draws of their coefficients.
 
     With :math:`A_{dh} = 1` where cause ``h`` attains a positive maximum in the observed dimension ``d``:
     :math:`\sum_n \langle A_{dh} s_h \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and

@@ -1,8 +1,11 @@
-"""How many latents of a state are active at most: known without a look where states were made of others.
+"""Bounds of the number of active latents.
 
-What kernels with small factors need of their states would make them wait for a device. Flips add a latent at most, and what is selected
-among states has no more than they have; so the number is looked at once, with the checks of a step, and followed from there. On the CPU,
-where to look is to wait for nobody, nothing is remembered.
+They are known without reading values if states were made from others.
+
+What kernels with small factors need of their states would make them wait for a device. Flips add at
+most one latent, and selected states have no more than their sources. So the number is read once,
+with the checks of a step, and updated from there. On the CPU, where to look is to wait for nobody,
+nothing is remembered.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ _counts: Any = WeakIdKeyDictionary()
 
 
 class _Count:
-    """The largest number of active latents among some states: seen, or not above those of their sources and some flips.
+    """The largest number of active latents among some states.
+
+    It was read, or is bounded by their sources and some flips.
 
     Attributes:
         number: what has been seen, or the sources have; of open sources nothing yet.
@@ -54,7 +59,9 @@ class _Count:
 
 
 def most_active(words: Tensor, most_flips: int = _MOST_FLIPS) -> int | None:
-    """How many latents of one of the states are active at most; ``None`` if it is not known closely.
+    """Returns a bound of active latents of one state.
+
+    ``None`` means that it is not known closely.
 
     Args:
         words: packed states, ``(..., W)``.
@@ -65,14 +72,19 @@ def most_active(words: Tensor, most_flips: int = _MOST_FLIPS) -> int | None:
 
 
 def note_most_active(words: Tensor, number: int) -> None:
-    """Remembers of states on a device what has been seen of them: of all states that are in the same memory."""
+    """Records what has been read of states on a device.
+
+    It holds for all states in the same memory.
+    """
     if not words.is_cpu:
         count = _count_of(words) or _keep(words, _Count())
         count.see(number)
 
 
 def made_of(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
-    """States that were selected among others, with so many more latents at most.
+    """Records that states were selected among others.
+
+    They may have so many more latents.
 
     Args:
         words: the states.

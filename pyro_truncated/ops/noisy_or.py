@@ -1,4 +1,7 @@
-"""Likelihoods of packed binary states under a noisy-OR, and what M-steps need of them."""
+"""Likelihoods of packed binary states under a noisy-OR, with statistics.
+
+M-steps need the statistics.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def noisy_or_log_prob(
 def noisy_or_statistics(
     words: Tensor, weights: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Expected causes of the pixels that are on, the sums an EM step and the gradient of :func:`noisy_or_log_prob` are made of.
+    r"""Returns expected causes of the pixels that are on.
+
+    EM steps and the gradient of :func:`noisy_or_log_prob` need these sums.
 
     With :math:`N_d(s) = 1 - e^{\ell_d(s)}` and weights :math:`w_{nc}`: the first moments :math:`\sum_c w_{nc} s`, the ratios
     :math:`R_{dh} = \sum_n y_{nd} \sum_c w_{nc}\, s_h / N_d(s)`, and the same ratios of the leak,

@@ -1,4 +1,7 @@
-"""Densities that are Gaussian, each time another one, between successive edges: their masses, means and draws, stable in the tails."""
+"""Piecewise Gaussian densities between successive edges.
+
+Masses, means and draws are stable in the tails.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,18 @@ class Segments(NamedTuple):
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Both ends of every segment in units of its Gaussian's deviation around its mean, ``(*batch, J)`` each."""
+        """Returns standardised ends of every segment, ``(*batch, J)`` each.
+
+        They are in units of its Gaussian's deviation around its mean.
+        """
         loc, root = self.linear / self.precision, self.precision.sqrt()
         return (self.edges[..., :-1] - loc) * root, (self.edges[..., 1:] - loc) * root
 
     def log_masses(self) -> Tensor:
-        """Logarithm of the mass of every segment, ``(*batch, J)``; minus infinity where it is empty."""
+        """Returns the log mass of every segment, ``(*batch, J)``.
+
+        It is minus infinity where the segment is empty.
+        """
         peak = self.constant + 0.5 * self.linear.square() / self.precision
         return peak + 0.5 * (2 * math.pi / self.precision).log() + log_interval(*self.bounds)
 
@@ -58,7 +67,10 @@ class Segments(NamedTuple):
         return torch.where(weights > 0, weights * means, 0.0).sum(-1)
 
     def draw(self, first: Tensor, second: Tensor) -> Tensor:
-        """Draws ``(*batch)`` by inversion: a uniform number ``(*batch)`` chooses the segment, another one the place in it."""
+        """Draws ``(*batch)`` by inversion.
+
+        One uniform number ``(*batch)`` chooses the segment, another one the place in it.
+        """
         cumulative = self.log_masses().softmax(-1).cumsum(-1)
         last = self.precision.shape[-1] - 1
         chosen = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
@@ -74,8 +86,9 @@ def maximum_segments(
 ) -> Segments:
     r"""Joint density of data and one slab, :math:`\mathcal N(z; \mu, \tau^2) \prod_d \mathcal N(y_d; \max(m_d, z w_d), \lambda_d^{-1})`.
 
-    The cause wins dimension ``d`` where :math:`z > m_d / w_d`, so between the sorted thresholds the density is a Gaussian in ``z``; the
-    sums over the dimensions won are cumulative sums. Constants are all there: the total mass is the density of the data.
+    The cause wins dimension ``d`` where :math:`z > m_d / w_d`, so between the sorted thresholds the
+    density is Gaussian in ``z``. The sums over the dimensions won are cumulative sums. Constants
+    are all there: the total mass is the density of the data.
 
     Args:
         value: data :math:`y`, ``(*batch, D)``; NaN where missing.
@@ -96,7 +109,10 @@ def maximum_segments(
     threshold, order = threshold.sort(-1)
 
     def cumulative(terms: Tensor) -> Tensor:
-        """Sums of terms over the first 0, 1, ... entries in order of threshold, of those that can win."""
+        """Returns cumulative sums of terms in order of threshold.
+
+        They are over the first 0, 1, ... entries of those that can win.
+        """
         return torch.nn.functional.pad(torch.where(can_win, terms, 0.0).gather(-1, order).cumsum(-1), (1, 0))
 
     prior_precision = slab_deviation.square().reciprocal().unsqueeze(-1)
@@ -126,7 +142,11 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
-    """The standard normal variate between ``lower`` and ``upper`` at a quantile ``uniform`` in [0, 1), by inversion in the log domain."""
+    """Returns a truncated standard normal quantile.
+
+    It lies between ``lower`` and ``upper`` at ``uniform`` in [0, 1), by inversion in the log
+    domain.
+    """
     low, high, is_flipped = _to_the_left(lower, upper)
     share = log_interval(low, high)
     # Strictly between zero and one, whose quantiles may be infinite.
@@ -140,7 +160,10 @@ def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> 
 
 
 def _to_the_left(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Intervals mirrored, where needed, such that they reach further to the left, and whether they were."""
+    """Mirrors intervals to reach further to the left.
+
+    It also returns which were mirrored.
+    """
     is_flipped = lower + upper > 0
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped
 

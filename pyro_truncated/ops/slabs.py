@@ -27,14 +27,18 @@ from pyro_truncated.utils.constraints import without_missing
 
 
 def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Products of data and dictionary ``(N, H)``, the dictionary over the noise deviation, and what is observed (``None``: everything)."""
+    """Returns products of data and dictionary, scaled dictionary, and mask.
+
+    They are ``(N, H)``, the dictionary over the noise deviation, and ``None`` if everything is
+    observed.
+    """
     rows, is_observed = without_missing(value)
     rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
     return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
 
 
 def log_density_of_noise(value: Tensor, precision: Tensor) -> Tensor:
-    """Log densities ``(N, 1)`` of the observed entries under the state in which nothing is active."""
+    """Returns log densities ``(N, 1)`` of observed entries without active latents."""
     rows, is_observed = without_missing(value)
     precision = precision.double()
     normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
@@ -43,7 +47,9 @@ def log_density_of_noise(value: Tensor, precision: Tensor) -> Tensor:
 
 
 def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int) -> Tensor:
-    """Values ``(N, C)`` of a linear function of the states with coefficients ``linear (N, H)``, such as prior logits.
+    """Returns values ``(N, C)`` of a linear function of the states.
+
+    Its coefficients ``linear (N, H)`` are prior logits, for example.
 
     Raises:
         ValueError: if the coefficients have another shape.
@@ -126,9 +132,10 @@ def spike_slab_moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Weighted posterior moments of the indicators and of the coefficients :math:`s = b \odot z`.
 
-    With the exact posterior :math:`\mathcal N(\kappa_b, \Lambda_b)` of the active slabs under state :math:`b` and weights :math:`w_{nc}`:
-    :math:`\sum_c w_{nc}\, b`, :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b \kappa_b^\top)`, where
-    the entries of latents that are off are zero.
+    Let :math:`\mathcal N(\kappa_b, \Lambda_b)` be the exact posterior of the active slabs under
+    state :math:`b`, with weights :math:`w_{nc}`. Moments are :math:`\sum_c w_{nc}\, b`,
+    :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b
+    \kappa_b^\top)`, where the entries of latents that are off are zero.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -156,7 +163,9 @@ def spike_slab_moments(
 def spike_slab_moments_by_dimension(
     words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)`` over the data points at which each dimension is observed.
+    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)``.
+
+    They are over the data points at which each dimension is observed.
 
     Returns:
         Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(D, H, H)``, and the diagonal ``(H,)`` of those over
@@ -218,10 +227,13 @@ def correlated_slab_moments(
     slab_covariance: Tensor,
     per_datum: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""Weighted posterior moments of indicators and coefficients as in :func:`spike_slab_moments`, and the gradients in the slabs' prior.
+    r"""Returns weighted posterior moments, and gradients in the slabs' prior.
 
-    With the posterior :math:`\mathcal N(\mu_b + d, C)` of the active slabs under state :math:`b`, and :math:`\Psi_b` their prior
-    covariance, the gradients of :math:`\log p(y \mid b)` are, with zeros for latents that are off,
+    Moments of indicators and coefficients are those of :func:`spike_slab_moments`.
+
+    Let :math:`\mathcal N(\mu_b + d, C)` be the posterior of the active slabs under state :math:`b`,
+    and :math:`\Psi_b` their prior covariance. The gradients of :math:`\log p(y \mid b)` are, with
+    zeros for latents that are off,
 
     .. math:: \frac{\partial}{\partial \mu_b} = \Psi_b^{-1} d, \qquad
         2 \frac{\partial}{\partial \Psi_b} = \Psi_b^{-1} (C + d d^\top - \Psi_b) \Psi_b^{-1}.
@@ -237,8 +249,9 @@ def correlated_slab_moments(
         per_datum: whether to keep the second moments of the data points apart.
 
     Returns:
-        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``, and
-        the sums over states and data of the two gradients, ``(H,)`` and ``(H, H)``; all float64.
+        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(H, H)``, or
+        ``(N, H, H)`` with ``per_datum``. Also the sums over states and data of the two gradients,
+        ``(H,)`` and ``(H, H)``. All are float64.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -252,7 +265,10 @@ def correlated_slab_moments(
 def correlated_slab_moments_by_dimension(
     words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)`` over the data points at which each dimension is observed."""
+    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)``.
+
+    They are over the data points at which each dimension is observed.
+    """
 
     def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Those of a block."""
@@ -347,7 +363,9 @@ class _LogProb(torch.autograd.Function):
 def _sum_by_dimension(
     moments: Callable[..., tuple[Tensor, ...]], words: Tensor, weights: Tensor, value: Tensor, num_latents: int, bytes_each: int
 ) -> tuple[Tensor, ...]:
-    """Moments of blocks of rows, with the second ones ``(D, H, H)`` over the data points at which each dimension is observed.
+    """Returns moments of row blocks with second moments ``(D, H, H)``.
+
+    They are over the data points at which each dimension is observed.
 
     Args:
         moments: sums of the indicators, first moments and second moments of each data point of a block, and sums over the block.

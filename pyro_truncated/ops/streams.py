@@ -1,8 +1,11 @@
-"""Random numbers keyed by the position of a data point: the same on every device, in any batch, block and process.
+"""Random numbers keyed by the position of a data point.
 
-Each draw is a function of four numbers (a counter-based generator, splitmix64): the seed of a run, how far the run is, the number of the
-operator's call, and the position of the data point among all data. Nothing else decides it, so populations of a part of the data develop
-as those of all data do.
+They are the same on every device, in any batch, block and process.
+
+Each draw is a function of four numbers (a counter-based generator, splitmix64). They are the seed
+of a run, the run's progress, the number of the operator's call, and the position of the data point
+among all data. Nothing else decides it, so populations of a part of the data develop as those of
+all data do.
 """
 
 from __future__ import annotations
@@ -43,19 +46,29 @@ class Stream:
         return self._ahead.pop(seed, seed)
 
     def draw_ahead(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """Draws the first words of the next seeds for data points ``rows`` together, as many as ``counts`` says of each."""
+        """Draws the first words of the next seeds together.
+
+        They are for data points ``rows``, as many of each seed as ``counts`` says.
+        """
         seeds = [mixed(self.seed, self._count + 1 + i) for i in range(len(counts))]
         drawn = backend("random", rows).several(rows, seeds, counts)
         self._ahead = {seed: Drawn(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
 
     def again(self) -> Stream:
-        """The same stream, with its branches, from the beginning on: the next block of data points draws as the last one did."""
+        """Returns the stream, with its branches, from its beginning.
+
+        The next block of data points then draws as the last one did.
+        """
         stream = Stream(self.seed)
         stream._seeds = self._seeds
         return stream
 
     def branch(self, generator: torch.Generator | None) -> Stream:
-        """The stream of somebody with a generator of its own, which seeds it once, however often this stream begins; else this one."""
+        """Returns a stream for an object with its own generator.
+
+        The generator seeds it once, however often this stream begins. Without a generator it is
+        this stream.
+        """
         if generator is None:
             return self
         key = id(generator)
@@ -89,7 +102,9 @@ Source = torch.Generator | Stream | None
 
 
 def draw_ahead(counts: Sequence[int], *, rows: Tensor, generator: Source = None) -> None:
-    """Draws random words for the next calls of operators together; what these draw does not change.
+    """Draws random words for the next calls of operators together.
+
+    The operators' results do not change.
 
     On a device a few large operations take the place of many small ones. Nothing is drawn ahead by compiled kernels, from a generator, or
     where the words would take a good part of the memory budget: then the operations are large anyway.
@@ -104,7 +119,10 @@ def draw_ahead(counts: Sequence[int], *, rows: Tensor, generator: Source = None)
 
 
 def draw_seed(source: Source = None) -> int:
-    """A 63-bit integer that seeds one operator call: the next of a stream, or drawn from a generator (default: torch's global one)."""
+    """Returns a 63-bit integer that seeds one operator call.
+
+    It is the next of a stream, or drawn from a generator (default: torch's global one).
+    """
     if isinstance(source, Stream):
         return source.next()
     device = "cpu" if source is None else source.device
@@ -112,7 +130,7 @@ def draw_seed(source: Source = None) -> int:
 
 
 def mixed(*numbers: int) -> int:
-    """A 63-bit integer that depends on all bits of some integers and on their order."""
+    """Hashes integers to 63 bits; all bits and their order count."""
     state = 0
     for number in numbers:
         state = _mix((state + _mix(((number + 1) * _STEP) & _WORD)) & _WORD)
@@ -126,7 +144,9 @@ def _mix(x: int) -> int:
 
 
 def positions(rows: Tensor | None, num_data: int, device: torch.device) -> Tensor:
-    """Positions ``(N,)`` of data points among all data, on a device; by default these are all data in order.
+    """Returns positions ``(N,)`` of data points on a device.
+
+    By default these are all data in order.
 
     Raises:
         ValueError: if they are no integers, one for each data point.

@@ -1,4 +1,7 @@
-"""What the likelihoods are made of, for states that are not packed: plain torch on any device, differentiable as often as one likes."""
+"""Likelihoods of unpacked states in plain torch.
+
+They run on any device and are differentiable any number of times.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,18 @@ _CERTAIN = 1e15
 
 
 def product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """Matrix ``(*batch, D, H)`` times vectors ``(*batch, H)``; one large product if all vectors share the matrix."""
+    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``.
+
+    If all vectors share the matrix, it is one large product.
+    """
     return vectors @ matrix.mT if matrix.dim() == 2 else (matrix @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
-    """``log p(y_d = 0 | s)`` of states ``(..., H)``; a weight of one (log complement minus infinity) acts only where its latent is on."""
+    """Returns ``log p(y_d = 0 | s)`` of states ``(..., H)``.
+
+    A weight of one (log complement minus infinity) acts only where its latent is on.
+    """
     # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
     result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
     return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)
@@ -65,7 +74,9 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
 
 
 def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Integrates out slabs :math:`z = \mu + T e` with standard normal :math:`e`, as :func:`collapse` does for a diagonal :math:`T`.
+    r"""Integrates out slabs :math:`z = \mu + T e` with standard normal :math:`e`.
+
+    :func:`collapse` does so for a diagonal :math:`T`.
 
     Args:
         states: indicators :math:`b`, ``(*batch, H)``.
@@ -75,8 +86,9 @@ def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tens
         root: lower Cholesky factor :math:`T` of their covariance, ``(*batch, H, H)``.
 
     Returns:
-        The log density ``(*batch)`` up to terms that do not depend on the state, the Cholesky factor of the posterior precision of
-        :math:`e` ``(*batch, H, H)``, and its posterior mean ``(*batch, H)``.
+        The log density ``(*batch)`` up to terms that do not depend on the state. Also the Cholesky
+        factor of the posterior precision of :math:`e` ``(*batch, H, H)``, and its posterior mean
+        ``(*batch, H)``.
     """
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)

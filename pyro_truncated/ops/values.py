@@ -1,4 +1,4 @@
-"""From packed states to values and back: unpacking, weighted marginals, and drawing independent latents."""
+"""Unpacking of states, weighted marginals, and draws of independent latents."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     """Draws states whose latents are independent.
 
     Args:
-        probabilities: probability of every value of every latent, ``(N, L, V)`` with ``V`` the largest cardinality; each latent's
-            sum to one and vanish at values that it does not have.
+        probabilities: probability of every value of every latent, ``(N, L, V)`` with ``V`` the
+            largest cardinality. Each latent's sum to one and vanish at values that it does not
+            have.
         num_samples: number of states per data point.
         fields: where their latents lie.
         rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.

@@ -1,4 +1,4 @@
-"""What all operations on packed states share: what they accept, and how states are chosen."""
+"""Checks and selections that all operations on packed states share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def check_words(name: str, words: Tensor) -> None:
 
 
 def check_bits(words: Tensor, num_latents: int) -> None:
-    """Refuses states ``(N, C, W)`` that are not made of ``num_latents`` binary latents: kernels use set bits as positions of latents.
+    """Refuses states ``(N, C, W)`` without exactly ``num_latents`` binary latents.
+
+    Kernels use set bits as positions of latents.
 
     Raises:
         ValueError: if the number of words is another, or bits are set beyond those of the last latent.
@@ -68,7 +70,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
-    """The shape ``(N, M)`` of a matrix that has a row for each row of words.
+    """Returns the shape ``(N, M)`` of a matrix by rows of words.
 
     Raises:
         ValueError: if words are no packed states, or the matrix has another number of rows.
@@ -92,7 +94,9 @@ def check_weights(words: Tensor, weights: Tensor) -> None:
 
 
 def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tensor) -> None:
-    """Refuses states, observations ``(N, D)``, a dictionary ``(D, H)`` and a vector ``(D,)`` that do not fit each other.
+    """Refuses states, observations, dictionary and vector that do not fit.
+
+    They are ``(N, C, W)``, ``(N, D)``, ``(D, H)`` and ``(D,)``.
 
     Raises:
         ValueError: naming what does not fit.

@@ -1,1 +1,1 @@
-"""Reading a Pyro program: its discrete sites, its supports, and the log joints of many states at once."""
+"""Reads Pyro programs: discrete sites, supports, and log joints of states."""

@@ -1,4 +1,7 @@
-"""A Pyro program with the arguments it is called with: what travels through the library in their place."""
+"""A Pyro program with the arguments it is called with.
+
+The library passes it on in their place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from pyro_truncated.utils.isolation import Assign, isolated
 
 
 class _ObservesTensors(Messenger):
-    """Effect handler that refuses observed values that are no tensors, on which Pyro fails without naming the site."""
+    """Effect handler that refuses observed values that are no tensors.
+
+    Pyro fails on them without naming the site.
+    """
 
     def _pyro_sample(self, msg: Any) -> None:
         value = msg["value"]
@@ -47,7 +53,10 @@ class Call:
         return self.model(*self.args, **self.kwargs)
 
     def of(self, program: Callable[..., Any]) -> Call:
-        """Another program called with the same arguments: a guide, or the model under a handler."""
+        """Returns a call of another program with the same arguments.
+
+        It may be a guide, or the model under a handler.
+        """
         return dataclasses.replace(self, model=program)
 
     def trace(self) -> poutine.Trace:
@@ -60,6 +69,9 @@ class Call:
             return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """A trace with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
+        """Returns a trace with given site values and subsamples of plates.
+
+        Nothing outside sees it, except parameters.
+        """
         with naming_empty_plates(), isolated(), SparseSubsamples(), Assign(values):
             return self.trace()

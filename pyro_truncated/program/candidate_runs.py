@@ -1,4 +1,4 @@
-"""Runs of a model on candidate states: the log probability of each of its sites."""
+"""Runs of a model on candidate states, with each site's log probability."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class CandidateRuns:
     most_dims: int = 0
 
     def log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Log probability of each site inside the data plates, ``(C, ..., N)``, for candidates ``(N, C, num_words)``."""
+        """Returns each site's log probability inside the data plates, ``(C, ..., N)``.
+
+        Candidates are ``(N, C, num_words)``.
+        """
         if self.scoring == "together":
             return self._terms(self._together(words))
         values = self._one_by_one(words)
@@ -63,7 +66,10 @@ class CandidateRuns:
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
 
     def clamped_sites(self, words: Tensor) -> set[str]:
-        """The observed sites that give some entries probability zero in some candidates ``(N, C, num_words)``, which torch clamps."""
+        """Returns observed sites with probability zero in some candidates.
+
+        Candidates are ``(N, C, num_words)``, and torch clamps the zeros.
+        """
         found = set()
         for states in _unbind(self._one_by_one(words)):
             nodes = sample_nodes(self._trace({**self.probe.values, **states}))
@@ -74,14 +80,20 @@ class CandidateRuns:
         return found
 
     def log_probs_and_moments(self, words: Tensor, rows: slice) -> tuple[dict[str, Tensor], Moments | None]:
-        """What :meth:`log_probs` returns, and the moments of observations in the states of some data points, where they are known."""
+        """Returns :meth:`log_probs` and the moments of observations, where known.
+
+        The moments are those in some data points' states.
+        """
         if self.scoring != "together" or self.conditional is not None:
             return self.log_probs(words), None
         nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
         return self._with_sites({}, nodes), moments_of(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
+        """Returns log probabilities of discrete sites that masks hide.
+
+        They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
+        """
         if not self.probe.hidden:
             return {}
         if self.scoring == "together":
@@ -92,11 +104,17 @@ class CandidateRuns:
     # --- the candidates as values of the model's sites ---
 
     def _together(self, words: Tensor) -> dict[str, Tensor]:
-        """Site values of candidates ``(N, C, num_words)``, with the candidates in the dimension left of all plates."""
+        """Returns site values of candidates ``(N, C, num_words)``.
+
+        The candidates are in the dimension left of all plates.
+        """
         return self._decoded(words, self.probe.depth)
 
     def _one_by_one(self, words: Tensor) -> dict[str, Tensor]:
-        """Site values of candidates ``(N, C, num_words)``: the candidates in front, then exactly the shapes of the model's sites."""
+        """Returns site values of candidates ``(N, C, num_words)``.
+
+        The candidates are in front, then exactly the shapes of the model's sites.
+        """
         layout = self.probe.layout
         values = self._decoded(words, layout.depth)
         return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in layout.sites.items()}
@@ -110,7 +128,10 @@ class CandidateRuns:
     # --- one run ---
 
     def _terms(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Log probability of each site inside the data plates in one run of the model."""
+        """Returns each site's log probability in one run of the model.
+
+        Sites lie inside the data plates.
+        """
         values = {**self.probe.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:
@@ -123,7 +144,7 @@ class CandidateRuns:
         return self._with_sites(terms, nodes)
 
     def _with_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The terms of a conditional, and those of the sites of a run."""
+        """Returns the terms of a conditional, and those of a run."""
         for name, node in nodes.items():
             # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
             if self.probe.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):
@@ -189,12 +210,18 @@ class CandidateRuns:
         return log_prob
 
     def _mask(self, node: Any) -> Any:
-        """A site's mask; a latent that is summed out has a distribution whether masked or not, unless it counts for nothing."""
+        """Returns a site's mask, or ``None`` for a latent.
+
+        A latent that is summed out has a distribution even if masked, unless its scale is zero.
+        """
         is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
         return None if is_summed_out else node["mask"]
 
     def _reduce(self, node: Any) -> Tensor:
-        """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
+        """Returns a site's log probability ``(C, ..., N)``.
+
+        It is summed over all plates but the data plates.
+        """
         dims, depth = self.probe.layout.dims, self.probe.depth
         log_prob: Any = self._log_prob(node)
         self.most_dims = max(self.most_dims, log_prob.dim())

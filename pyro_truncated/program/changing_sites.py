@@ -46,8 +46,9 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
 
     They must be the same whatever the values of its latents.
 
-    Only Python code that reads values can choose between sites. So the model is run for the joint values of the discrete latents that it
-    reads, up to 16 of them, and for some draws of all latents, always the same.
+    Only Python code that reads values can choose between sites. So the model is run for the joint
+    values of the discrete latents that it reads, up to 16 of them. It is also run for some draws of
+    all latents, always the same.
 
     Args:
         call: the model and its arguments.

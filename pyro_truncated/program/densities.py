@@ -1,4 +1,4 @@
-"""Log densities of many states at once, without computing again for each of them what is the same for all."""
+"""Log densities of many states that share work between states."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _Terms = list[tuple[float, Tensor]]
 def log_density(fn: Any, value: Tensor) -> Tensor:
     r"""What ``fn.log_prob(value)`` is, for values in the support.
 
-    Pyro expands the parameters of a distribution to all states, and computes logarithms and normalisers for each of these, though a scale
-    is mostly a single number and the data are the same under all states. Here each term of the density has the shape of what it is of,
+    Pyro expands the parameters of a distribution to all states, and computes logarithms and
+    normalisers for each of them. But a scale is mostly a single number, and the data are the same
+    under all states. Here each term of the density has the shape of what it is of,
 
     .. math:: -\tfrac12 \Big(\frac{y - \mu}{\sigma}\Big)^2 - \log\sigma - \tfrac12 \log 2\pi, \qquad
               y \log\lambda - \lambda - \log y!, \qquad y \log p + (1 - y) \log(1 - p),
 
-    for normal, Poisson and Bernoulli distributions with or without ``to_event``, on a CPU, and is computed in place where it can be: fresh
-    memory for every step of the formula takes more time than the steps. Of counts both :math:`y \log\lambda - \lambda` and
-    :math:`\log y!` are taken without :math:`y \log y - y`, so that their sums stay small. Probabilities are clamped as Pyro does. Other
+    for normal, Poisson and Bernoulli distributions with or without ``to_event``, on a CPU. It is
+    computed in place where possible, as new memory for every step takes more time than the steps.
+    Of counts both :math:`y \log\lambda - \lambda` and :math:`\log y!` are taken without :math:`y
+    \log y - y`, so that their sums stay small. Probabilities are clamped as Pyro does. Other
     distributions are asked themselves.
 
     Args:
@@ -104,12 +106,15 @@ _TERMS: dict[type, Callable[[Any, Tensor], _Terms | None]] = {
 
 
 def _real(value: Tensor, parameter: Tensor) -> Tensor:
-    """The value as a floating point number at least as precise as the parameter: pixels in bytes would wrap around."""
+    """Returns the value in floating point, at least in the parameter's precision.
+
+    Pixels in bytes would wrap around.
+    """
     return value.to(torch.promote_types(value.dtype, parameter.dtype))
 
 
 def once(tensor: Tensor) -> Tensor:
-    """The tensor with one entry along the dimensions in which it was expanded."""
+    """Returns the tensor with one entry along expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -117,7 +122,7 @@ def once(tensor: Tensor) -> Tensor:
 
 
 def _summed(term: Tensor, shape: torch.Size, number: int) -> Tensor:
-    """The sum over the last dimensions of a term that is expanded to a shape."""
+    """Sums a term over the last dimensions of its expanded shape."""
     if number == 0:
         return term
     term = term.reshape((1,) * (len(shape) - term.dim()) + tuple(term.shape))

@@ -74,7 +74,7 @@ class Dependencies:
                 self.lower_varies.add(name)
 
     def _compare_runs(self) -> None:
-        """Takes supports that differ between two runs to depend on all latents before."""
+        """Makes supports that differ between runs depend on all earlier latents."""
         runs: list[dict[str, Any]] = []
         subsamples: dict[str, Any] = {}
         for seed in range(2):
@@ -104,7 +104,10 @@ class Dependencies:
         return self.scopes is not None
 
     def dependents(self, names: set[str]) -> set[str]:
-        """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
+        """Returns sites downstream of the named ones.
+
+        Paths have any length. If the model cannot be followed, all later sites count.
+        """
         if self.scopes is None:
             sites = list(self.parents)
             return set(sites[min(map(sites.index, names)) :]) - names
@@ -115,7 +118,10 @@ class Dependencies:
         return below - names
 
     def upstream(self, name: str) -> set[str]:
-        """The latents that the support of a site depends on, as far as can be told, directly or through the supports of others."""
+        """Returns the latents that a site's support depends on.
+
+        They are found directly or through the supports of others, as far as possible.
+        """
         found: set[str] = set()
         new = {name}
         while new:
@@ -129,7 +135,10 @@ class Dependencies:
 
 
 def _scopes(trace: Any) -> dict[str, frozenset[str]]:
-    """The sites that the log density of each sample site is computed from; of a point mass, those that the place is computed from."""
+    """Returns the sites that each sample site's log density depends on.
+
+    For a point mass they are those that its value depends on.
+    """
     scopes: dict[str, frozenset[str]] = {}
     places: dict[str, frozenset[str]] = {}
     for name, node in trace.nodes.items():
@@ -150,12 +159,14 @@ def _point(fn: Any) -> Any:
 
 
 def _through(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Sites, with those that point masses follow from in place of the point masses."""
+    """Replaces point masses by the sites that they follow from."""
     return frozenset().union(*(places.get(name, {name}) for name in names))
 
 
 class PythonReads(TorchFunctionMode):
-    """Notes the latents whose values leave the world of tensors, where their provenance is lost, and keeps it from being wrong there.
+    """Records latents whose values leave tensors, where provenance ends.
+
+    It also keeps the provenance correct there.
 
     Attributes:
         names: the latents that have left it so far.
@@ -206,7 +217,7 @@ class _Marks(Messenger):
 
 
 def provenance_of(constraint: Any) -> frozenset[str]:
-    """Names of the sites that the bounds of a constraint were computed from."""
+    """Returns the sites that a constraint's bounds depend on."""
     found: frozenset[str] = frozenset()
     for part in vars(constraint).values() if constraint is not None else ():
         inner = part if isinstance(part, (list, tuple)) else [part]

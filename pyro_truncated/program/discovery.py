@@ -1,4 +1,7 @@
-"""From a sample statement to a discrete site: the kind of its values, how many there are, and its plates."""
+"""Converts sample statements to discrete sites.
+
+A site has a kind of values, their number, and plates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, bounds_of, el
 
 
 def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
-    """Checks that a discrete site lies in no sequential plate of which the model takes only some members.
+    """Checks that a discrete site is in no subsampled sequential plate.
 
     Raises:
         NotImplementedError: naming the site and the plate.
@@ -38,7 +41,9 @@ def is_subsampled(frame: Any) -> bool:
 
 
 def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> None:
-    """Checks that a discrete site lies in no subsampled plate but data plates.
+    """Checks that a discrete site is in no subsampled inner plate.
+
+    Only data plates may be subsampled.
 
     Raises:
         NotImplementedError: naming the site and the plate.
@@ -52,7 +57,9 @@ def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> N
 
 
 def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:
-    """Checks that all batch dimensions are those of plates, of latent sites and of what depends on discrete latents.
+    """Checks that batch dimensions are those of plates.
+
+    It concerns latent sites and all that depends on discrete latents.
 
     What follows from other sites (``Delta``), and observations and factors that are the same for all states, may have others.
 
@@ -111,7 +118,11 @@ def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tens
 
 
 def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Cardinalities that differ between latents; where they differ between data points, the largest (the rest has probability zero)."""
+    """Returns cardinalities by latent.
+
+    Where they differ between data points, they are the largest; higher values have probability
+    zero.
+    """
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
         if frame.name in data_plates:
@@ -125,7 +136,10 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
 
 
 def _is_common(node: Any, dim: int) -> bool:
-    """Whether a site's largest value is one number for all members of a plate, only expanded to the shape of other parameters."""
+    """Whether a site's largest value is the same for all plate members.
+
+    It is then only expanded to the shape of other parameters.
+    """
     high = getattr(elementwise(node["fn"].support), "upper_bound", None)
     position = dim - len(node["fn"].event_shape)
     return not torch.is_tensor(high) or high.dim() < -position or high.shape[position] == 1 or high.stride(position) == 0
@@ -153,7 +167,9 @@ def reachable_bounds(
     max_count: int | Mapping[str, int] | None,
     dependencies: Dependencies | None,
 ) -> Bounds:
-    """Lowest and highest values of a discrete site, over all values of what they depend on, none above ``max_count``.
+    """Returns a discrete site's lowest and highest values.
+
+    They are over all values of what they depend on, and at most ``max_count``.
 
     Args:
         node: the site in a run of the model.
@@ -188,7 +204,10 @@ def reachable_bounds(
 
 
 def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
-    """Bounds up to a limit, for a site whose own depend on too much to look at all of it."""
+    """Returns bounds up to a limit, for sites with many dependencies.
+
+    Not all of these can be enumerated.
+    """
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Looking at models and guides from outside: hidden latents, dependencies, the values of other latents."""
+"""Inspection of models and guides: hidden latents, dependencies, other latents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from pyro_truncated.program.sites import latent_nodes
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Makes tensors that may be changed and trained with later, inside :func:`torch.inference_mode` too; without gradients there."""
+    """A context whose tensors may be changed and trained later.
+
+    It also works inside :func:`torch.inference_mode`, without gradients there.
+    """
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -29,7 +32,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def hidden_latents(call: Call) -> list[str]:
-    """Latent sites that block handlers around the model hide from whoever runs it."""
+    """Returns latent sites that block handlers around the model hide."""
     hidden: list[str] = []
     model = call.model
     while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
@@ -70,7 +73,9 @@ def _open_plates() -> tuple[Any, ...]:
 
 
 def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
-    """The vectorised plates, as their frames, that are open and not the model's own: those of parallel particles and predictive draws.
+    """Returns open vectorised plates that are not the model's.
+
+    They are frames, of parallel particles and predictive draws.
 
     Args:
         own: names of the model's plates.
@@ -87,8 +92,8 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
     Args:
         names: the sites.
         own: names of the model's plates.
-        depth: number of their dimensions. Plates around the guide that take one of these (a guide may have fewer than the model) have
-            it moved to the left of all.
+        depth: number of their dimensions. Plates around the guide that take one of these are moved
+            to the left of all. A guide may have fewer plates than the model.
     """
     found: dict[str, Any] = {}
     outer = [plate.dim for plate in plates_around(own, next(iter(names), None)) if plate.dim >= -depth]
@@ -101,7 +106,10 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
 
 
 def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
-    """A value with the given batch dimensions (negative) moved to the left of ``depth`` others, where it has them."""
+    """Moves given batch dimensions left of ``depth`` others, if present.
+
+    The dimensions are negative.
+    """
     for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
         if value.dim() - event_dim < -dim:
             continue

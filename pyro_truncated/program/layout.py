@@ -1,4 +1,7 @@
-"""Where a model's discrete latents live: data plates, and the sites inside them, whose joint values are the states of a data point."""
+"""Data plates and discrete sites of a model.
+
+The joint values of the sites inside data plates are a data point's states.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from pyro_truncated.utils.counts import check_count
 
 
 class SiteLayout:
-    """Discrete sites and the plates whose members are data points: how states become values of sites, and the other way round.
+    """Discrete sites and data plates, with conversions of states.
+
+    States become values of sites, and values become states.
 
     Args:
         sites: the discrete sites by name.
@@ -47,13 +52,19 @@ class SiteLayout:
         self.depth = depth
 
     def part(self, names: Sequence[str], plates: Collection[str]) -> SiteLayout:
-        """The layout of some of the sites, whose data points are the members of other plates."""
+        """Returns the layout of some of the sites.
+
+        Its data points are the members of other plates.
+        """
         frames = {f.name: f for name in names for f in self.sites[name].frames if f.vectorized and f.name in plates}
         sites = {name: self.sites[name].seen_from(plates) for name in names}
         return SiteLayout(sites, sorted(frames.values(), key=lambda frame: frame.dim), self.depth)
 
     def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
-        """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""
+        """Returns a batch shape of ``depth`` dimensions with given data plates.
+
+        The default depth goes up to the left-most data plate.
+        """
         shape = [1] * (max((-dim for dim in self.dims), default=0) if depth is None else depth)
         for dim, size in zip(self.dims, sizes, strict=True):
             shape[dim] = size
@@ -79,12 +90,18 @@ class SiteLayout:
         return values
 
     def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Values, in exactly the shapes the model's sites have, of one unpacked state ``(N, L)`` for each data point of a batch."""
+        """Returns site values of one unpacked state ``(N, L)`` per data point.
+
+        They have exactly the shapes of the model's sites.
+        """
         values = self.decode(levels.reshape(*self.spread(sizes), -1), self.depth, dtypes)
         return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 
     def split(self, levels: Tensor) -> dict[str, Tensor]:
-        """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates before the event."""
+        """Returns site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``.
+
+        They have the prototype's types, with plates before the event.
+        """
         values, start = {}, 0
         for site in self.sites.values():
             part = levels[..., start : start + site.num_latents].reshape(*levels.shape[:-1], *site.shape)
@@ -93,16 +110,25 @@ class SiteLayout:
         return values
 
     def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
-        """Inverse of :meth:`site_values`: unpacked states ``(N, L)`` from values in the shapes of the model's sites."""
+        """Inverse of :meth:`site_values`: returns unpacked states ``(N, L)``.
+
+        Values have the shapes of the model's sites.
+        """
         return torch.cat([self.levels_of(name, values[name], sizes) for name in self.sites], -1)
 
     def levels_of(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Levels ``(N, L)`` of one site from a value in the shape of the model's site."""
+        """Returns one site's levels ``(N, L)`` from its value.
+
+        The value has the shape of the model's site.
+        """
         site = self.sites[name]
         return site.to_levels(self.arranged(name, value, sizes)).reshape(math.prod(sizes), site.num_latents)
 
     def arranged(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
-        """What has the shape of a model's site, expanded: data points in front, ``(N, *site shape)`` and the values of one-hot sites."""
+        """Expands a tensor shaped like a site to ``(N, *site shape)``.
+
+        Data points are in front; one-hot sites have their values last.
+        """
         site = self.sites[name]
         batch = [1] * (self.depth - len(self.spread(sizes))) + list(self.spread(sizes))
         for dim, size in site.plates:
@@ -133,12 +159,12 @@ class SiteLayout:
 
 
 class Layout(SiteLayout):
-    """Where a model's discrete latents live: its *data plates*, and the sites inside them.
+    """A model's discrete latents: its *data plates*, and sites inside them.
 
-    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have
-    independent posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a
-    site outside every plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a
-    single "data point".
+    The data plates hold all discrete latent sites and everything that depends on them, so that
+    their members have independent posteriors. Mostly there is one. If there are more, a member of
+    all of them counts as a data point. Without one, all discrete latents form the one state of a
+    single "data point". An example are feature selectors whose observations lie in another plate.
 
     Args:
         trace: a trace of the model (one value per site).
@@ -155,19 +181,23 @@ class Layout(SiteLayout):
         other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
         depth: number of plate dimensions in the model.
         nesting: number of plate dimensions that Pyro must count to compare the shapes of model and guide rightly; mostly the same.
-        checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
-            that other latents or other data points do not allow, observations that a latent does not allow.
+        checked: names of the sites that give probability zero to some states outside of a support.
+            These are latent values that other latents or data points do not allow, and observations
+            that a latent does not allow.
         read: names of the sites whose values Python code of the model looks at, as far as can be told.
-        clamped: names of the sites that give something probability zero, which torch clamps, as found when a guide is set up: observed
-            ones in some states, and latent ones on a device, where they are not looked at in every run.
+        clamped: names of the sites that give something probability zero, which torch clamps, as
+            found when a guide is set up. They are observed sites in some states, and latent ones on
+            a device, where they are not checked in every run.
         idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
-        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
-            continuous latents or on too many others, or a bound is none, or the batch of a
-            latent site, or of one that depends on discrete latents, lies outside of plates.
-        NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
-            or a site whose entries depend on each other by its support (multinomial counts).
+        ValueError: if there is no discrete latent site. Also if a site has infinite support and no
+            valid bound, or one that depends on continuous or too many other latents. Also if the
+            batch of a latent site, or of one that depends on discrete latents, lies outside of
+            plates.
+        NotImplementedError: for a subsampled sequential plate, or a subsampled inner plate with a
+            discrete latent. Also for a site whose entries depend on each other by its support
+            (multinomial counts).
     """
 
     def __init__(
@@ -207,7 +237,10 @@ class Layout(SiteLayout):
         self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
 
     def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
-        """Where Pyro must count more plates than there are, lets it, while a value of so many batch dimensions is sampled."""
+        """A context in which Pyro counts more plates than there are.
+
+        It is needed while a value of so many batch dimensions is sampled.
+        """
         return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
 
 
@@ -222,7 +255,10 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
 
 
 def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependencies: Dependencies | None) -> list[Any]:
-    """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
+    """Returns plates around all discrete sites and their dependents.
+
+    They are ordered by dimension from left to right.
+    """
     stacks = [[frame for frame in node["cond_indep_stack"] if frame.vectorized] for node in nodes]
     # A plate that is opened anew with another size or dimension is another plate.
     same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))

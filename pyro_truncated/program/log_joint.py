@@ -1,4 +1,4 @@
-"""Log joints of many discrete states at once under any vectorised Pyro model."""
+"""Log joints of many discrete states under any vectorised Pyro model."""
 
 from __future__ import annotations
 
@@ -42,12 +42,18 @@ class RowScorer:
         return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
 
     def with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
-        """The same, and the moments of the observations in many of these states, where a run of the model on them tells."""
+        """Returns the same, and the moments of observations where known.
+
+        A run of the model on many of these states tells them.
+        """
         scorer = self.log_joint
         return scorer.score_with_moments(words) if scorer.packed is None and not scorer.is_vectorized else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
-        """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of these rows; ``None`` where that is not known cheaply."""
+        """Returns the change by each flip, ``(N, H)``, or ``None``.
+
+        States are ``(N, num_words)`` of these rows. ``None`` means that it is not known cheaply.
+        """
         scorer = self.log_joint
         with memory_budget(scorer.memory_budget):
             found = None if scorer.packed is None or scorer.known is not None else scorer.packed.flip_gains(words, self.rows)
@@ -55,18 +61,23 @@ class RowScorer:
 
 
 class LogJoint(Probe):
-    r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
+    r"""Scores states of a (sub)batch's data points: :math:`\log p(y_n, z, s)`.
 
-    The model is run once as a probe when this object is made: that fixes the subsamples of plates and shows whether the states can be
-    scored packed (see :meth:`packed`); made under enabled gradients, it serves searches and gradients alike. Otherwise :meth:`score` runs
-    the model with the discrete sites set to a tensor of candidate states in a new left-most dimension, and sums the log probabilities of
-    the sites inside the data plates over every other plate. Masks are kept, except at the discrete sites: a latent that is summed out has
-    a distribution whether masked or not, otherwise each of its values would count as a whole (Pyro's enumeration does the same). Of the
-    scales only the ratio to that of the discrete sites is kept, so that :attr:`scale` times the sum over data points is the scaled
-    objective.
+    Everything but the states ``s`` is held fixed.
 
-    With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
-    :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
+    The model is run once as a probe when this object is made. The probe fixes the subsamples of
+    plates and shows whether the states can be scored packed (see :meth:`packed`). If it is made
+    under enabled gradients, it serves searches and gradients alike. Otherwise :meth:`score` runs
+    the model with the discrete sites set to a tensor of candidate states in a new left-most
+    dimension. It sums the log probabilities of the sites inside the data plates over every other
+    plate. Masks are kept, except at the discrete sites. A latent that is summed out has a
+    distribution whether masked or not; otherwise each of its values would count as a whole. Pyro's
+    enumeration does the same. Of the scales, only the ratio to that of the discrete sites is kept.
+    So :attr:`scale` times the sum over data points is the scaled objective.
+
+    With a ``conditional``, its continuous latents are drawn given the states, and their log density
+    is subtracted: :math:`\log p(y_n, z, s) - \log q(z \mid s)`. This is :math:`\log p(y_n, s)` for
+    every ``z`` when the conditional is exact.
 
     Args:
         call: the Pyro model and its arguments.
@@ -74,8 +85,9 @@ class LogJoint(Probe):
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly; default: see :func:`.budget_on`.
-        scoring: whether the states are scored together, in a new left-most dimension; by ``torch.func.vmap``, for models that do not take
-            such a dimension; or one after the other, for models whose Python code looks at values.
+        scoring: how the states are scored: together, in a new left-most dimension. Or by
+            ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
+            other, for models whose Python code looks at values.
 
     Attributes:
         takes_gradients: whether it was made under enabled gradients.
@@ -100,10 +112,12 @@ class LogJoint(Probe):
     # --- scoring ---
 
     def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
-        """Log joints ``(N, C)`` of packed states ``(N, C, num_words)``; differentiable in whatever the model is.
+        """Returns log joints ``(N, C)`` of packed states ``(N, C, num_words)``.
 
-        ``rows`` restricts the data points to a slice of the batch, or to those at some positions; only possible where the model has
-        :attr:`packed` states.
+        They are as differentiable as the model.
+
+        ``rows`` restricts the data points to a slice of the batch, or to those at some positions.
+        This is only possible where the model has :attr:`packed` states.
 
         Raises:
             ValueError: if a log joint is NaN or ``+inf``; the message names the site.
@@ -118,7 +132,9 @@ class LogJoint(Probe):
         return log_joint
 
     def score_with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
-        """Log joints of states ``(N, C, num_words)`` by runs of the model, and the moments of the observations in them, where known.
+        """Returns log joints by runs of the model, and moments where known.
+
+        States are ``(N, C, num_words)``, and moments those of the observations in them.
 
         Of so many runs moments are those of every so many-th data point, each run's of others: together as many as one run has.
         """
@@ -136,22 +152,35 @@ class LogJoint(Probe):
         return log_joint, Moments.joined(known) if len(known) == len(moments) else None
 
     def scorer(self, rows: slice) -> RowScorer:
-        """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
+        """Returns scores ``(N, C)`` of some data points' states.
+
+        Under several draws of other latents at once they are means.
+        """
         return RowScorer(self, rows)
 
     @cached_property
     def packed(self) -> PackedModel | None:
-        """How to score packed states directly, or ``None`` if the model does not have the shape for it, or there is a conditional."""
+        """Returns how to score packed states directly, or ``None``.
+
+        ``None`` means that the model does not have the shape for it, or that there is a
+        conditional.
+        """
         # First needed by a search, perhaps, but kept for the gradient.
         with torch.set_grad_enabled(self.takes_gradients):
             return None if self.conditional is not None else PackedModel.of(self)
 
     def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """Log probability of each site inside the data plates, ``(C, ..., N)``, for candidates ``(N, C, num_words)``."""
+        """Returns each site's log probability inside the data plates, ``(C, ..., N)``.
+
+        Candidates are ``(N, C, num_words)``.
+        """
         return self._runs().log_probs(words)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
-        """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
+        """Returns log probabilities of discrete sites that masks hide.
+
+        They are ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``.
+        """
         return self._runs().hidden_log_probs(words)
 
     def _runs(self) -> CandidateRuns:
@@ -163,7 +192,10 @@ class LogJoint(Probe):
         return torch.cat([self._score_block(block) for block in words.split(self.candidates_per_run(), 1)], 1)
 
     def _score_possible(self, words: Tensor) -> Tensor:
-        """Scores with the best state in place of impossible ones, whose densities may be anything and would spoil gradients."""
+        """Returns scores with impossible states replaced by the best.
+
+        Densities of impossible states may be anything and would spoil gradients.
+        """
         scores = self._score_block(words)
         if scores.dim() != 2 or (is_vectorised(scores) and not self.layout.checked):
             return scores
@@ -210,7 +242,9 @@ class LogJoint(Probe):
     # --- blocks that fit into memory ---
 
     def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
-        """Slices of the batch's data points that can be scored on their own, each within the memory budget.
+        """Yields slices of data points within the memory budget.
+
+        Each can be scored on its own.
 
         Args:
             states_per_row: states of a data point that are kept or scored.
@@ -227,7 +261,10 @@ class LogJoint(Probe):
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 
     def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
-        """Blocks of data points and states (all: ``slice(None)``) to differentiate one by one, each within the memory budget."""
+        """Yields blocks of data points and states within the memory budget.
+
+        They are differentiated one by one. All states are ``slice(None)``.
+        """
         step = self.candidates_per_run()
         if self.packed is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
@@ -235,13 +272,19 @@ class LogJoint(Probe):
         yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))
 
     def candidates_per_run(self) -> int:
-        """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
+        """Returns how many candidates per data point a run may hold.
+
+        Each allocates a few copies of its largest site.
+        """
         largest: int = max(math.prod(node["fn"].batch_shape) * _numbers_per_state(node["fn"]) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
 
 
 def _numbers_per_state(distribution: Any) -> int:
-    """How many numbers the density of one state takes on the way: as many as a value has, or fewer if the distribution says so."""
+    """Returns how many intermediate numbers the density of one state takes.
+
+    A value has as many, unless the distribution says fewer.
+    """
     size = math.prod(distribution.event_shape)
     number: int = min(size, getattr(distribution, "numbers_per_state", size))
     return number

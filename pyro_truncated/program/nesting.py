@@ -1,9 +1,13 @@
-"""Room for events: how many plate dimensions Pyro must count to compare the shapes of a model and its guide rightly.
+"""Plate nesting: how many plate dimensions Pyro must count.
 
-``pyro.util.check_model_guide_match`` cuts the shape of a site that is longer than ``max_plate_nesting``, from
-``len(shape) - max_plate_nesting - event_dim`` on. Where the site lies in fewer plates than there are and has an event of two dimensions or
-more, that start is negative and counts from the right: the model's shape loses dimensions that the guide's, made longer by enumeration,
-keeps, and the two seem to disagree. The start should be ``max(0, ...)``. With a larger ``max_plate_nesting`` nothing is cut wrongly.
+It then compares the shapes of a model and its guide correctly.
+
+``pyro.util.check_model_guide_match`` cuts the shape of a site that is longer than
+``max_plate_nesting``, from ``len(shape) - max_plate_nesting - event_dim`` on. If the site lies in
+fewer plates than there are and has an event of two dimensions or more, that start is negative and
+counts from the right. The model's shape then loses dimensions that the guide's keeps, as
+enumeration makes it longer. The two seem to disagree. The start should be ``max(0, ...)``. With a
+larger ``max_plate_nesting`` nothing is cut wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ _ANY_SIZE = -1
 
 
 def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
-    """The least plate nesting, not below ``depth``, with which Pyro compares the given latent sites of a model with a guide rightly."""
+    """Returns the least sufficient plate nesting, at least ``depth``.
+
+    Pyro then compares given latent sites of a model with a guide correctly.
+    """
     sizes = [(len(node["fn"].batch_shape), node["fn"].event_dim) for node in latents]
     for batch_dim, event_dim in sorted(sizes, key=sum):
         if batch_dim < depth < batch_dim + event_dim:
@@ -34,7 +41,9 @@ def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
 
 
 def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
-    """Lets Pyro's ELBOs count as many plate dimensions as they must: they take the left-most plate of a run without enumeration.
+    """Lets Pyro's ELBOs count enough plate dimensions.
+
+    They take the left-most plate of a run without enumeration.
 
     Args:
         site: the site that is about to be sampled.

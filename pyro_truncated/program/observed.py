@@ -1,4 +1,7 @@
-"""What is observed must be possible: values outside a likelihood's support are refused by name, once per data set."""
+"""Observations must be possible: values outside supports are refused by name.
+
+Each data set is checked once.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 class ObservedValues:
-    """Checks observed values against the supports of their distributions, where these do not depend on latents.
+    """Checks observed values against their supports, if independent of latents.
 
-    A value outside a support that depends on a latent (the total count of an N-mixture) says something of the latent: such states have
-    probability zero. Entries that masks hide are no data, and distributions made with ``validate_args=False`` are left alone, as by Pyro.
+    A value outside a support that depends on a latent carries information about the latent. An
+    example is the total count of an N-mixture. Such states have probability zero. Entries that
+    masks hide are no data, and distributions made with ``validate_args=False`` are left alone, as
+    by Pyro.
     """
 
     def __init__(self) -> None:
@@ -42,7 +47,7 @@ class ObservedValues:
         return {**self.__dict__, "_checked": {}}
 
     def check(self, probe: Probe) -> None:
-        """Checks what a run of the model has observed, but for tensors that have been checked before.
+        """Checks a run's observations, except tensors checked earlier.
 
         Raises:
             ValueError: naming the site, its first impossible value and the data point.
@@ -60,7 +65,7 @@ class ObservedValues:
                 self._checked[name] = weakref.ref(value), value._version
 
     def _says_something_of_latents(self, name: str, probe: Probe) -> bool:
-        """Whether the support of an observation, or what it observes, is computed from latents."""
+        """Whether an observation or its support is computed from latents."""
         with poutine.block():
             found = Dependencies(probe.call)
         if found.parents[name] or found.leaked[name] or found.observed[name]:
@@ -70,7 +75,9 @@ class ObservedValues:
 
 @names_arguments
 def check_observable(model: Module, y: Tensor, support: Any) -> None:
-    """Refuses data, before a model of the library starts from them, that its training refuses, in the same words.
+    """Refuses data that a library model's training would refuse.
+
+    It does so in the same words before the model starts from them.
 
     Example:
         >>> model, y = BinarySparseCoding(16, 8), torch.zeros(5, 16)
@@ -107,7 +114,11 @@ def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:
-    """Which observed values are impossible, one by one as far as the constraint allows; ``None`` if that is not for us to say."""
+    """Returns which observed values are impossible, or ``None``.
+
+    They are found one by one as far as the constraint allows. ``None`` means that it cannot be
+    told.
+    """
     fn, value = node["fn"], node["value"]
     inner, masks = _unwrapped(fn)
     try:
@@ -134,7 +145,10 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
 
 
 def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
-    """A distribution without its wrappers, and the masks among these with the event dimensions of what they mask."""
+    """Returns a distribution without wrappers, and its masks.
+
+    Masks come with the event dimensions of what they mask.
+    """
     masks = []
     while isinstance(fn, (Independent, ExpandedDistribution, MaskedDistribution)):
         if isinstance(fn, MaskedDistribution):
@@ -160,7 +174,10 @@ def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
 
 
 def _place(probe: Probe, node: Mapping[str, Any], first: tuple[int, ...], element_dim: int) -> str:
-    """Where a value lies: its data point in the full data set, and its entry there."""
+    """Describes a value's place: data point and entry.
+
+    The data point is that of the full data set.
+    """
     batch_dim = len(first) - (node["fn"].event_dim - element_dim)
     data_point, entry = 0, list(first)
     frames = [frame for frame in node["cond_indep_stack"] if frame.name in probe.layout.plates and batch_dim + frame.dim >= 0]

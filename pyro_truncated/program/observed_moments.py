@@ -1,4 +1,7 @@
-"""Means and variances of what a model observes, read off one run on candidate states."""
+"""Means and variances of a model's observations, from one run.
+
+The run has candidate states.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,14 @@ from pyro_truncated.states.moments import Moments
 
 
 def moments_of(nodes: Mapping[str, Any], probe: Probe, words: Tensor, rows: slice) -> Moments | None:
-    """Those of some data points in a run on states ``(N, C, num_words)``, ``None`` where they do not tell how likely observations are.
+    """Returns moments of some data points in a run, or ``None``.
 
-    They do where a data point is a row of one plate and all that is observed inside it is known, neither masked nor scaled by itself, and
-    of distributions with finite means and positive variances, each of the shape of what is observed, but for dimensions of one.
+    States are ``(N, C, num_words)``. ``None`` means that moments do not determine how likely
+    observations are.
+
+    They do if a data point is a row of one plate and everything observed inside it is known and
+    neither masked nor scaled by itself. Its distributions must have finite means and positive
+    variances, of the observations' shape up to dimensions of one.
     """
     if probe.layout.dims != (-1,) or probe.depth != 1:
         return None

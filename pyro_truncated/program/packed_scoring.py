@@ -1,4 +1,4 @@
-"""Packed states scored by the distributions of their observations, without running the model on them."""
+"""Packed states scored by observation distributions, without running the model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from pyro_truncated.states.space import StateSpace
 
 @runtime_checkable
 class ScoresPackedStates(Protocol):
-    """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do.
+    """The interface of observation distributions that evaluate packed states.
 
-    It may say in ``numbers_per_state`` how many numbers the density of one state takes on the way, roughly: blocks on a device go by it;
-    and in ``is_linear`` that what the latents cause adds up, by which a search is chosen. The class that defines ``packed_log_prob`` may
-    define ``packed_flip_gains(words, value, state_logits)`` as well: what flipping each latent changes in it, ``(N, H)``, of one state
-    ``(N, num_words)`` for each data point, or ``None`` where scoring the flips is as cheap.
+    Those of :mod:`pyro_truncated.distributions` have it.
+
+    ``numbers_per_state`` may say roughly how many intermediate numbers the density of one state
+    takes, which determines blocks on a device. ``is_linear`` may say that contributions of latents
+    add up, which determines the search. The class that defines ``packed_log_prob`` may define
+    ``packed_flip_gains(words, value, state_logits)`` as well. It returns the change by flipping
+    each latent, ``(N, H)``, of one state ``(N, num_words)`` for each data point. It returns
+    ``None`` if scoring the flips is as cheap.
     """
 
     @property
@@ -48,8 +52,9 @@ class PackedModel:
         space: the space of the states.
         logits: of the latents, ``(H,)`` or ``(N, H)``.
         constant: the second sum with its sign, scalar or ``(N,)``.
-        certain: which latents cannot be on, and which cannot be off, because their probabilities are exactly 0 or 1, as packed words
-            ``(num_words,)`` or ``(N, num_words)``; ``None`` if there are none. They count in neither sum.
+        certain: which latents cannot be on, and which cannot be off, as their probabilities are
+            exactly 0 or 1. They are packed words ``(num_words,)`` or ``(N, num_words)``, ``None``
+            if there are none. They count in neither sum.
         observations: distributions and their values.
     """
 
@@ -61,10 +66,13 @@ class PackedModel:
 
     @classmethod
     def of(cls, probe: Probe) -> PackedModel | None:
-        """How to score packed states under a model, or ``None`` if it does not have the shape for it.
+        """Returns how to score packed states under a model, or ``None``.
 
-        The shape: in the data plate one vector ``Bernoulli`` site, and observations whose distributions evaluate packed states with that
-        very site as their ``states``; no masks, no inner plates.
+        ``None`` means that the model does not have the shape for it.
+
+        The shape: one vector ``Bernoulli`` site in the data plate, no masks, no inner plates. The
+        distributions of the observations evaluate packed states with that very site as their
+        ``states``.
         """
         layout = probe.layout
         if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
@@ -91,7 +99,7 @@ class PackedModel:
 
     @property
     def numbers_per_state(self) -> int:
-        """How many numbers the density of one state takes on the way, roughly."""
+        """Returns roughly how many intermediate numbers one state's density takes."""
         return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
 
     @property
@@ -100,7 +108,10 @@ class PackedModel:
         return all(getattr(fn, "is_linear", False) for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
-        """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""
+        """Returns log joints ``(N, C)`` of states ``(N, C, num_words)``.
+
+        The data points are those in some rows (default: all).
+        """
         chosen = slice(None) if rows is None else rows
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[chosen]
         total: Tensor | float = 0.0
@@ -115,7 +126,9 @@ class PackedModel:
         return total.masked_fill((((words & never) | (~words & always)) != 0).any(-1), -math.inf)
 
     def flip_gains(self, words: Tensor, rows: slice) -> Tensor | None:
-        """How much log joints change where one latent of states ``(N, W)`` of some data points is flipped, ``(N, H)``.
+        """Returns changes ``(N, H)`` of log joints by flipped latents.
+
+        States are ``(N, W)`` of some data points.
 
         ``None`` unless all observations know it in less time than it takes to score the flips.
         """
@@ -135,7 +148,10 @@ class PackedModel:
 
 
 def _flip_gains_of(distribution: Any) -> Callable[..., Tensor | None]:
-    """Its method, if gains are those of its own scores: a class that scores in another way than the one it inherits from has none."""
+    """Returns its method, if gains are those of its own scores.
+
+    A class that overrides the inherited scores has none.
+    """
     own = next((base for base in type(distribution).__mro__ if "packed_log_prob" in vars(base)), None)
     if own is None or "packed_flip_gains" not in vars(own):
         return lambda *args: None
@@ -143,7 +159,7 @@ def _flip_gains_of(distribution: Any) -> Callable[..., Tensor | None]:
 
 
 def _is_packed(node: Any, state: Any) -> bool:
-    """Whether a site is observed under a distribution that scores packed states of another site."""
+    """Whether a site's distribution scores packed states of another site."""
     fn = node["fn"]
     return bool(
         node["is_observed"]
@@ -162,7 +178,10 @@ def _inner(fn: Any) -> Any:
 
 
 def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """Which latents cannot be on and which cannot be off, in the shape of the logits; ``None`` if there are none."""
+    """Returns which latents cannot be on and which cannot be off.
+
+    They have the shape of the logits, or are ``None`` if there are none.
+    """
     found = certain_values(_inner(fn))
     if found is None:
         return None
@@ -172,7 +191,10 @@ def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
 
 
 def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
-    """Logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution; ``None`` if it is anything else."""
+    """Returns logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution.
+
+    ``None`` stands for any other distribution.
+    """
     fn = _inner(fn)
     if not isinstance(fn, torch.distributions.Bernoulli):
         return None

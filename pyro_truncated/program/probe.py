@@ -1,4 +1,7 @@
-"""One run of a Pyro model: which data points it selects, what it observes of them, and how much they count."""
+"""One run of a Pyro model as a probe.
+
+It tells which data points are selected, what is observed of them, and their scale.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
 
 
 class AllObservedError(ValueError):
-    """The model observes all discrete sites that the guide was set up for, so that there is no posterior of them.
+    """The model observes all discrete sites of the guide.
+
+    So they have no posterior.
 
     Attributes:
         values: the observed values by site name.
@@ -32,7 +37,7 @@ class AllObservedError(ValueError):
 
 
 class Probe:
-    """The data points of one (sub)batch, as a run of the model selects them.
+    """The data points of one (sub)batch that a run selects.
 
     Args:
         call: the Pyro model and its arguments.
@@ -44,8 +49,8 @@ class Probe:
         layout: its discrete sites.
         nodes: the sample sites of the run by name.
         subsamples: the subsamples of plates by name.
-        values: what stays as it is when states are scored: the given values, the subsamples, and what the run drew for the latents that
-            no guide has given a value.
+        values: fixed values while states are scored. They are the given values, the subsamples, and
+            draws of the latents that no guide has given a value.
         uncovered: the latents that nobody has given a value.
         observed: the discrete sites that are observed in this call.
         idle: by discrete site, the entries of its batch that a mask switches off: they have one value.
@@ -91,7 +96,10 @@ class Probe:
         self.known = self._known_levels()
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
+        """A run with given values of sites and subsamples of plates.
+
+        Nothing outside sees it, except parameters.
+        """
         return self.call.run(values)
 
     def _check_structure(self) -> None:
@@ -139,7 +147,9 @@ class Probe:
 
     @cached_property
     def chosen(self) -> Tensor | None:
-        """Positions ``(N,)`` of this batch's data points among all of them, or ``None`` if it holds all in order.
+        """Returns positions ``(N,)`` of this batch's data points, or ``None``.
+
+        ``None`` stands for all in order.
 
         They are where the plates have them: on the CPU, mostly, where to look at them is to wait for nobody.
 
@@ -183,7 +193,9 @@ class Probe:
     # --- what is observed ---
 
     def observations(self, nodes: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """Observed values inside the data plate by site name, data points first, inner plates next, then the event.
+        """Returns observed values inside the data plate by site name.
+
+        Data points come first, then inner plates, then the event.
 
         They are those of the probe, or of the sample sites of another run of the model on the same data points.
         """
@@ -198,7 +210,9 @@ class Probe:
         return found
 
     def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective.
+        """Returns the scaled log probability of observations outside data plates.
+
+        It is the same for all states, but a part of the objective.
 
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
@@ -212,11 +226,17 @@ class Probe:
         return KnownLevels.of(self.layout, self.sizes, observed, self.idle, self.device)
 
     def contradicted(self, words: Tensor) -> Tensor:
-        """Which of the states ``(N, C, num_words)`` are not what the model observes of them, ``(N, C)``."""
+        """Returns which states contradict the model's observations of them.
+
+        States are ``(N, C, num_words)``, the result is ``(N, C)``.
+        """
         if self.known is None:
             return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
         return self.known.contradicts(words)
 
     def fitted(self, words: Tensor) -> Tensor:
-        """Distinct states ``(N, S, num_words)`` with what is known of them put in; those that would repeat others stay as they are."""
+        """Returns distinct states ``(N, S, num_words)`` with observed values inserted.
+
+        States that would repeat others stay as they are.
+        """
         return words if self.known is None else self.known.put_into(words)

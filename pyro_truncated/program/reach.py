@@ -1,4 +1,7 @@
-"""How far a discrete site reaches whose support depends on other latents: its bounds over all their values."""
+"""Bounds of discrete sites whose support depends on other latents.
+
+They are over all values of these latents.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _VERIFIED_RUNS = 8
 
 
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
-    """The widest support of a site over all joint values of other sites.
+    """Returns a site's widest support over other sites' joint values.
 
     Args:
         node: the site in a run of the model.
@@ -52,14 +55,17 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
 
 @dataclasses.dataclass(frozen=True)
 class _Runs:
-    """Runs of a model up to a site, under joint values of others."""
+    """Runs of a model up to a site, under joint values."""
 
     call: Call
     node: Mapping[str, Any]
     joint: _JointValues
 
     def together(self) -> Bounds | None:
-        """Bounds over all joint values at once, in a new left-most dimension; ``None`` if single runs say something else."""
+        """Returns bounds over all joint values at once, or ``None``.
+
+        They use a new left-most dimension. ``None`` means that single runs disagree.
+        """
         joint = self.joint
         try:
             found = self._stopped(joint.together()).bounds(joint.depth)
@@ -91,7 +97,7 @@ class _Runs:
 
 
 class _JointValues:
-    """The joint values of some sites that the support of another one depends on.
+    """The joint values of sites that another site's support depends on.
 
     Members of a plate that holds both a site and the other one are independent, so that all get the same value.
     """
@@ -133,7 +139,7 @@ class _JointValues:
 
 
 def _last(tensor: Tensor, dims: int) -> Tensor:
-    """A tensor without its left-most dimensions, of size one, that leave it more than the given number."""
+    """Drops left-most dimensions of size one above a given number."""
     return tensor.reshape(tensor.shape[max(0, tensor.dim() - dims) :])
 
 
@@ -142,7 +148,10 @@ class _ReachedError(Exception):
 
 
 class _StopAt(Messenger):
-    """Ends a run at a site, and keeps its distribution and whether the values given to other sites lie in their supports."""
+    """Ends a run at a site and keeps its distribution.
+
+    It also keeps whether given values of other sites lie in their supports.
+    """
 
     def __init__(self, node: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -158,7 +167,10 @@ class _StopAt(Messenger):
             raise _ReachedError
 
     def bounds(self, depth: int | None = None) -> Bounds:
-        """The bounds of the support, with the depth of the plates by the left-most dimension; impossible values reach nothing."""
+        """Returns the support's bounds, with plates by their left-most dimension.
+
+        Impossible values do not count.
+        """
         fn, expected = self.fn, self.node["fn"]
         if fn.event_shape != expected.event_shape or support_of(fn) is None:
             raise NotImplementedError(

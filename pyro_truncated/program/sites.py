@@ -1,4 +1,7 @@
-"""The discrete latent sites of a Pyro model, and how their values map to levels; the sites of a trace."""
+"""Discrete latent sites of a Pyro model, and their levels.
+
+It also lists the sites of a trace.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ class DiscreteSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the site's latents for one data point: inner plates, then the event."""
+        """Shape of the site's latents for one data point.
+
+        Inner plates come first, then the event.
+        """
         return (*(size for _, size in self.plates), *self.event_shape)
 
     @property
@@ -58,7 +64,10 @@ class DiscreteSite:
         return len(self.event_shape) + (self.kind == "one_hot")
 
     def seen_from(self, plates: Collection[str]) -> DiscreteSite:
-        """The same site seen from a member of these data plates: all others that it lies in are inner plates."""
+        """The same site seen from a member of data plates.
+
+        All its other plates are inner plates.
+        """
         frames = {frame.dim: frame.name for frame in self.frames if frame.vectorized}
         sizes = {frame.dim: frame.full_size or frame.size for frame in self.frames if frame.vectorized}
         inner = tuple((dim, sizes[dim]) for dim in sorted(frames) if frames[dim] not in plates)
@@ -74,7 +83,10 @@ class DiscreteSite:
         return dataclasses.replace(self, plates=inner, cardinalities=tuple(table.flatten().tolist()))
 
     def to_values(self, levels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees; one-hot sites gain a last dimension."""
+        """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees.
+
+        One-hot sites gain a last dimension.
+        """
         dtype = self.dtype if dtype is None else dtype
         if self.kind == "one_hot":
             return torch.nn.functional.one_hot(levels.long(), self.cardinalities[0]).to(dtype)
@@ -111,7 +123,7 @@ class DiscreteSite:
 
 
 def sample_nodes(trace: poutine.Trace) -> dict[str, Any]:
-    """The sample sites of a trace by name, without the subsamples of plates."""
+    """Returns a trace's sample sites by name, without subsamples of plates."""
     return {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
 
 
@@ -121,7 +133,10 @@ def latent_nodes(trace: poutine.Trace) -> list[Any]:
 
 
 def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:
-    """Sum of the log densities of sample sites in float64, with their scales and masks; zero, on that device, of none."""
+    """Returns the summed log densities of sample sites in float64.
+
+    Scales and masks count. Without sites it is zero on that device.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for node in nodes:
         log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
@@ -142,7 +157,10 @@ def is_delta(node: Mapping[str, Any]) -> bool:
 
 
 def family(fn: Any) -> str:
-    """Name of a distribution without its wrappers; of a transformed one its own, not that of what is transformed."""
+    """Returns the name of a distribution without its wrappers.
+
+    A transformed distribution has its own name.
+    """
     while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
         fn = fn.base_dist
     return type(fn).__name__

@@ -1,4 +1,4 @@
-"""Subsamples of plates: drawn at a cost that does not grow with the data."""
+"""Subsamples of plates at a cost independent of the data's size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LARGE = 2**14
 
 
 class SparseSubsamples(Messenger):
-    """Effect handler that draws small subsamples of large plates without shuffling all positions, as Pyro's plates do.
+    """Effect handler for small subsamples of large plates.
+
+    Pyro's plates shuffle all positions; this does not.
 
     In a minibatch (:class:`~pyro_truncated.distributed.Batches`) the first plate of as many members as there are data takes its rows.
     """
@@ -43,13 +45,18 @@ class SparseSubsamples(Messenger):
 
 
 def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
-    """The program, which takes the rows of a minibatch if it is run in one, whatever hides its sites from the handlers around."""
+    """Returns the program that takes its minibatch's rows.
+
+    It finds them even if its sites are hidden from outer handlers.
+    """
     found: Callable[..., Any] = program if current_batch() is None else SparseSubsamples()(program)
     return found
 
 
 def random_subset(size: int, number: int, device: torch.device | str | None = None) -> Tensor:
-    """A uniformly distributed sequence ``(number,)`` of different positions below ``size``, for ``number`` well below ``size``.
+    """Draws ``(number,)`` distinct positions below ``size``, for small ``number``.
+
+    The sequence is uniformly distributed.
 
     Positions are drawn one after the other, and those that have been drawn before are left out.
     """

@@ -24,7 +24,10 @@ Bounds = tuple[Tensor, Tensor]
 
 
 def bounds_of(fn: Any) -> Bounds:
-    """Lowest and highest value of the entries of a discrete distribution, int64; the highest is huge where there is none."""
+    """Returns lowest and highest values of a discrete distribution's entries.
+
+    They are int64. Without a highest value it is huge.
+    """
     support = elementwise(support_of(fn))
     if support is constraints.boolean:
         return torch.tensor(0), torch.tensor(1)
@@ -48,7 +51,10 @@ def elementwise(support: Any) -> Any:
 
 
 def possible_values(fn: Any, value: Tensor) -> Tensor:
-    """Whether values lie in a distribution's support, by batch entry; what a distribution masks is possible."""
+    """Whether values lie in a distribution's support, by batch entry.
+
+    Masked values are possible.
+    """
     if isinstance(fn, MaskedDistribution):
         return possible_values(fn.base_dist, value) | ~torch.as_tensor(fn._mask, device=value.device)
     if isinstance(fn, ExpandedDistribution):
@@ -64,7 +70,10 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
 
 
 def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
-    """Log density of values that may lie outside of the support, where it is ``-inf`` whatever the formula says there."""
+    """Returns the log density of values that may lie outside.
+
+    Outside of the support it is ``-inf``, whatever the formula says.
+    """
     possible = possible_values(fn, value)
     low = getattr(elementwise(support_of(fn)), "lower_bound", None)
     if low is not None:

@@ -1,4 +1,8 @@
-"""How the states of a model are scored: together in a new left-most dimension, by ``torch.func.vmap``, or one after the other."""
+"""How the states of a model are scored.
+
+They are scored together in a new left-most dimension, by ``torch.func.vmap``, or one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ _ANY_IDIOM = (
 
 
 class VectorizationWarning(UserWarning):
-    """A model cannot score states together, so that they are scored in a slower way.
+    """A model cannot score states together; a slower way is used.
 
     Example:
         >>> def model(y):
@@ -73,10 +77,12 @@ class VectorizationWarning(UserWarning):
 
 
 def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
-    """Tries a few states together and one by one; where the two disagree, the fastest way that is right, with a warning.
+    """Chooses the fastest correct scoring by tests on a few states.
 
-    Where Python code looks at the values of discrete sites (``if (z > 1).any()``), what it does for many states at once is not what it does
-    for each of them, even if it is so for those tried: such states are scored one by one.
+    States scored together are compared with states one by one. A slower way comes with a warning.
+
+    Python code that looks at the values of discrete sites (``if (z > 1).any()``) may treat many
+    states otherwise than each of them, whatever the tests show. Such states are scored one by one.
 
     Where a likelihood scores packed states, the model is not run on them, and nothing is slow; only Pyro's own ELBOs run it.
 
@@ -121,7 +127,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
 
 
 def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor] | Exception, scoring: Scoring) -> bool:
-    """Whether the same states get other log probabilities when they are scored again; if so, warns of it."""
+    """Whether repeated scores of the same states differ; warns of it."""
     name = _difference(_terms(log_joint, words, scoring)[0], found)
     if name:
         warnings.warn(
@@ -135,7 +141,9 @@ def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor]
 
 
 def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bool:
-    """Whether the model itself, which is not run to score packed states, could be run on many of them at once, as Pyro's own ELBOs do.
+    """Whether Pyro's own ELBOs could run the model on many states.
+
+    The model is not run if its states are scored packed.
 
     Where two states of every data point would not fit into the memory budget, it is taken for granted.
     """
@@ -166,7 +174,7 @@ def _candidates(log_joint: LogJoint, most: int = _CANDIDATES) -> Tensor:
 
 
 def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[str, Tensor] | Exception, int]:
-    """Log probabilities of the sites, or what went wrong, and the most dimensions that one of them has had."""
+    """Returns sites' log probabilities or an error, and their most dimensions."""
     # Latents of other guides are held fixed here: they count like data.
     runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered=(), held=log_joint.values)
     try:
@@ -176,7 +184,10 @@ def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[s
 
 
 def _difference(found: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
-    """The first site at which log probabilities differ; an empty name for an error."""
+    """Returns the first site with differing log probabilities.
+
+    The name is empty for an error.
+    """
     if isinstance(found, Exception) or isinstance(expected, Exception):
         return ""
     for name, value in expected.items():
@@ -272,13 +283,19 @@ def scoring_for(
 
 
 def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
-    """On a device, the latent sites whose distributions have probabilities of exactly zero or one."""
+    """Returns latent sites with probabilities of exactly zero or one.
+
+    They are looked for on a device.
+    """
     names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
     return frozenset(name for name in names if is_certain_somewhere(log_joint.nodes[name]["fn"]))
 
 
 def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
-    """Observed sites that give their values probability zero in some states: in all of a small space, in some of a large one."""
+    """Returns observed sites that have probability zero in some states.
+
+    It tests all states of a small space, and some of a large one.
+    """
     space, nodes = log_joint.layout.space, log_joint.nodes.values()
     # What is wrong with the data, their own check shall say.
     with torch.no_grad(), spare_random_numbers(), isolated(), contextlib.suppress(Exception):

@@ -112,7 +112,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(path: Path) -> _Picture:
-    """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``, the way up that they are shown, from 0 to 255."""
+    """Returns grey pictures as ``(height, width)``, others as ``(height, width, 3)``, from 0 to 255.
+
+    Pictures are turned as they are shown.
+    """
     with Image.open(path) as opened:
         notes = "; its colours of 16 bits are read as 8" if _has_deep_colours(opened) else ""
         picture = ImageOps.exif_transpose(opened)
@@ -128,7 +131,10 @@ def _read(path: Path) -> _Picture:
 
 
 def _of_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
-    """Grey pixels of more than eight bits, of 255, and whether 65535 is white: in those of 16 bits, and of 32 if any exceeds 255."""
+    """Returns grey pixels of more than eight bits, scaled to 255.
+
+    White is 65535 in pictures of 16 bits, and in those of 32 bits if any pixel exceeds 255.
+    """
     seen = pixels[~pixels.isnan()]
     if not len(seen):
         raise ValueError("all pixels of the picture are NaN, which marks what is missing")
@@ -146,7 +152,10 @@ def _of_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
 
 
 def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
-    """Writes restored pixels as the picture was, or as near as the format takes; returns what was lost."""
+    """Writes restored pixels in the picture's mode; returns what was lost.
+
+    If the format lacks the mode, the nearest one is taken.
+    """
     options: dict[str, Any] = {"quality": _QUALITY, "icc_profile": picture.profile}
     shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
     whole = shallow.copy()
@@ -167,7 +176,10 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 
 
 def _is_kept(picture: Image.Image, path: Path) -> bool:
-    """Whether a file that was written has transparency, or sixteen bits: some formats leave them out and say nothing."""
+    """Whether a written file kept its transparency and its sixteen bits.
+
+    Some formats leave them out and say nothing.
+    """
     with Image.open(path) as written:
         if picture.has_transparency_data:
             # Lossy formats keep it nearly.
@@ -233,7 +245,10 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
 
 
 def _check_output(path: Path, mode: str, height: int, width: int) -> None:
-    """Before the work: whether pictures of this mode and size can be written there, and stay as large."""
+    """Checks whether pictures of this mode and size can be written.
+
+    This happens before the work. The size must also survive.
+    """
     written, size = io.BytesIO(), f"{width}x{height}"
     try:
         Image.new(mode, (width, height)).save(written, Image.registered_extensions()[path.suffix.lower()])
@@ -253,7 +268,10 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
 
 
 def _size_of(written: io.BytesIO) -> str | None:
-    """Width and height of a picture, or None if it is in a format that Pillow writes and does not read."""
+    """Returns width and height of a picture.
+
+    None stands for a format that Pillow writes and does not read.
+    """
     try:
         with Image.open(written) as picture:
             return f"{picture.width}x{picture.height}"

@@ -1,4 +1,7 @@
-"""Which sides of patches suit an image: weights of what is made of it with each, by their distance from data with noise of its own."""
+"""Chooses sides of patches by stacking.
+
+The restored arrays with each side are weighted by their distance from data with independent noise.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from pyro_truncated.utils.devices import device_of
 _SHARE, _SPREAD = 0.5, 0.2
 # Patches that the sides are chosen with are so much further apart; a side of less weight is not worth its time.
 _SPARSER, _LEAST_WEIGHT = 2, 0.05
-# Shares outside say that the noise is not what it was said to be: with the right one crops of photographs have from -.102 to .071.
+# Shares outside say that the noise is not what it was said to be: with the right one crops of photographs have from -0.102 to 0.071.
 _LEAST_BACK, _MOST_BACK = -0.12, 0.1
 # Flat is where the expected squared error is below that part of the noise's variance; it says something where that much is flat.
 _FLAT, _ENOUGH_FLAT = 0.03, 0.2
@@ -39,12 +42,15 @@ def restored_with_chosen_sides(
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> tuple[list[Learned], Tensor]:
-    """Rounds of mixtures of which the last has the sides that suit the image, whose patches then agree on an array, beside similar windows.
+    """Runs rounds of mixtures; the last has sides that suit the image.
 
-    Which these are is found out by the same rounds on the image with more noise, the first array of :func:`split`, of which the last has
-    all candidates: it is the second array that says how near to the truth they come, see :func:`weights_of_arrays`. Every second patch
-    along each dimension is enough for that; sides with weights below .05 are left out. If the noise is known, or found where the image is
-    flat, what was taken off too much is given back, see :func:`share_to_give_back` and :func:`believed`.
+    The patches of the last round then agree on an array, which is averaged with similar windows.
+
+    The sides are found by the same rounds on the image with more noise, the first array of
+    :func:`split`. Their last round has all candidates. The second array tells how near to the truth
+    they come, see :func:`weights_of_arrays`. Every second patch along each dimension is enough for
+    that; sides with weights below 0.05 are left out. If the noise is known, or estimated where the image is
+    flat, over-smoothing is corrected, see :func:`share_to_give_back` and :func:`believed`.
 
     Args:
         image: the noisy array, without missing entries.
@@ -84,9 +90,11 @@ def restored_with_chosen_sides(
 
 
 def level_where_flat(rest: Tensor, errors: Tensor, noise: float) -> float | None:
-    r"""The noise where nearly nothing but noise was taken off: the root of the mean of :math:`(y - x)^2 + v` in flat places.
+    r"""Estimates the noise in flat places.
 
-    Those are where the expected squared error :math:`v` is below :math:`.03 \sigma^2`. An array that follows noise by
+    It is the root of the mean of :math:`(y - x)^2 + v` there.
+
+    Those are where the expected squared error :math:`v` is below :math:`0.03 \sigma^2`. An array that follows noise by
     :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v = \sigma^2 - v`.
 
     Args:
@@ -104,9 +112,11 @@ def level_where_flat(rest: Tensor, errors: Tensor, noise: float) -> float | None
 
 
 def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
-    r"""The share of the noisy array that brings a restored one nearest to the truth, if the noise is known.
+    r"""Returns the share of the noisy array that is added back.
 
-    Negative shares take more off. Below -.12 and above .1 the noise is not what it is said to be, and the share is zero.
+    With known noise, it brings the restored array nearest to the truth.
+
+    Negative shares take more off. Below -0.12 and above 0.1 the noise is not what it is said to be, and the share is zero.
 
     .. math:: a = 1 - \frac{N \sigma^2 (1 - d)}{|y - x|^2}, \qquad d = \frac{\langle y' - y, x' - x \rangle}{|y' - y|^2},
 
@@ -131,7 +141,9 @@ def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_no
 
 
 def believed(share: float, errors: Tensor, noise: float) -> float:
-    r"""A share to give back, or zero if it is too large for the expected squared errors :math:`v`: above :math:`.75 v / \sigma^2`.
+    r"""Returns a share to add back, or zero if it is implausible.
+
+    It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`.
 
     What :func:`share_to_give_back` finds is the squared error without the noise that is followed, as a part of about
     :math:`\sigma^2`. If that is more than can be expected, the noise of flat places is too low.
@@ -149,10 +161,13 @@ def _sparser(patches: Patches) -> Patches:
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    r"""Two arrays with independent noise: :math:`y + z / 2` and :math:`y - 2 z`, with normal numbers :math:`z` of the noise's deviation.
+    r"""Returns two arrays with independent noise.
 
-    The noise of the first is :math:`\sqrt{1.25}` times that of the array, and of the second :math:`\sqrt 5` times; they are independent as
-    far as that which is told is the noise.
+    They are :math:`y + z / 2` and :math:`y - 2 z`, with normal numbers :math:`z` of the noise's
+    deviation.
+
+    The noise of the first is :math:`\sqrt{1.25}` times that of the array, and of the second
+    :math:`\sqrt 5` times. They are independent if the given noise is right.
 
     Args:
         image: :math:`y`, without missing entries.
@@ -175,12 +190,15 @@ def noise_of_first(noise: float) -> float:
 
 
 def weights_of_arrays(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
-    r"""The weights of restored arrays whose mean is near data that they were not made from: not negative, with sum one.
+    r"""Returns stacking weights of restored arrays: not negative, with sum one.
+
+    Their mean is near to data that the arrays were not made from.
 
     .. math:: \arg\min_w \; \frac{1}{v} \Bigl\| y'' - \sum_s w_s x_s \Bigr\|^2 + \frac{1}{\tau^2} \sum_s (w_s - 1/S)^2,
 
-    the most probable weights if they are normal around equal ones, with standard deviation :math:`\tau = 0.2`: the more entries there are,
-    and the further the arrays lie apart, the more the data say. The squared distance is in expectation that from the truth and a constant.
+    the most probable weights under a normal prior around equal ones, with standard deviation
+    :math:`\tau = 0.2`. The data count the more, the more entries there are and the further the
+    arrays lie apart. The squared distance is in expectation that from the truth and a constant.
 
     Args:
         arrays: :math:`x_s`, ``(S, *shape)``, made from the first array of :func:`split`; a few, as all subsets are tried.
@@ -202,7 +220,10 @@ def weights_of_arrays(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
 
 
 def _on(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
-    """Where the quadratic function is least if these weights alone are not zero, with sum one."""
+    """Minimises the quadratic function over weights on these arrays, with sum one.
+
+    All other weights are zero.
+    """
     inverse = torch.linalg.solve(quadratic[support][:, support], torch.stack([linear[support], torch.ones_like(linear[support])], 1))
     free, ones = inverse.unbind(1)
     weights = torch.zeros_like(linear)

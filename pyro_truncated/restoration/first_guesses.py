@@ -1,4 +1,4 @@
-"""What is known of a damaged array before anything is learned: its noise, what is missing, and how large patches should be."""
+"""First estimates for a damaged array: noise, missing entries, size of patches."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ def checked(image: Any) -> Tensor:
 
 
 def floating(image: Tensor) -> Tensor:
-    """The array in floating point numbers; of half precision, which linear algebra does not have, become the default ones."""
+    """Returns the array in floating point numbers.
+
+    Half precision becomes the default precision, as linear algebra does not have it.
+    """
     has_precision = image.is_floating_point() and torch.finfo(image.dtype).bits >= 32
     return image if has_precision else image.to(torch.get_default_dtype())
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:
-    """A first guess of the noise: that of the windows without texture, see :func:`_level_of_windows`.
+    """Estimates the noise from windows without texture, see :func:`_level_of_windows`.
 
     Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_level_of_differences`.
     Those of a photograph are several percent above the noise, as fine texture counts for them. What is constant - a border, what a mask
@@ -76,7 +79,10 @@ def windows_are_enough(image: Tensor, num_dims: int) -> bool:
 
 
 def whole_windows(image: Tensor, num_dims: int) -> Tensor:
-    """Windows of an array, of each channel by itself, that have no missing entry, all of them if they are not too many: ``(N, *sides)``."""
+    """Returns complete windows of each channel, ``(N, *sides)``.
+
+    They have no missing entry. If there are too many, some are drawn.
+    """
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
     side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
@@ -93,7 +99,7 @@ def _side(num_dims: int) -> int:
 
 
 def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
-    """The array with NaN in the place of windows whose entries are all exactly the same.
+    """Returns the array with NaN in windows that are exactly constant.
 
     It is returned as it is if hardly anything else would be left, or mostly neighbours that are the same: drawings without noise.
     """
@@ -108,7 +114,7 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
 
 
 def _is_in_constant_window(image: Tensor, num_dims: int) -> Tensor:
-    """Whether entries lie in a window, of any place, that is constant; of each channel by itself."""
+    """Whether entries lie in a constant window of their channel."""
     sides = [min(_side(num_dims), size) for size in image.shape[:num_dims]]
     highest, lowest = image, image
     for dim, side in enumerate(sides):
@@ -121,10 +127,13 @@ def _is_in_constant_window(image: Tensor, num_dims: int) -> Tensor:
 
 
 def _level_of_windows(windows: Tensor, level: float) -> float:
-    r"""The root of the mean of the lower half of the principal variances of windows without texture.
+    r"""Returns the noise level of windows without texture.
 
-    Those are the windows whose squared differences of neighbours :math:`z^\top A z` add up to less than 99 % of windows of nothing but
-    noise of the level found so far have, by the gamma distribution of the same mean and variance (with Wilson's and Hilferty's quantile).
+    It is the root of the mean of the lower half of their principal variances.
+
+    A window has no texture if its sum of squared differences of neighbours :math:`z^\top A z` is
+    below the 99 % quantile for nothing but noise. The quantile is that of the gamma distribution
+    with the same mean and variance (by Wilson's and Hilferty's formula).
 
     Args:
         windows: ``(N, *sides)``, more than a few.
@@ -160,7 +169,9 @@ def _limit(windows: Tensor) -> float:
 
 
 def _level_of_differences(image: Tensor, num_dims: int) -> float:
-    """By the median of third differences along all dimensions, little affected by edges and not by slopes.
+    """Estimates the noise by the median of third differences along all dimensions.
+
+    Edges affect it little, and slopes not at all.
 
     Where few entries have all the neighbours that this takes, differences of lower order are taken.
     """
@@ -188,7 +199,9 @@ def deviation(image: Tensor) -> Tensor:
 
 
 def nearly_no_noise(image: Tensor, num_dims: int) -> float:
-    """The standard deviation of noise that mixtures are told of arrays without, so small that it hides little.
+    """Returns the noise that mixtures assume for arrays without noise.
+
+    It is so small that it hides little.
 
     It is the least of three levels:
 
@@ -206,7 +219,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
 
 
 def smoothed(image: Tensor, num_dims: int) -> Tensor:
-    """An array after some steps in which every entry becomes the mean of the window of side three around it."""
+    """Smooths an array by repeated means over windows of side three."""
     numbers = _neighbours(torch.ones_like(image), num_dims)
     for _ in range(_SMOOTHING):
         image = _neighbours(image, num_dims) / numbers
@@ -214,7 +227,10 @@ def smoothed(image: Tensor, num_dims: int) -> Tensor:
 
 
 def filled(image: Tensor, num_dims: int) -> Tensor:
-    """The image with missing entries replaced by the mean of their observed neighbours, from near to far."""
+    """Fills in missing entries by means of observed neighbours.
+
+    Entries near to observed ones are filled in first.
+    """
     missing = image.isnan()
     if not bool(missing.any()):
         return image

@@ -22,10 +22,11 @@ LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.3
 def steadied(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Averages a restored image, in large holes, with surface and mean.
 
-    Far from all that is seen patches say little, and what is made of them may be farther from the truth than the mean. The holes are moved
-    to where the image is seen, and restored there, too. The weights of the three are those that are best there, see
-    :func:`.weights_of_arrays`; their prior around equal ones is the weaker the better the best of the three is. They count fully from
-    seven pixels off what is seen on, and not at all up to three.
+    Far from all that is seen patches say little, and what is made of them may be farther from the
+    truth than the mean. The holes are moved to where the image is seen, and restored there, too.
+    The three are averaged with the weights that are best there, see :func:`.weights_of_arrays`. The
+    prior around equal weights is the weaker, the better the best of the three is. They count fully
+    from seven pixels off what is seen on, and not at all up to three.
 
     Args:
         image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.

@@ -1,4 +1,4 @@
-"""Missing entries of an image from groups of similar windows, which as matrices have small rank."""
+"""Fills in missing entries from low-rank groups of similar windows."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ _BLOCK = 1024
 
 
 def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
-    r"""A restored image, averaged with what groups of windows that are similar in it say of the missing entries.
+    r"""Averages a restored image with low-rank estimates of its missing entries.
 
-    The group of a window of side 8 are the 60 near by that are nearest to it in the restored image. In each of eight steps every group
-    becomes the matrix without its small singular values, those up to :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of
-    :math:`D` entries; where windows overlap they are averaged. What observed entries have then lost is added to them before the next step
-    (Bregman iterations), so that they are not forgotten and the missing ones follow. The result counts .4 beside the estimate: its errors
-    are other ones.
+    The estimates come from groups of similar windows.
+
+    The group of a window of side 8 are the 60 near by that are nearest to it in the restored image.
+    In each of eight steps, every group becomes the matrix without its small singular values. Those
+    are values up to :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of :math:`D`
+    entries. Overlapping windows are averaged. The loss at observed entries is added to them before
+    the next step (Bregman iterations), so that the missing ones follow. The result counts 0.4 beside
+    the estimate: its errors are other ones.
 
     Args:
-        image: the image with missing entries (NaN), without noise; of signals, volumes and images with a side below 32 the estimate is
-            returned as it is.
+        image: the image with missing entries (NaN), without noise. For signals, volumes and images
+            with a side below 32 the estimate is returned unchanged.
         estimate: the restored image.
         noise: standard deviation :math:`\sigma` of what cannot be predicted.
         channels: number of channels; ``None`` for an image without.
@@ -38,8 +41,8 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
             least for every eighth.
 
     Returns:
-        The image; its observed entries are those of the estimate, and so are channels without texture, which deviate by four times the
-        noise at most.
+        The image. Its observed entries are those of the estimate, and so are channels without
+        texture, which deviate by at most four times the noise.
 
     Reference:
         Zhang, Zhao and Gao, "Group-based sparse representation for image restoration", IEEE Transactions on Image Processing 23, 2014.
@@ -57,7 +60,10 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
-    """Which channels deviate by more than what is cut off, ``(channels,)``, or whether an image without does."""
+    """Returns which channels deviate by more than the threshold, ``(channels,)``.
+
+    For an image without channels it is one truth value.
+    """
     seen = image.reshape(-1, channels or 1)
     return ((seen - seen.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
 
@@ -71,7 +77,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
 
 
 def _of_small_rank(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
-    """The mean of all groups of an image without their small singular values."""
+    """Returns the mean of all groups without small singular values."""
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
     largest = (noise * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2

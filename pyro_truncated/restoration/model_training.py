@@ -1,4 +1,7 @@
-"""Training a model of patches, any of the library's or a user's own, for restoration."""
+"""Trains a model of patches for restoration.
+
+The model may be one of the library or of a user.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
 
 def made(model: ModelOfPatches, num_observed: int) -> Any:
-    """The model itself, or what a function of the number of entries makes.
+    """Returns the model, or calls a factory with the number of entries.
 
     Raises:
         TypeError: if it cannot reconstruct data from populations.
@@ -48,7 +51,10 @@ def made(model: ModelOfPatches, num_observed: int) -> Any:
 
 @torch.no_grad()
 def start(model: Any, filled: Tensor, noise: float, generator: torch.Generator | None) -> None:
-    """From random patches as elements where the model can, few of them active, and with a little more noise than is expected."""
+    """Initialises elements by random patches where the model can.
+
+    Few of them are active, and the noise begins a little above the expected one.
+    """
     if hasattr(model, "initialize"):
         takes_generator = "generator" in inspect.signature(model.initialize).parameters
         model.initialize(filled, **({"generator": generator} if takes_generator else {}))
@@ -59,7 +65,9 @@ def start(model: Any, filled: Tensor, noise: float, generator: torch.Generator |
 
 
 def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
-    """Online EM on minibatches where the model has closed-form M-steps, else gradients, at a temperature that falls at first.
+    """Trains by online EM where M-steps are closed-form, else by gradients.
+
+    Both use minibatches, and the temperature falls at first.
 
     Returns:
         The trained guide, and the free energy per patch after each pass; there are fewer passes if it stops growing.
@@ -84,13 +92,16 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
 
 
 def _search(model: Any) -> Search:
-    """Greedy pursuit beside evolution where the latents' contributions add up, evolution alone elsewhere."""
+    """Returns the search: greedy pursuit beside evolution where contributions add up.
+
+    Other models use evolution alone.
+    """
     evolution = EvolutionarySearch(5, 4, 1)
     return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
 
 
 def _has_settled(free_energies: list[float], num_observed: int) -> bool:
-    """Whether the last passes have gained less than a few ten thousandths of a nat per entry."""
+    """Whether the last passes gained less than some 0.0001 nats per entry."""
     now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
     return sum(now) - sum(before) < _TOLERANCE * _PATIENCE * num_observed
 

@@ -1,4 +1,7 @@
-"""Large pictures in parts that overlap: all patches of one at once would not fit into memory."""
+"""Restores large pictures in overlapping tiles.
+
+All patches of a large picture would not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,22 @@ def restored_in_parts(
     *,
     keeps_seen: bool = False,
 ) -> tuple[Tensor, float]:
-    """Restores an image as one, or in overlapping squares that fade into each other, if it has more entries than may be at once.
+    """Restores an image as a whole or in overlapping tiles.
+
+    Tiles are used if it has more entries than the limit; they fade into each other.
 
     Args:
         image: ``(height, width)`` or ``(height, width, channels)``; missing entries are NaN.
         restore: restores a part, given whether to show a progress bar.
         most: entries of the largest part.
         progress: whether to show a progress bar; default: if the output is a terminal.
-        keeps_seen: whether ``restore`` returns the entries that are seen as they are, as :func:`.inpaint` does without noise: then parts in
-            which none is missing are not restored, since nothing of what would be learned in them is used.
+        keeps_seen: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
+            without noise. Tiles without missing entries are then skipped, since nothing learned in
+            them is used.
 
     Returns:
-        The restored image, and the root of the mean square of the noise that was learned in the parts; zero if in none anything was.
+        The restored image, and the root mean square of the noise that was learned in the tiles. It
+        is zero if nothing was learned in any tile.
 
     Raises:
         ValueError: before any work is done, if in a part that is restored by itself all is missing.
@@ -73,7 +80,10 @@ def restored_in_parts(
 
 
 def spans(size: int, side: int) -> list[slice]:
-    """Stretches of a side, or all if that is less, that cover so many entries, evenly spaced; neighbours overlap by 32 or more."""
+    """Returns evenly spaced stretches of a side that cover so many entries.
+
+    Neighbours overlap by 32 or more. A shorter side is one stretch.
+    """
     side = min(side, size)
     number = math.ceil((size - side) / max(1, side - _OVERLAP)) + 1
     starts = torch.linspace(0, size - side, number).round().long().tolist()
@@ -81,6 +91,6 @@ def spans(size: int, side: int) -> list[slice]:
 
 
 def _fading(span: slice) -> Tensor:
-    """Weights that fade to the ends of a stretch where it overlaps with others, and never to zero."""
+    """Returns weights that fade to overlapping ends, never to zero."""
     places = torch.arange(span.stop - span.start, dtype=torch.float64)
     return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)

@@ -1,4 +1,7 @@
-"""A mixture of normal distributions of patches, below noise: each has few directions, and a place in the array."""
+"""A mixture of normal distributions of patches with noise.
+
+Each component has few directions and a place in the array.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ _KEPT = 3
 
 
 class PatchMixture(torch.nn.Module):
-    r"""Patches of ``D`` entries as a mixture of ``K`` normal distributions, each around a place of the array; a Pyro model.
+    r"""Patches of ``D`` entries as a mixture of ``K`` normal distributions.
+
+    Each component also has a distribution of places in the array. It is a Pyro model.
 
     .. math:: z_n \sim \pi, \qquad x_n \sim \mathcal N(\mu_z, W_z W_z^\top), \qquad
         p_n \sim \mathcal N(m_z, v_z I)^\beta, \qquad y_n \sim \mathcal N(x_n, \sigma^2 I),
@@ -79,7 +84,10 @@ class PatchMixture(torch.nn.Module):
         self.register_buffer("scale", like.new_tensor(scale))
 
     def forward(self, y: Tensor, x: Tensor, places: Tensor) -> None:
-        """The model of noisy patches ``y (N, D)`` at places ``(N, P)``; patches without noise ``x (N, D)`` are for learning only."""
+        """The model of noisy patches ``y (N, D)`` at places ``(N, P)``.
+
+        Patches without noise ``x (N, D)`` are for learning only.
+        """
         with pyro.plate("data", len(y)):
             z = pyro.sample("z", Component(logits=self.weights.log()))
             pyro.sample("y", self.likelihood(z), obs=y)
@@ -97,9 +105,10 @@ class PatchMixture(torch.nn.Module):
         r"""Sums over the patches without noise that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            With responsibilities :math:`r_{nk}` of the three most probable components of each patch: ``counts``, their sums ``(K,)``;
-            ``sums`` and ``products`` of :math:`x_n - \mu_k`, ``(K, D)`` and ``(K, D, D)``; ``places``, of :math:`(1, p_n, |p_n|^2)`,
-            ``(K, P + 2)``.
+            With responsibilities :math:`r_{nk}` of the three most probable components of each
+            patch: ``counts`` are their sums ``(K,)``. ``sums`` ``(K, D)`` and ``products`` ``(K, D,
+            D)`` are those of :math:`x_n - \mu_k`. ``places`` ``(K, P + 2)`` are those of :math:`(1,
+            p_n, |p_n|^2)`.
         """
         components, weights = _shares(population, temperature)
         x, places = population.rows_of(x), population.rows_of(places).double()
@@ -117,7 +126,10 @@ class PatchMixture(torch.nn.Module):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        """Sets the parameters, but for the noise, to the weighted moments; a component without data keeps its mean and is never taken."""
+        """Sets all parameters but the noise to the weighted moments.
+
+        A component without data keeps its mean and is never taken.
+        """
         counts = statistics["counts"]
         number = counts.clamp(min=torch.finfo(counts.dtype).tiny).unsqueeze(1)
         shift = statistics["sums"] / number
@@ -137,8 +149,9 @@ class PatchMixture(torch.nn.Module):
     def _eigen(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of covariances, which are overwritten.
 
-        They are those with the noise, which is taken off again: a covariance of few directions and nothing else, such as that of two
-        patches, becomes tridiagonal with entries that underflow, of which LAPACK's divide and conquer makes NaN.
+        They include the noise, which is subtracted again. A covariance of few directions alone,
+        such as that of two patches, becomes tridiagonal with entries that underflow. LAPACK's
+        divide and conquer makes NaN of it.
         """
         diagonal = covariance.diagonal(dim1=1, dim2=2)
         # Where the noise is smaller, rounding takes its part.
@@ -149,7 +162,7 @@ class PatchMixture(torch.nn.Module):
 
     @torch.no_grad()
     def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Means of :math:`x_n` given :math:`y_n`, and the expected squared errors of their entries, ``(N, D)`` both.
+        r"""Returns means and expected squared errors of :math:`x_n` given :math:`y_n`, both ``(N, D)``.
 
         Entries of ``y`` that are NaN are missing. The errors are the posterior variances: with means :math:`m_{nk}` and variances
         :math:`v_{nk}` given component :math:`k`, :math:`\sum_k r_{nk} (v_{nk} + (m_{nk} - \sum_l r_{nl} m_{nl})^2)`.
@@ -172,7 +185,10 @@ class PatchMixture(torch.nn.Module):
 
 
 def most_probable(population: Population, number: int) -> Population:
-    """The ``number`` most probable states of every data point, the most probable first; all if there are fewer."""
+    """Returns the ``number`` most probable states of every data point.
+
+    The most probable comes first. If there are fewer, all are returned.
+    """
     log_joint, best = population.log_joint.topk(min(number, population.num_states), 1)
     return dataclasses.replace(population, words=take(population.words, best), log_joint=log_joint)
 

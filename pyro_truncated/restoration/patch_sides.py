@@ -1,4 +1,4 @@
-"""How large patches are: by the noise, what is missing, the dimensions, and the model that they are for."""
+"""Sizes of patches by noise, missing entries, dimensions and model."""
 
 from __future__ import annotations
 
@@ -45,13 +45,19 @@ def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
 
 
 def shows_which_sides(image: Tensor, noise: float) -> bool:
-    """Whether an image says which sides of patches suit it: one of some size, with little noise and all entries."""
+    """Whether stacking can choose the sides of an image's patches.
+
+    The image must have some size, little noise and no missing entries.
+    """
     is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
 
 
 def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
-    """The side of patches that a model has been made for, or None if no such patch fits into the image."""
+    """Returns the side of patches that a finished model has.
+
+    None if no such patch fits into the image.
+    """
     entries = getattr(model, "num_observed", None)
     if not isinstance(entries, int):
         return None
@@ -60,7 +66,10 @@ def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> i
 
 
 def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
-    """The side of patches for a model that is made for them: larger with more noise, not larger than the image."""
+    """Returns the side of patches for a mixture.
+
+    It grows with the noise and is at most that of the image.
+    """
     if len(shape) == 1:
         return min(64, len(image))
     wanted: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
@@ -69,7 +78,7 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
 
 
 def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float) -> Any:
-    """The first entry of a table whose limit is not below the ratio of noise and signal."""
+    """Returns a table's first entry whose limit reaches the noise-to-signal ratio."""
     ratio = _ratio(image, noise)
     return next(value for limit, value in table if ratio <= limit)
 

@@ -127,8 +127,8 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class is the root of the mean of the
     lower quarter of its principal variances.
 
-    Warns:
-        VaryingNoiseWarning: if in the brightest class it is half as much again as in the darkest, and a fifth more than in the second.
+    Warns: VaryingNoiseWarning: if the brightest class has at least 1.5 times the noise of the
+        darkest, and 1.2 times that of the second.
     """
     windows = whole_windows(image / levels, num_dims).flatten(1)
     number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))

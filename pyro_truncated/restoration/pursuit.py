@@ -15,11 +15,15 @@ from pyro_truncated.utils.counts import check_count
 
 
 class Pursuit(Search):
-    r"""Proposes the states on a greedy path, each with the dictionary element more that explains most of what is left of a data point.
+    r"""Proposes the states on a greedy path.
 
-    With elements :math:`w_h` of unit length and the residual :math:`r`, the next element is :math:`\arg\max_h |w_h^\top r|`, and
-    :math:`r \leftarrow r - (w_h^\top r) w_h` (Mallat and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on
-    Signal Processing 41, 1993). Missing entries count as zero. For models of binary latents with a ``weight (D, H)``.
+    Each step adds the dictionary element that explains most of the residual of a data point.
+
+    With elements :math:`w_h` of unit length and the residual :math:`r`, the next element is
+    :math:`\arg\max_h |w_h^\top r|`, and :math:`r \leftarrow r - (w_h^\top r) w_h`. Source: Mallat
+    and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on Signal
+    Processing 41, 1993. Missing entries count as zero. For models of binary latents with a ``weight
+    (D, H)``.
 
     Example:
         >>> y = torch.randn(20, 16)

@@ -47,8 +47,9 @@ class Restored(ArrayResult):
         image: the restored array, in the shape and units of the damaged one.
         noise: the standard deviation of the noise that was learned, in the same units. Of channels with unlike noise it is the root of
             the mean of its squares. Of photon counts it is that of their transform.
-        model: what was learned of the patches, which have the mean of each channel taken off and, with ``channel_noise``, are divided by
-            it: the model that was asked for, or the mixture (:class:`.PatchMixture`) of the last round, of the largest patches.
+        model: the model of patches that was asked for, or the mixture (:class:`.PatchMixture`) of
+            the largest patches in the last round. Its patches have the mean of each channel
+            subtracted and, with ``channel_noise``, are divided by it.
         guide: its guide, with the posteriors of all patches.
         patches: how patches and array belong together.
         free_energies: the free energy per patch after each pass through the data, of a model that was asked for.
@@ -99,38 +100,13 @@ def denoise(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Restored:
-    r"""Takes Gaussian noise off an image, a signal or a volume.
+    r"""Removes Gaussian noise from an image, a signal or a volume.
 
-    By default the overlapping patches are a mixture of normal distributions around places of the array, see :class:`.PatchMixture`, whose
-    posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
-    restored so far - at first from cosines that exceed the noise, or where entries are missing from what is predicted of them, see
-    :func:`~pyro_truncated.restoration.stationary.predicted` - and the noisy patches become their posterior means. What the patches say of
-    an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those of the
-    whole patches); with patches of several sides, so are the arrays that they give. Where entries are missing, so are those of the last two
-    rounds, if the mixtures of the last one have no more components. Otherwise the patches of the last round agree on one array: twice,
-    their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left. Of images a fifth, or less
-    where mixtures are surer, is then what small windows say that are restored together with those most similar to them, whose errors are
-    other ones than those of mixtures, see :func:`~pyro_truncated.restoration.similar_windows.with_groups`.
-
-    Images without channels and missing entries, of 100 by 100 entries or more and with noise of 0.4 of the signal or less, are restored
-    twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
-    shall have, and with what weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`. The two also say what
-    share of that which was taken off is not noise, and it is given back (between -0.12 and 0.1: else the noise is another one), see
-    :func:`~pyro_truncated.restoration.choice_of_sides.share_to_give_back`: if the noise is told, which should then be right to a percent
-    or so, or if a fifth of the image is so flat that the noise can be read off there.
-
-    Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
-    temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
-    patches that cover it.
-
-    Missing entries (NaN, or masked) are filled in; of images without noise two fifths of what is filled in is what groups of similar
-    windows say, see :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`.
-
-    Every channel has noise and a unit of its own: channels are divided by their noise, restored together, and multiplied again. If all
-    are the same, one is restored, and repeated.
-
-    The noise of photon counts grows with the brightness. With ``noise="poisson"`` Anscombe's transform makes it one everywhere; what is
-    restored goes back by the exact unbiased inverse, see :func:`~pyro_truncated.restoration.photon_counts.mean_of_stabilised`.
+    By default the overlapping patches are a mixture of normal distributions, see
+    :class:`.PatchMixture`, with posteriors truncated to the most probable components. In each round
+    the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
+    the patches' posterior means. Another model is trained by truncated EM or by gradients. Missing
+    entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
     Example::
 
@@ -139,39 +115,38 @@ def denoise(
 
         from pyro_truncated.models import SpikeSlabSparseCoding
 
-        restored = denoise(photograph, model=lambda size: SpikeSlabSparseCoding(size, 16, offset=False), side=4, passes=2, num_states=6)
+        def patch_model(size):
+            return SpikeSlabSparseCoding(size, 16, offset=False)
+
+        restored = denoise(photograph, model=patch_model, side=4, passes=2, num_states=6)
 
     Args:
-        image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...; a tensor or a NumPy array.
-        noise: standard deviation of its noise, if it is known, or one for each channel. ``"poisson"`` is for photon counts, which may be
-            multiplied with one number. Default: estimated for each channel where there is no texture.
-        model: another model of patches, or a function of the number of entries of a patch that makes one; it has
-            ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
-        side: side of a patch; default: that of a model that is made already, else by noise, dimensions and what is missing, several for
-            mixtures, in the last round by the image.
+        image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...
+        noise: its standard deviation, or one for each channel; ``"poisson"`` for photon counts.
+            Default: estimated for each channel.
+        model: another model of patches, or a function of their size that makes one. It needs
+            ``reconstruct(population, y)``.
+        side: side of a patch; default: by model, noise and image.
         stride: distance of neighbouring patches; above 1 faster and worse.
-        channels: which dimension holds channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none; default: by the shape, see
-            :func:`~pyro_truncated.restoration.channels.channel_axis`.
-        num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
-            :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four; where entries are missing and hardly any noise
-            is told, 0.4 of the first number in two rounds, 1.2 in two, then three.
+        channels: the dimension of channels: ``True`` or ``"last"``, ``"first"``, ``False`` for
+            none; default: by the shape.
+        num_components: components of each mixture; default: by the number of patches.
         rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
-        passes: passes of another model through all patches; fewer if the free energy stops growing.
+        passes: passes of another model, fewer on convergence.
         num_states: states per patch of another model.
-        batch_size: patches in a minibatch of another model.
-        generator: source of randomness of the start; default: torch's global one.
-        progress: whether to show a progress bar; default: if the output is a terminal.
+        batch_size: patches in its minibatches.
+        generator: source of randomness; default: torch's global one.
+        progress: whether to show a progress bar; default: in a terminal.
 
     Returns:
         The restored array with noise level and model.
 
     Raises:
-        ValueError: for an array without dimensions or observed entries, with infinite or too large ones or smaller than a patch.
-        ValueError: for a noise that is not positive, negative counts, or a model of patches of another size.
+        ValueError: for an invalid image, noise or patch size.
         TypeError: for a model that cannot reconstruct its data.
 
     Warns:
-        VaryingNoiseWarning: if the noise is estimated and grows with the brightness, or counts have other noise than counts have.
+        VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
     """
     image = checked(image)
     if rounds is None:
@@ -295,14 +270,16 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
 
 @names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
-    """Fills in the missing entries of an image, a signal or a volume.
+    """Fills in missing entries of an image, a signal or a volume.
 
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
     starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.stationary.predicted`.
 
-    Large holes of images without noise are filled in twice, a second time beside others that are moved to where the image is seen, see
-    :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array without noise, mixtures are told that what cannot be predicted
-    from the rest of a patch is 4 % of the deviation or less. Another model learns it; but the observed entries are kept.
+    Large holes of images without noise are filled in twice. The second time, the same holes are
+    also placed where the image is observed, see
+    :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array without noise, mixtures
+    assume that at most 4 % of the deviation cannot be predicted from the rest of a patch. Another
+    model learns it; but the observed entries are kept.
 
     Example:
         >>> image = torch.randn(16, 16)

@@ -1,4 +1,7 @@
-"""Rounds of restoration by mixtures: each learns from the array that the last one restored."""
+"""Rounds of restoration by mixtures.
+
+Each round learns from the array that the last one restored.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 class Learned(NamedTuple):
-    """What a mixture of patches makes of an array: the restored array, what its squared errors are expected to be, and the rest.
+    """What a mixture makes of an array, with expected squared errors.
 
     That is the noise that it asks for, the mixture, and its guide.
     """
@@ -67,7 +70,9 @@ def learned_in_rounds(
     *,
     is_clean: bool = False,
 ) -> tuple[list[Learned], Tensor]:
-    """Rounds of mixtures of patches of several sides; each but the first learns from the mean of the arrays of the one before.
+    """Runs rounds of mixtures of patches of several sides.
+
+    Each round but the first learns from the mean of the arrays of the previous one.
 
     Args:
         image: the damaged array; missing entries are NaN.
@@ -78,12 +83,14 @@ def learned_in_rounds(
         generator: source of randomness.
         progress: whether to show a progress bar.
         desc: what it says.
-        is_clean: whether there is hardly any noise: then it stays as it is, and the first rounds, which start far from the missing
-            entries, have few components. Else after the first round it is on half of the way to what that has found.
+        is_clean: whether there is hardly any noise. The noise then stays as it is, and the first
+            rounds, far from the missing entries, have few components. Else after the first round it
+            is on half of the way to what that has found.
 
     Returns:
-        What was learned in the last round with each side; and the mean of the arrays of the last two rounds, or of the last alone if it is
-        the only one or its mixtures have more components.
+        The results of the last round for each side, and the mean of the arrays of the last two
+        rounds. Only the last array counts if there is one round or its mixtures have more
+        components.
     """
     counts: list[int] = []
     is_missing = bool(image.isnan().any())
@@ -105,7 +112,7 @@ def learned_in_rounds(
 
 
 def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-    """The mean of arrays, with weights that have the sum one; default: equal ones."""
+    """Returns the mean of arrays with normalised weights; default: equal ones."""
     stacked = torch.stack(list(arrays))
     return stacked.mean(0) if weights is None else torch.tensordot(weights.to(stacked), stacked, 1)
 
@@ -125,7 +132,7 @@ def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
 
 
 def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
-    """A first estimate: in every patch, discrete cosines of less than twice the noise are dropped.
+    """Returns a first estimate: discrete cosines below twice the noise are dropped.
 
     Reference:
         Yu and Sapiro, "DCT image denoising: a simple and effective image denoising algorithm", Image Processing On Line 1, 2011.
@@ -147,15 +154,16 @@ def _restored_by_mixture(
     generator: torch.Generator | None,
     bar: ProgressBar,
 ) -> Learned:
-    """The mixture of the patches of an estimate, and what it makes of the patches of the image.
+    """Fits a mixture to patches of an estimate and applies it.
 
-    Responsibilities are those of the noisy patches, where missing entries are taken from the estimate; the posterior means are those of
-    the entries that are observed.
+    Responsibilities are those of the noisy patches, with missing entries taken from the estimate.
+    The posterior means use observed entries only.
 
     Returns:
-        The array, of which each entry is the mean of what the patches say, weighted by the inverse of its expected squared errors, or of
-        those of whole patches where entries are missing, and in the same way the mean of these errors; the standard deviation of the noise
-        that maximises the expected log joint; the mixture; and its guide.
+        The restored array, the mean of its expected squared errors, the noise, the mixture and its
+        guide. Each entry is the mean over patches, weighted by the inverse of its expected squared
+        errors. Where entries are missing, these are the errors of whole patches. The noise is the
+        standard deviation that maximises the expected log joint.
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
@@ -177,10 +185,10 @@ def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, 
 
 
 def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
-    """Steps in which all patches agree on one array: those of half-quadratic splitting.
+    """Makes all patches agree on one array, by half-quadratic splitting.
 
-    The mixtures are given what lies between the restored and the noisy array, with half the noise, and the mean of what they make of it
-    is the next restored array.
+    The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
+    of their results is the next restored array.
 
     Args:
         image: the noisy array.
@@ -203,20 +211,23 @@ def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = N
 
 
 def _restored_again(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
-    """What a mixture makes of another array, with the most probable components that were found."""
+    """Applies a mixture to another array, with its most probable components."""
     y, places = learned.patches.extract(image), learned.patches.places().to(image)
     population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
     return _assembled(mixture, *mixture.posterior_means(population, y), y, learned.patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """The nearest clusters of every point, those of Lloyd's algorithm from random points."""
+    """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
     chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
     return nearest_centres(points, k_means(points, points[chosen], _LLOYD_STEPS), _NEAREST)
 
 
 def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
-    """EM in which patches without noise are taken to be known, among the nearest clusters, later among the most probable components."""
+    """Runs EM in which patches without noise are observed.
+
+    Components are first the nearest clusters, later the most probable ones.
+    """
     space = StateSpace([mixture.num_components])
     population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
     guide = _guide(mixture, nearest)
@@ -235,7 +246,10 @@ def _guide(mixture: PatchMixture, components: Tensor) -> AutoTruncated:
 
 
 def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """The orthonormal discrete cosine transform of windows, ``(D, D)``; the first row is the constant."""
+    """Returns the orthonormal discrete cosine transform of windows, ``(D, D)``.
+
+    The first row is the constant.
+    """
     basis = torch.ones(1, 1, dtype=torch.float64)
     for size in sizes:
         frequency = torch.arange(size, dtype=torch.float64).unsqueeze(1)

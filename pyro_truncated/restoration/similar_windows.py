@@ -1,4 +1,4 @@
-"""Groups of similar windows of an image: what they have in common, found by the singular values of each group by itself."""
+"""Denoises groups of similar windows by shrinking their singular values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _BLOCK = 4096
 
 
 def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
-    r"""A restored image, averaged with what groups of windows that are similar in it say of the noisy one, see :func:`restored_by_groups`.
+    r"""Averages a restored image with groups of similar noisy windows.
+
+    See :func:`restored_by_groups`.
 
     Their errors are other ones than those of mixtures, so that the mean is nearer to the truth than both. The weight of the groups is
-    :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most .2.
+    :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most 0.2.
 
     Args:
         image: the noisy image; signals, volumes and images with missing entries have no groups, and the estimate is returned as it is.
@@ -41,7 +43,7 @@ def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, c
 
 
 def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
-    r"""An image of which every window is restored together with those that are like it.
+    r"""Returns an image in which similar windows are restored together.
 
     The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their
     mean taken off, are a matrix of small rank and noise, whose singular values are shrunk, see :func:`shrunk`. What the groups say of an
@@ -80,7 +82,9 @@ def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channel
 
 
 def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | None = None) -> Tensor:
-    """The windows nearest to some, the window itself first, of those not too far away in the image.
+    """Returns the nearest windows within a distance in the image.
+
+    The window itself comes first.
 
     Args:
         windows: all windows of an image in their order, ``(N, D)``.
@@ -106,7 +110,9 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | 
 
 
 def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    r"""Matrices of small rank without their noise, as near in the mean of squares as shrinking singular values gets.
+    r"""Denoises matrices of small rank by shrinking singular values.
+
+    The result is as near in mean squares as such shrinkage gets.
 
     For matrices of ``n`` by ``m`` entries, not more columns or rows than ``n``, and singular values :math:`s` in units of
     :math:`\sqrt n \sigma`, with :math:`\beta = m / n`:

@@ -1,4 +1,7 @@
-"""A first guess of what is missing: linear prediction, if covariances near a place depend on nothing but how far entries are apart."""
+"""First estimates of missing entries by linear prediction.
+
+Covariances near a place are assumed to depend on distances of entries only.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,21 @@ _LEAST_VARIANCE = 0.05
 
 
 def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
-    r"""An array with what is missing, and all else below noise, as predicted from what is seen in windows around it.
+    r"""Predicts missing entries, and those below noise, from windows.
 
-    The differences :math:`d` of the array from a smooth one are taken to be normal with covariances that depend on distance, channels and
-    roughly the place :math:`q`, so that they are estimated from pairs of entries near it:
+    The differences :math:`d` of the array from a smooth one are taken to be normal. Their
+    covariances depend on distance, channels and roughly the place :math:`q`, and are estimated from
+    pairs of entries near it:
 
     .. math:: C_{cc'}(h; q) = \frac{\sum_p w_q(p)\, d_c(p)\, d_{c'}(p + h) + \kappa\, C_{cc'}(h)}{\sum_p w_q(p) + \kappa}, \qquad
         w_q(p) = \exp\Bigl(-\frac{|p - q|^2}{2 \rho^2}\Bigr),
 
-    with sums over the pairs that are seen (of negative :math:`h` those of :math:`-h`), and :math:`C(h)` the ratio of the sums of all
-    places, with :math:`\kappa` of 30 pairs. An entry becomes the mean of the posterior means that windows have of it, weighted by the
-    inverse of their expected squared errors. Twice this is done again with the pairs of the predicted array. Of channels each tells what
-    the others are, which the mean of neighbours (:func:`.filled`) cannot know; inside of holes that are larger than windows both are alike.
+    with sums over the observed pairs (of negative :math:`h` those of :math:`-h`). :math:`C(h)` is
+    the ratio of the sums of all places, and :math:`\kappa` counts as 30 pairs. An entry becomes the
+    mean of the posterior means that windows have of it, weighted by the inverse of their expected
+    squared errors. Twice this is done again with the pairs of the predicted array. Each channel
+    tells what the others are, which the mean of neighbours (:func:`.filled`) cannot know. Inside of
+    holes larger than windows both are alike.
 
     Args:
         image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 108 channels.
@@ -90,7 +96,10 @@ def _directions(covariance: Tensor, noise: float) -> Tensor:
 
 
 def _covariances(array: Tensor, patches: Patches) -> Tensor:
-    """Covariances ``(T, D, D)`` of windows at all places, from pairs of entries that are not NaN; pairs that are never seen have none."""
+    """Returns covariances ``(T, D, D)`` of windows at all places.
+
+    They come from pairs of entries that are not NaN. Pairs never observed have none.
+    """
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
     values, is_seen = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
@@ -128,7 +137,10 @@ def _near(array: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _weights(size: int, side: int, spread: float) -> Tensor:
-    """Of positions along a dimension, and of as many beyond its end as a window has, in the neighbourhoods of all places along it."""
+    """Returns Gaussian weights of positions around each place of a dimension.
+
+    Positions go beyond its end by the side of a window.
+    """
     number = _num_places(size, spread)
     places = (torch.arange(number).double() + 0.5) * size / number
     return (-0.5 * ((torch.arange(size + side - 1) + 0.5 - places.unsqueeze(1)) / spread).square()).exp()
@@ -148,7 +160,10 @@ def _num_places(size: int, spread: float) -> int:
 
 
 def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
-    """Of every dimension its size, the windows' side, and the standard deviation of neighbourhoods: by it weights add up to the number."""
+    """Returns size, window side and standard deviation of neighbourhoods for every dimension.
+
+    A neighbourhood then has a fixed sum of weights.
+    """
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
     return [(size, side, max(spread, size / (_DISTANCE * _MOST_PLACES))) for size, side in sizes]

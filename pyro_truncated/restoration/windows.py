@@ -17,7 +17,9 @@ from pyro_truncated.utils.counts import check_count
 
 
 class Patches:
-    r"""The overlapping windows of an array: of a signal, an image, a volume, with or without channels.
+    r"""The overlapping windows of an array.
+
+    It may be a signal, an image or a volume, with or without channels.
 
     Windows start at every ``stride``-th position along each dimension, and at the last one that fits, so that every entry is covered.
     A patch is a window as a vector, with the channels of its entries, if there are any, side by side.
@@ -64,12 +66,17 @@ class Patches:
         return math.prod(self.size) * (self.channels or 1)
 
     def places(self) -> Tensor:
-        """Where the patches begin: indices ``(N, P)`` of their first entries, for ``P`` dimensions without channels."""
+        """Returns indices ``(N, P)`` of the first entries of patches.
+
+        There are ``P`` dimensions without channels.
+        """
         return torch.stack(self._grid(self._starts), -1).flatten(0, -2)
 
     @names_arguments
     def extract(self, array: Tensor) -> Tensor:
-        """The patches ``(N, D)`` of an array ``(*shape)`` or ``(*shape, channels)``; missing entries (NaN) stay missing.
+        """Returns the patches ``(N, D)`` of an array.
+
+        It is ``(*shape)`` or ``(*shape, channels)``. Missing entries (NaN) stay missing.
 
         Raises:
             ValueError: for an array of another shape.
@@ -84,7 +91,7 @@ class Patches:
 
     @names_arguments
     def assemble(self, patches: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The array of which every entry is the mean of what the patches say of it.
+        """Averages overlapping patches to an array.
 
         Args:
             patches: ``(N, D)``.

@@ -1,4 +1,7 @@
-"""Estimators for scikit-learn: sparse coding, mixtures, latent variable models and regression with posteriors."""
+"""Estimators for scikit-learn, with posteriors.
+
+They are sparse coding, mixtures, latent variable models and regression.
+"""
 
 from pyro_truncated.sklearn.dictionary_learning import SparseCoding
 from pyro_truncated.sklearn.gp_regression import SubsetGPRegressor

@@ -1,4 +1,4 @@
-"""A search that draws no random numbers: the states next to the best ones are scored, as long as that helps."""
+"""A deterministic search among neighbours of the best states."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ _ENOUGH = 1e-6
 
 
 class SteepestAscent(Search):
-    """Scores all changes of a single latent of the best states, until a data point gains nothing more.
+    """Scores all changes of one latent of the best states.
 
-    What it finds for a data point depends on nothing but that data point and its first population: not on the others, not on chance.
-    Estimators need this, which must say the same of a data point in whatever company it comes.
+    It stops when a data point gains nothing more.
+
+    The result for a data point depends on that data point and its first population only. It depends
+    neither on the others nor on chance. Estimators need this, which must say the same of a data
+    point in whatever company it comes.
 
     Args:
         parents: number of states of each population whose neighbours are scored in a step.
@@ -35,7 +38,10 @@ class SteepestAscent(Search):
         return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.take(population.words, best)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """The populations after at most so many steps; that of a data point is left as it is once a step has gained nothing."""
+        """Returns the populations after at most so many steps.
+
+        The population of a data point is final once a step has gained nothing.
+        """
         population = batch.population
         moving = torch.full((len(population),), not population.is_complete, device=population.words.device)
         for _ in range(steps):

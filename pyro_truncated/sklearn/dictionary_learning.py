@@ -36,7 +36,7 @@ _NOMINAL = 1000
 
 
 class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    r"""Sparse coding with a posterior over which dictionary elements a data point is made of.
+    r"""Sparse coding with a posterior over the active dictionary elements.
 
     Of a data point :math:`y` every element :math:`h` is on with probability :math:`\pi_h`, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, and
 
@@ -63,11 +63,12 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     Args:
         n_components: number of dictionary elements; default: as many as there are features, at most 100.
         family: ``"spike_slab"``, ``"gaussian"`` or ``"bernoulli"``.
-        offset: whether the data lie on a background that is learned: the offset :math:`b`, or the probability :math:`w_0` (per feature
-            instead of one in a thousand).
+        offset: whether the data have a background that is learned. It is the offset :math:`b`, or
+            the probability :math:`w_0` per feature instead of 0.001.
         binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
-        ridge: strength of a normal prior of the dictionary, see :class:`~pyro_truncated.models.SpikeSlabSparseCoding`; default: ten
-            times the squared share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
+        ridge: strength of a normal prior of the dictionary, see
+            :class:`~pyro_truncated.models.SpikeSlabSparseCoding`. Default: ten times the squared
+            share of missing data, so none for complete data. Not for ``"bernoulli"``.
         n_states: states kept per data point.
         max_iter: the most training steps on all data after the best start, which itself takes as many, but at most 60. They end once
             five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
@@ -133,7 +134,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return self
 
     def partial_fit(self, X: Any, y: Any = None) -> Self:
-        """One step of online EM on a minibatch, from the fitted dictionary, or from one that starts from these data.
+        """Makes one step of online EM on a minibatch.
+
+        It starts from the fitted dictionary, or initialises one from these data.
 
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
@@ -184,7 +187,10 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return data.numpy().astype(codes.dtype)
 
     def score_samples(self, X: Any) -> Any:
-        """Lower bounds of the log density of each data point, of its observed entries, in nats, ``(n_samples,)``."""
+        """Returns lower bounds of the data points' log densities, ``(n_samples,)``.
+
+        They are those of the observed entries, in nats.
+        """
         return self._each(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
 
     def score(self, X: Any, y: Any = None) -> float:

@@ -21,7 +21,9 @@ _MOST_EXACT = 5000
 
 
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
-    r"""Gaussian process regression whose inducing inputs are chosen from the training inputs, :class:`~pyro_truncated.SubsetGPRegression`.
+    r"""Gaussian process regression with inducing inputs from the training inputs.
+
+    See :class:`~pyro_truncated.SubsetGPRegression`.
 
     .. math:: y_n = f(x_n) + \varepsilon_n, \qquad f \sim \mathcal{GP}(m, k), \qquad \varepsilon_n \sim \mathcal N(0, \sigma^2)
 
@@ -39,8 +41,9 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     Args:
         kernel: ``"rbf"`` for squared exponentials with a length-scale per feature, or a function that makes a
             :class:`~pyro_truncated.gp.DataKernel` of the training inputs, a tensor ``(n_samples, n_features)``.
-        n_inducing: number of inducing inputs, at most as many as there are data. Default: none, exact regression, of up to 5000 data, and
-            the root of the number of more: each further one takes as long, and few are needed where functions are smooth.
+        n_inducing: number of inducing inputs, at most as many as there are data. Default: none,
+            exact regression, for up to 5000 data, and the root of their number above. Each further
+            one takes as long, and smooth functions need few.
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
         polish: whether inducing inputs move freely afterwards.
         max_epochs: most alternations of subset and hyper-parameters.

@@ -56,7 +56,7 @@ class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
 
 class SpikeSlabGPLVMTransformer(_LatentSpace):
-    r"""Gaussian process latent variable model that finds out how many latent dimensions the data have.
+    r"""Gaussian process latent variable model that learns the number of dimensions.
 
     .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
               y_{nd} \sim \mathcal N(f_d(b \circ x_n), \beta^{-1})
@@ -138,7 +138,9 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         return self
 
     def transform(self, X: Any) -> Any:
-        """Means of the latents of data points, ``(n_samples, n_components)``; zero in dimensions that are not used.
+        """Returns means of the latents, ``(n_samples, n_components)``.
+
+        They are zero in dimensions that are not used.
 
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
@@ -159,7 +161,10 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
             return self._units.restored(self._posterior.predict(latents).mean).numpy()
 
     def score_samples(self, X: Any) -> Any:
-        """Lower bounds of the log density of each data point given the training data, in nats, ``(n_samples,)``."""
+        """Returns lower bounds of log densities given the training data.
+
+        They are in nats, ``(n_samples,)``.
+        """
         found = self._infer(X).bound
         return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
@@ -178,7 +183,9 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
 
 
 class ActiveSetGPLVM(_LatentSpace):
-    r"""Gaussian process latent variable model for many data, trained on minibatches that condition on random active sets.
+    r"""Gaussian process latent variable model for many data.
+
+    It trains on minibatches that condition on random active sets.
 
     .. math:: z_n \sim \mathcal N(0, I), \quad f_d \sim \mathcal{GP}(0, k), \quad y_{nd} \sim \mathcal N(f_d(z_n), \sigma^2)
 

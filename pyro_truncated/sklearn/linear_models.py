@@ -1,4 +1,4 @@
-"""All linear regressions on a set of predictors: evidence and coefficients of any of them, in closed form."""
+"""Closed-form evidence and coefficients of linear regressions on sets of predictors."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class LinearModels:
         precision: precisions of all coefficients in units of the noise's, :math:`X^\top X + V^{-1}`, ``(p, p)``.
         linear: :math:`X^\top y`, ``(p,)``.
 
-    Reference:
-        Liang, Paulo, Molina, Clyde and Berger, "Mixtures of g priors for Bayesian variable selection", JASA 2008; Ley and Steel, "On the
-        effect of prior assumptions in Bayesian model averaging", Journal of Applied Econometrics 2009.
+    Reference: Liang, Paulo, Molina, Clyde and Berger, "Mixtures of g priors for Bayesian variable
+        selection", JASA 2008. Ley and Steel, "On the effect of prior assumptions in Bayesian model
+        averaging", Journal of Applied Econometrics 2009.
     """
 
     X: Tensor

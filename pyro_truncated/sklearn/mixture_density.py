@@ -34,7 +34,7 @@ _PATIENCE = 5
 
 
 class TruncatedMixture(DensityMixin, BaseEstimator):
-    r"""Mixture whose posteriors are renormalised on the ``n_states`` most probable components of each data point.
+    r"""Mixture with posteriors truncated to the ``n_states`` most probable components.
 
     .. math:: p(y) = \sum_k \pi_k\, p_k(y), \qquad q_n(k) \propto \pi_k\, p_k(y_n) \text{ for } k \in K_n, \; 0 \text{ elsewhere},
 
@@ -54,8 +54,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         family: ``"gaussian"``, ``"poisson"``, or ``"categorical"`` (binary columns, too).
         covariance_type: ``"full"``, ``"diag"``, ``"spherical"`` or ``"tied"``; of Gaussian components.
         n_states: components kept per data point.
-        max_iter: most training steps on all data after the best start, which itself takes as many, but at most 60, of more than ten
-            components 12.
+        max_iter: maximum of training steps on all data after the best restart. A restart takes as
+            many, but at most 60, and at most 12 of more than ten components.
         n_init: number of starts, from clusters of random data points; default: ten of up to ten components, two of more. Starts of
             many components differ little, and take long.
         tol: relative growth of the log density, averaged over five steps, below which training ends.
@@ -119,7 +119,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """Posterior probabilities of the components, ``(n_samples, n_components)``; zero of those that are not among ``n_states``."""
+        """Returns posterior probabilities of the components, ``(n_samples, n_components)``.
+
+        They are zero for components that are not among ``n_states``.
+        """
         return self._each(X, lambda population: population.value_probabilities()[:, 0])
 
     def predict(self, X: Any) -> Any:
@@ -131,7 +134,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         return self.fit(X).predict(X)
 
     def score_samples(self, X: Any) -> Any:
-        """Log densities of the data points, in nats, ``(n_samples,)``; lower bounds with more components than ``n_states``."""
+        """Returns log densities of the data points in nats, ``(n_samples,)``.
+
+        With more components than ``n_states`` they are lower bounds.
+        """
         return self._each(X, lambda population: population.free_energy())
 
     def score(self, X: Any, y: Any = None) -> float:

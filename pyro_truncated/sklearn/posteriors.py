@@ -20,7 +20,7 @@ _ROWS = 4096
 def binary_posteriors(
     model: Any, y: Tensor, num_latents: int, num_states: int, max_steps: int = 200
 ) -> Iterator[tuple[Tensor, Population]]:
-    """Blocks of the data with populations of binary latents, their log joints up to date.
+    """Yields blocks of the data with updated populations of binary latents.
 
     All data points start from the same states: none active, then single latents, then pairs.
 
@@ -39,7 +39,7 @@ def binary_posteriors(
 
 
 def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple[Tensor, Population]]:
-    """Blocks of the data with populations of a single latent: the most probable components, of all that there are.
+    """Yields blocks of the data with the most probable of all components.
 
     Args:
         model: called with data points ``(N, D)``.
@@ -52,7 +52,7 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
 
 
 def _sparsest(num_latents: int, num_states: int) -> Tensor:
-    """The first states ``(S, H)`` in the order of how many latents are active."""
+    """Returns the first states ``(S, H)``, ordered by their number of active latents."""
     sizes = (itertools.combinations(range(num_latents), size) for size in range(num_latents + 1))
     states = torch.zeros(num_states, num_latents, dtype=torch.uint8)
     for row, active in zip(states, itertools.chain.from_iterable(sizes), strict=False):

@@ -1,4 +1,4 @@
-"""Runs that nobody notices: Pyro's parameter store and torch's random state are afterwards what they were."""
+"""Runs that leave Pyro's parameter store and torch's random state unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pyro_truncated.utils.parameter_store import empty_store
 
 @contextmanager
 def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
-    """A context with an empty parameter store and random numbers of its own, torch's global ones and those of the generator it gives.
+    """A context with an empty parameter store and its own random numbers.
+
+    It seeds torch's global generator and the generator that it returns.
 
     Args:
         random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is

@@ -1,4 +1,4 @@
-"""Linear regression on a few of many predictors, averaged over the regressions that are most probable."""
+"""Linear regression averaged over the most probable sets of predictors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
 
     .. math:: y \sim \mathcal N(\alpha + X_s \beta_s, \sigma^2 I), \qquad \beta_s \sim \mathcal N(0, \sigma^2 V_s), \qquad s \in \{0, 1\}^p
 
-    Intercept, coefficients and noise are integrated out (:class:`.LinearModels`), so that what is left is a posterior over the
-    :math:`2^p` sets of predictors; it is renormalised on the ``n_models`` most probable ones that a search finds, all of them where there
-    are no more. Predictions are averages over these.
+    Intercept, coefficients and noise are integrated out (:class:`.LinearModels`). What is left is a
+    posterior over the :math:`2^p` sets of predictors. It is renormalised on the ``n_models`` most
+    probable ones that a search finds, or on all if there are no more. Predictions are averages over
+    these.
 
     Example::
 
@@ -51,8 +52,8 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
             with the variances :math:`v` of the predictors. For predictors that are not correlated they are the same.
         g: how much wider than the likelihood the prior of the coefficients is; default: :math:`\max(n, p^2)`, the benchmark of Fernández,
             Ley and Steel (2001).
-        expected_model_size: mean number of predictors of a beta-binomial prior (Ley and Steel, 2009); default: half of them, for which
-            every number from none to all is equally likely.
+        expected_model_size: mean number of predictors of a beta-binomial prior (Ley and Steel,
+            2009). Default: half of them, for which every number is equally likely.
         n_models: sets of predictors kept.
         max_iter: most search steps.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
@@ -170,7 +171,10 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     # --- predicting ---
 
     def _deviation(self, X: Tensor, mean: Tensor) -> Any:
-        r"""Of the mixture of Student's t distributions with :math:`n - 1` degrees of freedom, one for each model."""
+        r"""Returns mean and deviation of the mixture of Student's t distributions.
+
+        Each model has one, with :math:`n - 1` degrees of freedom.
+        """
         n = len(self._models.y)
         if n <= 3:
             return np.full(len(X), math.inf)

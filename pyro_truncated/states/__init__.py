@@ -1,4 +1,4 @@
-"""What a state is: spaces of discrete latents, and the populations of states that are kept for each data point."""
+"""Spaces of discrete states, and populations of states for data points."""
 
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace

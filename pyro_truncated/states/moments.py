@@ -1,4 +1,4 @@
-"""What a model expects to observe in states: means and variances, beside the states."""
+"""Means and variances of observations in given states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Means and variances of the observations in ``M`` states, of whatever data points, those of all sites side by side.
+    """Returns means and variances of the observations in ``M`` states.
+
+    The states may belong to any data points. All sites stand side by side.
 
     Attributes:
         words: the states, ``(M, num_words)``.

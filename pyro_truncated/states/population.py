@@ -1,4 +1,4 @@
-"""Populations: the distinct states kept for each data point, with their log joints."""
+"""Populations: distinct states kept for each data point, and their log joints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ States = Tensor | Mapping[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-    r"""``S`` packed states for each of ``N`` data points and their log joints :math:`\log p(s, y_n)`.
+    r"""``S`` packed states for each of ``N`` data points.
+
+    They have log joints :math:`\log p(s, y_n)`.
 
     The truncated posterior is :math:`q_n(s) \propto p(s, y_n)` on the states of the population. States of one data point must be
-    distinct wherever the population stands for a posterior: a state held twice would be counted twice, and the "bound" could
-    exceed the evidence. :meth:`merge` preserves it; candidates that a search proposes may repeat each other.
+    distinct wherever the population stands for a posterior. A state held twice would be counted
+    twice, and the "bound" could exceed the evidence. :meth:`merge` keeps them distinct. Candidates
+    that a search proposes may repeat each other.
 
     Example:
         >>> space = StateSpace([2, 2])
@@ -59,11 +62,14 @@ class Population:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every population holds all states of the space, so that the posterior is exact."""
+        """Whether every population holds all states, so that the posterior is exact."""
         return self.num_states >= self.space.size
 
     def split(self, rows: int) -> list[Population]:
-        """Populations of at most so many data points each, in order; itself if they are not more."""
+        """Yields populations of at most so many data points, in order.
+
+        A population that is not larger is yielded itself.
+        """
         if len(self) <= rows:
             return [self]
         indices = torch.arange(len(self), device=self.words.device) if self.indices is None else self.indices
@@ -99,12 +105,18 @@ class Population:
             )
 
     def free_energy(self) -> Tensor:
-        r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64; NaN where never scored."""
+        r"""Returns the lower bound of each data point's log evidence.
+
+        It is :math:`\log\sum_s p(s, y_n)`, ``(N,)`` in float64, and NaN where never scored.
+        """
         rows = rows_per_block(256 * self.num_states)
         return torch.cat([block.double().logsumexp(-1) for block in self.log_joint.split(rows)])
 
     def states(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Unpacked values ``(N, S, L)``, by default in the smallest integer type that holds them."""
+        """Returns unpacked values ``(N, S, L)``.
+
+        By default they have the smallest integer type that holds them.
+        """
         return self.space.unpack(self.words, dtype)
 
     def marginals(self) -> Tensor:
@@ -156,8 +168,9 @@ class Population:
 
         Args:
             f: maps values ``(n, S, L)`` int64 of any ``n`` data points to ``(n, S, ...)``.
-            memory_budget: bytes that a block of data points may take: half of them for the values, half for what ``f`` makes of them;
-                default: the budget in force, see :func:`pyro_truncated.ops.memory_budget`.
+            memory_budget: bytes that a block of data points may take. Half of them is for the
+                values, half for the results of ``f``. Default: the budget in force, see
+                :func:`pyro_truncated.ops.memory_budget`.
 
         Returns:
             ``(N, ...)`` in the type of the weights, or that of ``f``'s values if it is wider.
@@ -182,7 +195,7 @@ class Population:
         return torch.cat(blocks)
 
     def find_duplicates(self) -> Tensor:
-        """The data points that hold a state more than once, as positions in this population, ascending."""
+        """Returns the positions of data points that hold a state twice, ascending."""
         return ops.repeated(self.words).any(-1).nonzero().squeeze(-1)
 
     def assert_distinct(self) -> None:
@@ -199,7 +212,9 @@ class Population:
             )
 
     def merge(self, candidates: Population, num_states: int | None = None) -> Population:
-        """The ``num_states`` (default: as many as now) best distinct states of this population and the candidates.
+        """Returns the best distinct states of this population and the candidates.
+
+        ``num_states`` are kept, by default as many as now.
 
         States of this population must be distinct, candidates need not. With the default, or a larger number, the free energy of
         no data point is below that of ``self``.
@@ -212,7 +227,10 @@ class Population:
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 
     def without_impossible(self) -> Population:
-        """Puts the best state, at no weight, for those of probability zero: an enumerating ELBO multiplies log densities by weights."""
+        """Replaces states of probability zero by the best state, with weight zero.
+
+        An enumerating ELBO multiplies log densities by weights.
+        """
         words, log_joint = self.words, self.log_joint
         impossible = log_joint == -math.inf
         if log_joint.dim() != 2 or not bool(impossible.any()):
@@ -223,7 +241,10 @@ class Population:
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 
     def take(self, positions: Tensor) -> Tensor:
-        """States of each data point at positions ``(N, K)`` in its population, as words ``(N, K, num_words)``."""
+        """Returns each data point's states at positions ``(N, K)``.
+
+        They are packed words ``(N, K, num_words)``.
+        """
         return ops.take(self.words, positions)
 
 
@@ -245,9 +266,11 @@ def initial_population(
 ) -> Tensor:
     """Distinct states to start from, different for each data point.
 
-    Every data point gets the all-zero state, then the states with one active latent (at each of its non-zero values; a random
-    subset per data point if they do not all fit), then random states with more active latents: of a small space a random subset,
-    of a large one sparse states with two and a Poisson number more, whose mean is drawn per data point between 0 and 2.
+    Every data point gets the all-zero state, then the states with one active latent at each of its
+    non-zero values. If these do not all fit, it gets a random subset. The rest are random states
+    with more active latents. In a small space they are a random subset. In a large one they are
+    sparse: two active latents and a Poisson number more, whose mean is drawn per data point between
+    0 and 2.
 
     Args:
         space: the state space.

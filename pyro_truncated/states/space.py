@@ -1,4 +1,4 @@
-"""The space of joint discrete states of one data point, and how a state is packed into 64-bit words."""
+"""Spaces of joint discrete states, packed into 64-bit words."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _MAX_CARDINALITY = 2**31
 
 
 class StateSpace:
-    r"""All joint configurations of ``L`` discrete latents, latent ``l`` taking the values ``0`` to ``cardinality_l - 1``.
+    r"""All joint configurations of ``L`` discrete latents.
+
+    Latent ``l`` takes the values ``0`` to ``cardinality_l - 1``.
 
     A state is stored in ``num_words`` words of 64 bits. Latent ``l`` occupies a field of
-    :math:`\lceil\log_2 \mathrm{cardinality}_l\rceil` bits (at least one) at bit ``shift[l]`` of word ``word[l]``; fields are laid
-    out in order and never straddle two words, so a space of ``H`` binary latents needs :math:`\lceil H/64\rceil` words. Bits that
-    belong to no field are zero, so equal states have equal words.
+    :math:`\lceil\log_2 \mathrm{cardinality}_l\rceil` bits (at least one) at bit ``shift[l]`` of
+    word ``word[l]``. Fields are laid out in order and never straddle two words. So a space of ``H``
+    binary latents needs :math:`\lceil H/64\rceil` words. Bits that belong to no field are zero, so
+    equal states have equal words.
 
     Example:
         >>> space = StateSpace([2, 3])
@@ -84,7 +87,10 @@ class StateSpace:
 
     @property
     def readable_size(self) -> str:
-        """The number of states for messages: in full up to a million, else as a power of two (it may exceed every float)."""
+        """Returns the number of states as text for messages.
+
+        Above a million it is a power of two, as it may exceed every float.
+        """
         return str(self.size) if self.size <= 10**6 else f"2^{sum(math.log2(v) for v in self.cardinalities):.1f}"
 
     @property
@@ -122,7 +128,10 @@ class StateSpace:
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Draws states ``(*shape, num_words)``: each latent is non-zero with probability ``activity``, all its non-zero values alike."""
+        """Draws states ``(*shape, num_words)``.
+
+        Each latent is non-zero with probability ``activity``, with all its non-zero values alike.
+        """
         others = (self.cardinality - 1).to(device or "cpu")
         on = torch.rand((*shape, self.num_latents), generator=generator, device=device) < activity
         value = torch.rand((*shape, self.num_latents), generator=generator, device=device, dtype=torch.double) * others

@@ -1,1 +1,1 @@
-"""What every floor uses: checks of arguments, programs run on the side, names of parameters."""
+"""What all folders use: argument checks, isolated runs, names of parameters."""

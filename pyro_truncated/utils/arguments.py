@@ -1,4 +1,4 @@
-"""Errors from the depths, told in terms of the arguments that caused them."""
+"""Errors from inner functions, expressed by the arguments that caused them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an intege
 
 
 def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function say which argument is wrong where it would only fail somewhere below: a wrapper that costs nothing while all is well.
+    """Makes a function's errors name the argument that caused them.
 
-    An error that already names an argument, or that this library raises itself, stays as it is. Any other is replaced by one that names
-    the argument that is not of its annotated kind (``TypeError``), or, where all are, describes them (``ValueError``: shapes or values).
-    Not for functions that run what users have written, whose errors are their own.
+    The wrapper costs nothing unless an error occurs.
+
+    An error that already names an argument, or that this library raises itself, stays as it is. Any
+    other error is replaced. A ``TypeError`` names the argument that is not of its annotated kind.
+    If all are, a ``ValueError`` describes their shapes or values. Not for functions that run what
+    users have written, whose errors are their own.
 
     Example:
         >>> @names_arguments
@@ -63,7 +66,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
-    """Refuses arguments of a function that are not of their annotated kinds, before it does anything.
+    """Refuses arguments of other kinds than annotated, before any work.
 
     Raises:
         TypeError: naming the first of them.
@@ -78,7 +81,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
 def _complaint(
     function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> Exception | None:
-    """What to say in the place of an error; ``None`` where it stays."""
+    """Returns the message that replaces an error; ``None`` keeps the error."""
     try:
         given = _flat(signature, signature.bind(*args, **kwargs).arguments)
     except TypeError:
@@ -99,7 +102,7 @@ def _complaint(
 
 
 def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, without ``self``, and with those that are keywords of others."""
+    """Returns arguments by name, without ``self``, with keyword arguments expanded."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -110,7 +113,7 @@ def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[st
 
 
 def _is_said_by_us(error: Exception) -> bool:
-    """Whether a statement of this library has raised an error, rather than something that it called."""
+    """Whether this library raised an error itself, not a function it called."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     # By the name of the module: in a checkout the models are not in the folder of the package.
     is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
@@ -122,7 +125,10 @@ def _names_any(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:
-    """The annotation of an argument; ``Any`` where it cannot be told, as of names that only type checkers import."""
+    """Returns the annotation of an argument.
+
+    It is ``Any`` if unknown, as for names that only type checkers import.
+    """
     parameter = signature.parameters.get(name)
     if parameter is None or parameter.annotation is inspect.Parameter.empty:
         return Any
@@ -134,7 +140,7 @@ def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated kind, as far as can be told quickly."""
+    """Whether a value is of an annotated kind, checked quickly."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
@@ -180,7 +186,10 @@ def _kind(hint: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """A value in a few words; of tensors type, shape and whether there is NaN in them."""
+    """Describes a value in a few words.
+
+    For tensors they are type, shape and whether there is NaN.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
         is_spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())

@@ -124,7 +124,10 @@ def _is(value: Any, package: str, *names: str) -> bool:
 
 
 def _numbers(frame: Any) -> np.ndarray:
-    """Columns of one type as they are; columns with missing values, and of several types, in double precision."""
+    """Returns columns of one type as they are, others in double precision.
+
+    Columns with missing values count among the others.
+    """
     array = np.asarray(frame.to_numpy())
     return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
@@ -146,7 +149,9 @@ T = TypeVar("T")
 
 
 def as_tensors(value: Any, like: Tensor | None = None) -> Any:
-    """The value with arrays in it, or in its lists, tuples and dictionaries, made tensors; anything else is as it was.
+    """Converts arrays in a value to tensors.
+
+    They may lie in lists, tuples and dictionaries. Anything else stays as it is.
 
     Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked, null, ``pandas.NA`` or the
     ``_FillValue`` of xarray becomes NaN, which marks missing entries everywhere.
@@ -232,13 +237,18 @@ def is_array(value: Any) -> bool:
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:
-    """The array itself where torch can share its memory, else a copy: of read-only arrays, reversed ones and foreign byte orders."""
+    """Returns the array, or a copy if torch cannot share its memory.
+
+    Copies are made of read-only arrays, reversed ones and foreign byte orders.
+    """
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a method, or a function of a ``model``, take NumPy arrays, DataFrames and DataArrays for tensors.
+    """Lets a function take NumPy arrays, DataFrames and DataArrays for tensors.
+
+    It may be a method, or a function of a ``model``.
 
     Floating point ones take the type of the parameters.
 
@@ -254,7 +264,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def converted(*args: P.args, **kwargs: P.kwargs) -> T:
-        """The method with tensors in the place of arrays; called as it is where there are none."""
+        """Calls the method with tensors in place of arrays."""
         if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
         like = number_of(args[0] if args else kwargs.get("model"))

@@ -39,7 +39,10 @@ def _arviz() -> Any:
 
 
 def make_idata(**datasets: xr.Dataset) -> Any:
-    """Puts datasets together, one group each: an ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on."""
+    """Joins datasets, one group each.
+
+    The result is an ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
+    """
     if ARVIZ_V1:
         return xr.DataTree.from_dict(dict(datasets))
     return _arviz().InferenceData(**datasets)
@@ -66,12 +69,18 @@ def read_netcdf(path: str | Path) -> Any:
 
 
 def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:
-    """Tail indices ``(N,)`` of log importance ratios ``(N, M)`` by Pareto smoothing; zero where the ratios do not vary."""
+    """Returns Pareto tail indices ``(N,)`` of log importance ratios ``(N, M)``.
+
+    They are zero where the ratios do not vary.
+    """
     return _smoothed(log_ratios)[1]
 
 
 def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
-    """Pareto-smoothed, normalised log weights ``(N, M)`` of log importance ratios ``(N, M)``; uniform where the ratios do not vary."""
+    """Returns Pareto-smoothed, normalised log weights ``(N, M)`` of log ratios.
+
+    They are uniform where the ratios do not vary.
+    """
     return _smoothed(log_ratios)[0]
 
 
@@ -94,7 +103,10 @@ def _smooth_all(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth_rows(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same by ArviZ 1.x, which refuses a tail of equal values; 0.x leaves it as it is and calls its index infinite."""
+    """The same by ArviZ 1.x, which refuses a tail of equal values.
+
+    ArviZ 0.x keeps such a tail and calls its index infinite.
+    """
     from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
 
     # Releases differ in whether they take log ratios or, as for cross-validation, log likelihoods, which are their negatives.
@@ -135,7 +147,10 @@ def loo(idata: Any, var_name: str) -> LooResult:
 
 
 def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
-    """ArviZ's table that compares models by their leave-one-out cross-validation, whatever their variables are called."""
+    """Returns ArviZ's table that compares models by leave-one-out cross-validation.
+
+    The models' variables may have any names.
+    """
     results = {name: _loo(idata, var_names[name]) for name, idata in idatas.items()}
     with quiet():
         if not ARVIZ_V1:
@@ -146,7 +161,11 @@ def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
 
 
 def _loo(idata: Any, var_name: str) -> Any:
-    """ArviZ's own result. The weights are made here where 1.x would refuse observations whose likelihood hardly varies over the draws."""
+    """Returns ArviZ's own result.
+
+    The weights are computed here where ArviZ 1.x would refuse observations whose likelihood hardly
+    varies over draws.
+    """
     options: dict[str, Any] = {"pointwise": True, "var_name": var_name, "reff": 1.0}
     if ARVIZ_V1:
         likelihood = get_dataset(idata, "log_likelihood")[var_name].transpose("chain", "draw", ...)
@@ -160,7 +179,10 @@ def _loo(idata: Any, var_name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without ArviZ's warnings of tail indices, which callers judge themselves, and its deprecations."""
+    """Silences ArviZ's deprecations and its warnings of tail indices.
+
+    Callers judge tail indices themselves.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*shape parameter of Pareto distribution.*")
         warnings.filterwarnings("ignore", message=".*alias_mapping.*")
@@ -185,7 +207,10 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
 
 
 def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
-    """Distributions of the observed values and of drawn ones; of whole numbers, whatever their type, the share of each."""
+    """Plots distributions of observed and drawn values.
+
+    Of whole numbers of any type, it shows the share of each.
+    """
     observed = get_dataset(idata, "observed_data")[[name]]
     predicted = get_dataset(idata, group)[[name]]
     predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
@@ -235,7 +260,10 @@ def _are_whole(values: np.ndarray) -> bool:
 
 
 def _bins(observed: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Edges that hold all values, drawn ones beyond the observed too: around whole numbers, else as wide as suits the observed ones."""
+    """Returns edges that hold all observed and drawn values.
+
+    They lie around whole numbers; other widths suit the observed values.
+    """
     low, high = min(observed.min(), drawn.min()), max(observed.max(), drawn.max())
     if np.issubdtype(observed.dtype, np.integer):
         width = max(1, (high - low) // 50)
@@ -282,10 +310,11 @@ def draw_comparison(table: Any, ax: Axes) -> None:
 
 @functools.singledispatch
 def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
-    """Converts the posterior that an object holds, by the function that is registered for its class.
+    """Converts an object's posterior by the function registered for its class.
 
-    Functions are registered by ``@convert_owner.register(Class)`` and called with the object, the model's arguments, and the options
-    ``num_samples``, ``num_chains`` and ``seed``; so no model needs to know the diagnostics.
+    Functions are registered by ``@convert_owner.register(Class)``. They are called with the object,
+    the model's arguments, and the options ``num_samples``, ``num_chains`` and ``seed``. So no model
+    needs to know the diagnostics.
 
     Example:
         >>> class Mine:
@@ -303,5 +332,5 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
 
 
 def has_converter(owner: Any) -> bool:
-    """Whether a function is registered for the class of an object, or one of its bases."""
+    """Whether a function is registered for an object's class or its bases."""
     return convert_owner.dispatch(type(owner)) is not convert_owner.dispatch(object)

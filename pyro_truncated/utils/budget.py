@@ -1,4 +1,4 @@
-"""One memory budget for all temporaries: whoever works in blocks asks here how large they may be."""
+"""One memory budget for all temporaries that are processed in blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DE
 
 @contextlib.contextmanager
 def memory_budget(num_bytes: int | None) -> Iterator[None]:
-    """A context in which the temporaries of a block take about so many bytes at most, whatever else runs in other threads and tasks.
+    """A context that limits the bytes of a block's temporaries.
+
+    Other threads and tasks are not affected.
 
     Results differ by rounding only: sums are taken block by block.
 
@@ -41,7 +43,10 @@ def memory_budget(num_bytes: int | None) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a CUDA device, with those that torch holds and does not use; ``None`` on any other."""
+    """Returns free bytes of a CUDA device, unused ones of torch included.
+
+    ``None`` for any other device.
+    """
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -49,18 +54,21 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def budget_on(device: torch.device) -> int:
-    """The budget of a device unless one is given: an eighth of its free memory, at most 4 GiB, where that can be asked; else 256 MiB."""
+    """Returns the default budget of a device.
+
+    It is an eighth of its free memory, at most 4 GiB, where known, else 256 MiB.
+    """
     free = free_memory(device)
     return DEFAULT_BUDGET if free is None else max(1, min(free // _SHARE_OF_FREE, _LARGEST))
 
 
 def current_budget() -> int:
-    """Bytes that the temporaries of one block may take, in this thread and task."""
+    """Returns the bytes for a block's temporaries, in this thread and task."""
     return _budget.get()
 
 
 def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
-    """How many rows the temporaries of a block may hold: as many as fit the budget, and at least one.
+    """Returns how many rows of temporaries fit the budget, at least one.
 
     Args:
         bytes_per_row: bytes of all temporaries of a row.
@@ -70,6 +78,9 @@ def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
 
 
 def blocks_of_rows(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
-    """Slices of successive rows that fit the budget, see :func:`rows_per_block`; none if there are no rows."""
+    """Yields slices of successive rows that fit the budget.
+
+    See :func:`rows_per_block`. Without rows there are none.
+    """
     size = rows_per_block(bytes_per_row)
     return (slice(start, start + size) for start in range(0, num_rows, size))

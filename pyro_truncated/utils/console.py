@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar of tqdm's with locks of this process alone.
 
-    Those of tqdm are shared with forked children: of a run that is killed while it holds one, all its relatives would wait for ever, even
-    where no bar is shown.
+    Locks of tqdm are shared with forked children. If a run is killed while it holds one, all its
+    relatives would wait for ever, even without a bar.
     """
 
     # The thread that looks after slow bars would hold the lock in what is forked meanwhile; with ``miniters=1`` nobody needs it.
@@ -29,7 +29,10 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     n: float
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Closes the bar, full unless an error ended it: what was planned is the most, and training may rest before."""
+        """Closes the bar, full unless an error ended it.
+
+        Training may converge before the planned maximum.
+        """
         if kind is None and self.total is not None:
             self.total = self.n
         super().__exit__(kind, error, trace)
@@ -59,7 +62,9 @@ _logger = logging.getLogger("pyro_truncated")
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Logs a line at level INFO to the logger ``pyro_truncated``; where nobody has configured logging, writes it to standard error.
+    """Logs a line at level INFO to the logger ``pyro_truncated``.
+
+    Without configured logging, it writes the line to standard error.
 
     Each line appears once per process.
     """
@@ -70,7 +75,9 @@ def note_once(message: str) -> None:
 
 
 class Described:
-    """An object whose ``repr`` is the call that makes its like: its positional arguments, and others that are not at their default.
+    """An object whose ``repr`` is the call that creates an equal one.
+
+    It shows positional arguments, and others that are not at their default.
 
     Only arguments that the object keeps under their own names are shown.
     """
@@ -101,5 +108,5 @@ def _text(value: Any) -> str:
 
 
 def power_of_ten(number: int) -> str:
-    """A count as it is, or its order of magnitude if it is huge."""
+    """Returns a count as text, if huge its order of magnitude."""
     return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"

@@ -64,7 +64,9 @@ LARGEST = 1e150
 
 
 def in_double(name: str, values: Any) -> Tensor:
-    """A tensor or an array in float64, of which sums of squares are finite, too.
+    """Returns a tensor or an array in float64.
+
+    Sums of squares are finite there, too.
 
     Raises:
         TypeError: naming the argument, if it is neither.
@@ -93,7 +95,7 @@ def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None
 
 
 class or_missing(constraints.Constraint):
-    """Values that are finite and satisfy ``base``, or are NaN, which marks a missing entry.
+    """Values that satisfy ``base`` and are finite, or NaN where missing.
 
     Example:
         >>> or_missing(dist.constraints.positive).check(torch.tensor([1.0, float("nan"), -1.0]))
@@ -134,7 +136,12 @@ transform_to.register(or_missing, lambda constraint: transform_to(constraint.bas
 
 
 def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Values in float64 with zeros in the place of missing entries, and which entries are observed; ``None`` if all of them are."""
+    """Returns values in float64 with zeros where missing, and a mask.
+
+    The mask is ``None`` if all are observed.
+
+    The latter is ``None`` if all are.
+    """
     if not has_missing(value):
         return value.double(), None
     is_missing = value.isnan()
@@ -147,7 +154,10 @@ def has_missing(value: Tensor) -> bool:
 
 
 def missing_where(value: Tensor, other: Tensor) -> Tensor:
-    """Values that were computed from others; on a device they count as having missing entries if the others have."""
+    """Values computed from others.
+
+    On a device they count as having missing entries if the others have.
+    """
     if not value.is_cpu:
         note_of(value, "has missing entries", has_missing(other))
     return value
@@ -156,7 +166,9 @@ def missing_where(value: Tensor, other: Tensor) -> Tensor:
 def in_blocks(
     function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size, numbers_each: int | None = None
 ) -> Tensor:
-    """Evaluates ``function(states, value) -> batch_shape`` on slices of the largest batch dimension, under a memory budget.
+    """Evaluates ``function(states, value) -> batch_shape`` on slices under a memory budget.
+
+    The largest batch dimension is sliced.
 
     Intermediate results of a slice are recomputed for its gradient instead of being kept.
 
@@ -187,10 +199,12 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
-    """The data points that a plate selects: ``y[index]``, or ``y`` itself where these are all of them in order; see :func:`signed`.
+    """Returns the data points that a plate selects.
 
-    The data themselves need not be copied, and what is known of them (that nothing is missing, for example) need not be found out again,
-    for which a device would have to be waited for.
+    They are ``y[index]``, or ``y`` itself if these are all in order; see :func:`signed`.
+
+    The data themselves need not be copied. What is known of them, such as that nothing is missing,
+    need not be computed again, which would wait for a device.
 
     Example:
         >>> def model(y, batch_size=None):
@@ -211,5 +225,10 @@ def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
 
 
 def signed(y: Tensor) -> Tensor:
-    """The data, or a copy in signed integers of unsigned ones with more than eight bits, with which torch does not compute."""
+    """Returns the data, with unsigned integers above eight bits made signed.
+
+    Torch does not compute with those.
+
+    Torch does not compute with the latter.
+    """
     return y.long() if y.dtype in _UNSIGNED else y

@@ -1,4 +1,4 @@
-"""Counts that users give: whole numbers of any integer type, and nothing else."""
+"""Checks counts that users give: whole numbers of any integer type."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 @contextmanager
 def naming_empty_plates() -> Iterator[None]:
-    """Says in words of ours that a plate has no members, which Pyro meets as a division by zero.
+    """Explains that a plate has no members, where Pyro divides by zero.
 
     Raises:
         ValueError: in the place of that.

@@ -15,7 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def device_of(generator: torch.Generator | None) -> torch.device:
-    """The device that a generator draws on, and no other; for ``None``, torch's global one, the CPU, whatever the default device is.
+    """Returns the device that a generator draws on.
+
+    For ``None`` it is the CPU, whatever the default device is.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -30,14 +32,20 @@ _GENERATOR = "generator"
 
 
 def device_of_module(module: Any) -> torch.device:
-    """Where the first parameter of a module lives, or its first buffer; of what has neither the CPU."""
+    """Returns the device of a module's first parameter, else the CPU.
+
+    A module without parameters has the device of its first buffer.
+    """
     if not isinstance(module, torch.nn.Module):
         return torch.device("cpu")
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
 def brought(state: Any, device: torch.device) -> Any:
-    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``."""
+    """Moves a nested state to a device, except entries named ``generator``.
+
+    It may hold tensors, lists, tuples and dictionaries.
+    """
     if isinstance(state, Tensor):
         return state.to(device)
     if isinstance(state, Mapping):
@@ -70,12 +78,12 @@ def known_of(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bo
 
 
 def is_noted(value: Tensor, question: str) -> bool:
-    """Whether it is remembered that the answer to a question about a tensor is yes."""
+    """Whether the cached answer to a question about a tensor is yes."""
     return _is_remembered(value) and _answers(value).get(_key(value, question), False)
 
 
 def note_of(value: Tensor, question: str, answer: bool) -> None:
-    """Remembers the answer to a question about a tensor, where answers are remembered."""
+    """Caches the answer to a question about a tensor, where possible."""
     if _is_remembered(value):
         _answers(value)[_key(value, question)] = answer
 

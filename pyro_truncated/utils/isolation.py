@@ -1,4 +1,4 @@
-"""Running a Pyro program on the side: what surrounds it neither sees it nor reaches into it."""
+"""Runs a Pyro program in isolation from the handlers around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR
 
 
 class Assign(Messenger):
-    """Effect handler that gives sample statements (plates' subsamples too) the values it is told, without observing them."""
+    """Effect handler that gives sample statements values without observing them.
+
+    Subsamples of plates are included.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -26,14 +29,19 @@ class Assign(Messenger):
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Hides sample statements from the handlers outside (a guide's trace, its plates) but not parameters, which SVI must see."""
+    """Hides sample statements from outer handlers, such as a guide's trace.
+
+    Parameters stay visible, as SVI must see them.
+    """
     with poutine.block(hide_fn=lambda msg: msg["type"] != "param"), free_plate_dims():
         yield
 
 
 @contextmanager
 def free_plate_dims() -> Iterator[None]:
-    """Lets plates take the dimensions they would take if no plate were open (parallel predictive draws open one, say).
+    """Lets plates take the dimensions they would take without open plates.
+
+    Parallel predictive draws open one, for example.
 
     Plates ask one private allocator for their dimensions, which no handler can stand in for, so that it is set aside here.
     """
@@ -45,5 +53,8 @@ def free_plate_dims() -> Iterator[None]:
 
 
 def spare_random_numbers() -> AbstractContextManager[None]:
-    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
+    """Restores random states after a look at a program.
+
+    Otherwise a resumed run would draw other numbers than an uninterrupted one.
+    """
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

@@ -36,7 +36,10 @@ class Parameter(NamedTuple):
 
 
 def modules_of(*programs: Any) -> list[torch.nn.Module]:
-    """The modules that Pyro programs consist of: themselves, under handlers, of bound methods, in closures, models of guides."""
+    """Yields the modules of Pyro programs.
+
+    They lie under handlers, in bound methods and closures, and in models of guides.
+    """
     found: dict[int, torch.nn.Module] = {}
     pending = list(programs)
     while pending:
@@ -55,7 +58,10 @@ def modules_of(*programs: Any) -> list[torch.nn.Module]:
 
 
 def _variables(function: Any) -> Iterator[Any]:
-    """What a function reads from around it (``inspect.getclosurevars`` would take names of attributes for those of globals)."""
+    """Returns what a function reads from its closure and globals.
+
+    ``inspect.getclosurevars`` would take names of attributes for those of globals.
+    """
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # of a variable that has no value yet
             yield cell.cell_contents
@@ -68,7 +74,7 @@ def _is_module(value: Any) -> bool:
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[Parameter]:
-    """The parameters of a module under the names that Pyro's store gives them."""
+    """Returns a module's parameters under their names in Pyro's store."""
     for part in module.modules():
         if not isinstance(part, PyroModule):
             continue
@@ -93,11 +99,13 @@ def _join(*names: str) -> str:
 
 @contextmanager
 def empty_store() -> Iterator[None]:
-    """Within it Pyro's parameter store is empty; afterwards it is what it was.
+    """A context in which Pyro's parameter store is empty.
+
+    It is restored afterwards.
 
     Kernels register their parameters by names such as ``"variance"``, which a model may use as well. Pyro's own ``scope()`` serves between
-    runs, not inside of one: it takes from unconstrained parameters the mark by which :class:`~pyro.infer.SVI` recognises those that the
-    step it is recording has read.
+    runs, not inside of one. It removes the mark from unconstrained parameters by which
+    :class:`~pyro.infer.SVI` recognises those that the recorded step has read.
     """
     store = pyro.get_param_store()
     held = store._params, store._param_to_name, store._constraints
@@ -115,7 +123,7 @@ _VERSION_OF_READ = 1
 
 
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Parameters for which Pyro's store holds another tensor than their module does, and that tensor."""
+    """Returns parameters for which Pyro's store holds another tensor, and that tensor."""
     store = pyro.get_param_store()._params
     for module in modules_of(*programs):
         for parameter in parameters_of(module):
@@ -127,10 +135,11 @@ def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
 def refuse_shadowed(*programs: Any, training: bool = False) -> None:
     """Checks that programs have their parameters for themselves.
 
-    Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of the module's own. Where that was the
-    tensor of another module, a model forgets how it was initialised and goes on from the other's parameters, and changes them. Parameters
-    that were read from a file or set by hand are meant to replace those of a module, and do. Where numbers are equal nothing is lost by
-    looking (``training=False``), but the two would be trained as one.
+    Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of
+    the module's own. If that tensor belongs to another module, a model loses its initialisation. It
+    continues from the other's parameters and changes them. Parameters that were read from a file or
+    set by hand are meant to replace those of a module, and do. Where numbers are equal nothing is
+    lost by looking (``training=False``), but the two would be trained as one.
 
     Raises:
         ValueError: naming the parameters, and what to do.
@@ -148,7 +157,9 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
 
 
 class ShadowWatch(Messenger):
-    """Refuses shadowed parameters when a program asks for them: where functions name them, and those that a guide makes as it first runs.
+    """Refuses shadowed parameters when a program asks for them.
+
+    They are those that functions name, and those that a guide creates in its first run.
 
     Args:
         guide: what runs under it for the first time, if that is known.
@@ -171,7 +182,7 @@ class ShadowWatch(Messenger):
 
 
 def hold(parameter: Parameter, training: bool) -> None:
-    """Remembers in whose hands a parameter is, and the tensor of the store that will take its place."""
+    """Records a parameter's owner and the store's tensor that replaces it."""
     stored = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
     tensors = [parameter.tensor, stored] if training or _may_go_on(parameter, stored) else [parameter.tensor]
     for tensor in tensors:
@@ -188,7 +199,7 @@ def _is_shadowed(parameter: Parameter, stored: Tensor, training: bool) -> bool:
 
 
 def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
-    """Whether a module whose numbers are those of the store may be trained on from there, with the store's tensor.
+    """Whether a module equal to the store may train the store's tensor.
 
     The numbers of what has been trained can only be the same in a copy, which is made to go on from there. Pyro puts parameters that it
     manages in place of the module's own; others would be left behind and not be trained at all.
@@ -202,12 +213,20 @@ def _is_used_and_differs(own: Tensor, stored: Tensor) -> bool:
 
 
 def _was_used(stored: Tensor) -> bool:
-    """Whether a tensor of the store has been some module's, or an optimiser has changed it since it was made or read from a file."""
+    """Whether a tensor of the store belonged to a module or changed.
+
+    An optimiser may have changed it since it was made or loaded.
+
+    Only changes after it was made or loaded count.
+    """
     return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > _VERSION_OF_READ)
 
 
 def _shared(module: torch.nn.Module) -> list[str]:
-    """Parameters that were found in the store when they were made, or first used, where another module had left them."""
+    """Parameters that another module had left in the store.
+
+    They were found when a module created or first used them.
+    """
     store, is_guide = pyro.get_param_store()._params, isinstance(module, AutoGuide)
     own = [parameter for parameter in parameters_of(module) if store.get(parameter.name) is parameter.tensor]
     return [
@@ -233,10 +252,13 @@ def _complaint(names: Iterable[str]) -> str:
 
 
 class TakesPrefixed(torch.nn.Module):
-    """A module that loads its state from what wrapped it, such as ``DistributedDataParallel``, whose names begin with ``module.``."""
+    """A module that loads states saved from a wrapper.
+
+    Names of ``DistributedDataParallel``, for example, begin with ``module.``.
+    """
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch does; a prefix that all names have in common, such as ``module.``, is taken off.
+        """Loads as torch does, without a common prefix such as ``module.``.
 
         Raises:
             RuntimeError: if names do not fit; naming the prefix, if those of this module are a part of them.
@@ -286,14 +308,17 @@ _counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1
 
 
 class UniqueModule(TakesPrefixed, PyroModule):
-    """A ``PyroModule`` whose parameters have names of their own in Pyro's store: two of a class do not share them.
+    """A ``PyroModule`` whose parameter names are unique in Pyro's store.
+
+    Two objects of one class do not share parameters.
 
     The first ``BinarySparseCoding`` of a process keeps its ``weight`` as ``BinarySparseCoding.weight``, the second as
     ``BinarySparseCoding_2.weight``. As part of another ``PyroModule`` it is named by that, as always. Neither ``state_dict()`` nor the
     names of sample sites (of parameters with a prior) know of it. Copies and unpickled modules have names of their own, too.
 
-    Parameters that have been read into the store (``pyro.get_param_store().load``) under the name of a module of this class, and belong to
-    no module yet, are taken over by the next one that is used for the first time, as Pyro does where names agree.
+    Parameters may have been read into the store (``pyro.get_param_store().load``) under the name of
+    a module of this class. If they belong to no module yet, the next one in use takes them over, as
+    Pyro does where names agree.
 
     Example:
         >>> class Causes(UniqueModule):
@@ -318,7 +343,10 @@ class UniqueModule(TakesPrefixed, PyroModule):
 
 
 class _UniqueContext(_Context):
-    """The context of a :class:`UniqueModule`: within it sample sites are called as if the module had no name."""
+    """The context of a :class:`UniqueModule`.
+
+    Within it sample sites have names as if the module had none.
+    """
 
     def __init__(self, module: UniqueModule) -> None:
         super().__init__()
@@ -371,7 +399,7 @@ def _rename(module: UniqueModule, name: str, context: _Context) -> None:
 
 
 def _settle(module: UniqueModule) -> None:
-    """Before the first use: takes the name of parameters that were read into the store and that this module can take over."""
+    """Takes over the name of loaded parameters before the first use."""
     store, own = pyro.get_param_store()._params, module._unique_name
     parameters = list(parameters_of(module))
     shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
@@ -386,7 +414,7 @@ def _settle(module: UniqueModule) -> None:
 
 
 def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
-    """Names in the store by the name of the module of a class that they belong to."""
+    """Groups names in the store by the module that owns them."""
     found: dict[str, list[str]] = defaultdict(list)
     for key in store:
         if match := re.match(rf"{re.escape(kind)}(_\d+)?(?=\.)", key):
@@ -395,12 +423,18 @@ def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
 
 
 def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
-    """A dictionary by names of parameters, with those of :class:`UniqueModule` counted within the programs instead of the process."""
+    """Returns a dictionary with :class:`UniqueModule` numbers relative to the programs.
+
+    In its keys, names of parameters, they are otherwise counted within the process.
+    """
     return {_renamed(name, _ranked_names(*programs)): value for name, value in named.items()}
 
 
 def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
-    """The inverse of :func:`relative_names`, for programs that may have been made in another process."""
+    """The inverse of :func:`relative_names`.
+
+    The programs may have been made in another process.
+    """
     names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
     return {_renamed(name, names): value for name, value in named.items()}
 

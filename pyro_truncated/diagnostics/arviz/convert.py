@@ -64,12 +64,12 @@ def to_arviz(
 
     .. math:: \log p(y_n \mid \theta) \ge \log \sum_{s \in K_n} p(y_n, s \mid \theta)
 
-    The right side is the group ``log_likelihood``, with the states of data points summed out. All groups and the rules for guides, names
-    and missing data: the page :doc:`/how-to/arviz`. From ArviZ 1.0 on a ``DataTree`` is returned.
+    The right side is the group ``log_likelihood``, with the states of data points summed out. All
+    groups and the rules for guides, names and missing data: :doc:`/how-to/arviz`.
 
     Example::
 
-        svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO())  # or AutoTruncated and Truncated_ELBO, or a list of both
+        svi = SVI(model, AutoTruncated(model), Adam({"lr": 0.01}), Truncated_ELBO())
         ...
         idata = to_arviz(model, svi.guide, x, y)
         az.summary(idata), az.loo(idata), az.plot_ppc(idata)

@@ -27,11 +27,13 @@ STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.st
 def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray:
     r"""Leave-one-out probability integral transforms, feature by feature.
 
-    :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})` with uniform :math:`v`, which serves
-    counts and binary values too. :math:`\tilde y` are *new* data points (the group ``marginal_predictive``): repeated ones have seen
-    :math:`y_n` through their states. (Where states are global, no data point has any, and ``posterior_predictive`` serves.) The weights of
-    the draws are those of PSIS-LOO on the marginal likelihood. If the model is right, the transforms of each feature are uniform on
-    [0, 1]; those of different features depend on each other.
+    :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})`
+    with uniform :math:`v`. This serves counts and binary values too. :math:`\tilde y` are *new*
+    data points (the group ``marginal_predictive``): repeated ones have seen :math:`y_n` through
+    their states. (Where states are global, no data point has any, and ``posterior_predictive``
+    serves.) The weights of the draws are those of PSIS-LOO on the marginal likelihood. If the model
+    is right, the transforms of each feature are uniform on [0, 1]; those of different features
+    depend on each other.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data

@@ -1,4 +1,7 @@
-"""How much posterior mass the populations leave out: a certificate from their neighbours, and what larger populations would gain."""
+"""How much posterior mass the populations leave out.
+
+Neighbours give a certificate, and larger populations an estimate.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,22 @@ MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may ha
 
 @torch.no_grad()
 def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwargs: Any) -> Tensor:
-    r"""Upper bound on the posterior mass that each population covers, from the neighbours of its states.
+    r"""Upper bound of each population's posterior mass, from neighbours of its states.
 
     With :math:`\mathcal N_n` the states outside the population :math:`K_n` that differ from one of its states in one latent,
 
     .. math:: c_n = \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_{s \in K_n \cup \mathcal N_n} p(s, y_n)} \ge
               \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_s p(s, y_n)} = p(s \in K_n \mid y_n) ,
 
-    because leaving non-negative terms out of the denominator can only enlarge the quotient. So a small :math:`c_n` proves that much is
-    missing (at least :math:`-\log c_n` nats of the log evidence), while a large one proves nothing: a mode that no single move reaches goes
-    unseen. It is tight where the missing mass lies around the population, which is where a search that has converged leaves it.
+    because leaving non-negative terms out of the denominator can only enlarge the quotient. So a
+    small :math:`c_n` proves that much is missing: at least :math:`-\log c_n` nats of the log
+    evidence. A large one proves nothing, since modes that no single move reaches go unseen. It is
+    tight where the missing mass lies around the population, which is where a search that has
+    converged leaves it.
 
-    Assumed are distinct states (an invariant of populations) and exact log joints. Latents of other guides are held at their medians, and
-    the masses are those of the posterior given these; with a ``conditional`` that is not exact, log joints are random and no bound holds.
+    Assumed are distinct states (an invariant of populations) and exact log joints. Latents of other
+    guides are held at their medians, and the masses are those of the posterior given these. With an
+    approximate ``conditional``, log joints are random and no bound holds.
 
     Cost: :math:`N \cdot P \cdot M` log joints for ``P`` parents and ``M`` moves (the latents, if binary).
 
@@ -87,7 +93,7 @@ def _best(population: Population, count: int) -> Tensor:
 
 
 def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:
-    """Which neighbours of the parents are outside the population and the first of their kind, ``(n, P * M)``."""
+    """Returns which neighbours are outside the population and not repeated, ``(n, P * M)``."""
     size = rows_per_block(32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count), memory_budget)
     blocks = [
         ~ops.repeated(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
@@ -126,21 +132,27 @@ class Growth:
 
     @property
     def by_search(self) -> Tensor:
-        """What more search gains, never negative: large where the search had not converged."""
+        """The gain of more search, never negative; large without convergence."""
         return self.searched - self.free_energy
 
     @property
     def by_size(self) -> Tensor:
-        """What twice the states gain on top of that, never negative: large where the populations are too small."""
+        """The further gain of twice the states, never negative.
+
+        It is large where the populations are too small.
+        """
         return self.doubled - self.searched
 
 
 @torch.no_grad()
 def population_growth(guide: Any, *args: Any, search: Search | None = None, steps: int = 10, **kwargs: Any) -> Growth:
-    r"""How much the free energy grows when populations are searched further, and when they are twice as large.
+    r"""Gains of the free energy by further search and by more states.
 
-    A population that is large enough gains little from being doubled: the gain is at least :math:`\log` of the ratio of the masses covered,
-    so it bounds the missing mass from below. The populations of the guide stay as they are.
+    The states are twice as many.
+
+    A large enough population gains little from being doubled. The gain is at least :math:`\log` of
+    the ratio of the masses covered, so it bounds the missing mass from below. The populations of
+    the guide stay as they are.
 
     Example:
         >>> y = linear_bars(10, 3, mean_active=2.0).data
@@ -193,7 +205,9 @@ def _positions(population: Population, rows: slice) -> Tensor:
 
 @torch.no_grad()
 def effective_states(guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-    r"""Number of states that carry the truncated posterior, :math:`\exp(-\sum_s q_n(s) \log q_n(s))`, ``(N,)`` from 1 to ``S``.
+    r"""Returns the effective number of states, ``(N,)`` from 1 to ``S``.
+
+    It is :math:`\exp(-\sum_s q_n(s) \log q_n(s))`.
 
     Near ``S`` the population is exhausted and should be larger; near 1 it could be smaller. It says nothing about mass outside.
 

@@ -1,4 +1,4 @@
-"""The truncated posterior beside the exact one, where the space is small enough to enumerate."""
+"""The truncated and the exact posterior of small, enumerable spaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pyro_truncated.utils.budget import rows_per_block
 
 @dataclasses.dataclass(frozen=True)
 class ExactComparison:
-    r"""Exact and truncated posterior of each of ``N`` data points; all in float64 on the CPU.
+    r"""Exact and truncated posterior of each of ``N`` data points.
+
+    All are in float64 on the CPU.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -61,13 +63,16 @@ class ExactComparison:
 
     @property
     def error_of_pairs(self) -> Tensor:
-        """Largest absolute error of the probability that two latents are both active, ``(N,)``."""
+        """Returns the largest error of probabilities that two latents are active.
+
+        It is ``(N,)``.
+        """
         return (self.pairs - self.truncated_pairs).abs().amax((1, 2))
 
 
 @torch.no_grad()
 def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, memory_budget: int = 2**30, **kwargs: Any) -> ExactComparison:
-    """Compares the truncated posterior with the exact one, by scoring all states of the space.
+    """Compares truncated and exact posterior by scoring all states.
 
     Latents of other guides are held at their medians; the comparison is of posteriors given these.
 
@@ -122,14 +127,20 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
 
 
 def all_scores(log_joint: LogJoint, words: Tensor) -> Tensor:
-    """Log joints ``(N, T)`` in float64 of packed states ``(T, W)`` for every data point."""
+    """Returns log joints ``(N, T)`` of packed states ``(T, W)``.
+
+    They are in float64, for every data point.
+    """
     step = rows_per_block(64 * log_joint.num_data, log_joint.memory_budget)
     blocks = [log_joint.score(block.expand(log_joint.num_data, -1, -1).contiguous()) for block in words.split(step)]
     return torch.cat([block.double() for block in blocks], 1)
 
 
 def _pairs(states: Tensor, weights: Tensor) -> Tensor:
-    """Probability that two latents are both active, for states ``(N or 1, T, L)`` and weights ``(N, T)``."""
+    """Returns the probability that two latents are both active.
+
+    States are ``(N or 1, T, L)`` and weights ``(N, T)``.
+    """
     active = (states != 0).to(weights.dtype)
     if len(active) == 1:
         joint = (active.squeeze(0).unsqueeze(-1) * active.squeeze(0).unsqueeze(-2)).flatten(1)

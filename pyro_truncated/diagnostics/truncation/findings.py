@@ -25,7 +25,11 @@ Result = TypeVar("Result")
 
 
 class TruncationWarning(UserWarning):
-    """A truncated posterior, or a number computed from it, should not be trusted; the message says why, and what to change.
+    """A truncated posterior, or a number from it, should not be trusted.
+
+    The message says why, and what to change.
+
+    The message says why, and what to change.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0, noise=20.0).data
@@ -91,7 +95,9 @@ def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
 def judge_coverage(
     covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None, *, outside: np.ndarray | None = None
 ) -> list[Finding]:
-    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)`` or ``(guides, N)``.
+    """Yields findings from bounds of covered mass and effective numbers of states.
+
+    Each is ``(N,)`` or ``(guides, N)``.
 
     ``outside`` is the most that any check has found outside of each population, in nats. Where it is next to nothing, a population may be
     as full as it likes. Default: what the bounds say.
@@ -148,7 +154,12 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
 
 
 def gap_of(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    """What the bound is held against, the exact log evidence or an estimate, and the gap; minus infinity where neither is known."""
+    """Returns the exact or estimated log evidence and the bound's gap.
+
+    They are minus infinity where neither is known.
+
+    They are minus infinity where neither is known.
+    """
     for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
         if name in values:
             return reference, values[name] - values.get("free_energy_checked", values["free_energy"])

@@ -1,4 +1,4 @@
-"""All checks of a truncation in one go, on one page, with a verdict."""
+"""All checks of a truncation on one page, with a verdict."""
 
 from __future__ import annotations
 
@@ -58,12 +58,18 @@ class TruncationReport:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether nothing was found wrong. The checks see what lies near the populations and what their searches and draws find."""
+        """Whether no check found anything wrong.
+
+        The checks see what lies near the populations and what their searches and draws find.
+        """
         return not self.findings
 
     @property
     def nats_outside(self) -> Tensor:
-        """The most that any check has found outside of each population, in nats, ``(N,)``; infinite where an estimate is not reliable."""
+        """Returns the most that checks found outside each population, in nats, ``(N,)``.
+
+        It is infinite where an estimate is not reliable.
+        """
         found = [-self.covered_mass.log(), self.growth.doubled - self.growth.free_energy]
         if self.exact is not None:
             found.append(self.exact.gap)
@@ -74,8 +80,8 @@ class TruncationReport:
     def arrays(self) -> dict[str, np.ndarray]:
         """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them.
 
-        ``free_energy_checked`` is the bound that the log evidence compares with: where there are other latents, the checks hold them at
-        their medians, while the ``free_energy`` beside it is a mean over draws of them.
+        ``free_energy_checked`` is the bound that the log evidence compares with. The checks hold
+        other latents at their medians, while ``free_energy`` is a mean over draws of them.
         """
         arrays = {
             "free_energy_checked": self.free_energy,
@@ -146,13 +152,17 @@ def check_truncation(
     warn: bool = True,
     **kwargs: Any,
 ) -> TruncationReport | ProductReport:
-    """Asks all there is to ask about a truncated posterior, and says whether to trust it; ``print`` shows the answer on one page.
+    """Checks a truncated posterior and says whether to trust it.
+
+    ``print`` shows the answer on one page.
+
+    ``print`` shows the answer on one page.
 
     It runs :func:`covered_mass`, :func:`population_growth`, :func:`effective_states`, :func:`estimate_evidence` and, in spaces of up to
     4096 states, :func:`compare_with_enumeration`. Nothing is trained, and the populations stay as they are. For large data choose a part
-    of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``. Where data are spread over processes
-    (:func:`pyro_truncated.distributed.shard`), all must ask; the first one brings the populations together and checks all, and all get the
-    same report.
+    of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``. Where data are spread over
+    processes (:func:`pyro_truncated.distributed.shard`), all must call it. The first one brings the
+    populations together and checks all, and all get the same report.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

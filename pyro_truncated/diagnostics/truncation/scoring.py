@@ -54,10 +54,14 @@ def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def scored_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> tuple[AutoTruncated, LogJoint, Population]:
-    """The truncated part, a scorer, and the populations of the data points that the model selects, scored under the model as it is now.
+    """Returns truncated part, scorer, and populations scored under the current model.
 
-    Latents of other guides take ``values`` where given, else the medians of their guides: everything a check says is then about the
-    posterior of the states given these.
+    The populations are those of the data points that the model selects.
+
+    The populations are those of the data points that the model selects.
+
+    Latents of other guides take ``values`` where given, else the medians of their guides. Every
+    result is then about the posterior of the states given these.
     """
     part = truncated_part(guide)
     if is_on_product(guide, args, kwargs):
@@ -96,13 +100,15 @@ class AllData:
 
 
 def is_spread(*arguments: Any) -> bool:
-    """Whether the data among the arguments of a model are a shard, and other processes hold more."""
+    """Whether a model's data are a shard of several processes' data."""
     portion = portion_of(arguments)
     return portion is not None and portion.is_part
 
 
 def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    """What the first process is told about a guide of the data of all, on every process; all of them must ask.
+    """Sends the first process's answer about the guide to all processes.
+
+    All of them must call it.
 
     Args:
         ask: is given a guide and the model's arguments.
@@ -118,7 +124,9 @@ def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwarg
 
 
 def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
-    """The guide of all data on the first process, ``None`` on others; all of them must ask.
+    """Returns the guide of all data on the first process, elsewhere ``None``.
+
+    All processes must call it.
 
     Raises:
         TypeError: if the guide holds no ``AutoTruncated``.

@@ -1,10 +1,12 @@
 r"""Gaussian processes with many outputs, conditioned on an active set.
 
-The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the latents with one kernel and one
-noise variance :math:`\sigma^2`, so one Cholesky factor of :math:`C = K_{AA} + \sigma^2 I` serves them all:
-:math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R` further points.
+The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the
+latents with one kernel and one noise variance :math:`\sigma^2`. So one Cholesky factor of :math:`C
+= K_{AA} + \sigma^2 I` serves them all, in :math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R`
+further points.
 
-Data sets too large to be an active set themselves are conditioned on through a few data points, or through those closest to each latent.
+A data set that is too large for one active set is conditioned on through a few data points, or
+through those closest to each latent.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from pyro_truncated.utils.counts import check_count
 
 @dataclasses.dataclass(frozen=True)
 class _Factor:
-    """What outputs with the same observed rows share: the rows, a Cholesky factor, and the outputs whitened by it."""
+    """A group of outputs with the same observed rows.
+
+    They share the rows and a Cholesky factor, which whitens them.
+    """
 
     rows: Tensor | slice
     columns: Tensor | slice
@@ -42,8 +47,9 @@ class ActiveSet:
 
     .. math:: m_n = k_{nA} C^{-1} x_A, \qquad c_n = k_{nn} + \sigma^2 - k_{nA} C^{-1} k_{An}, \qquad C = K_{AA} + \sigma^2 I
 
-    Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor, so a complete active set needs one, and
-    one with missing entries as many as there are patterns of missingness: prefer complete data points as the active ones.
+    Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor. A
+    complete active set needs one factor, others need one for each pattern of missing entries. Prefer
+    complete data points as the active ones.
 
     Example:
         >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
@@ -107,7 +113,9 @@ class ActiveSet:
         return self.latents.shape[-2]
 
     def log_prob_terms(self) -> Tensor:
-        r"""Log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``, of the active points, each given the ones before it.
+        r"""Returns sequential log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``.
+
+        Each active point is given the ones before it.
 
         Their sum is :math:`\log p(x_A) = -\frac D2 \log |C| - \frac12 \operatorname{tr}(C^{-1} x_A x_A^\top) - \frac{|A| D}{2} \log 2\pi`.
         """
@@ -134,7 +142,10 @@ class ActiveSet:
         return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noiseless=noiseless)
 
     def predict_from(self, prior: Tensor, cross: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """As :meth:`predict`, from prior variances ``(*batch, B)`` and covariances with the active set ``(*batch, A, B)``."""
+        """As :meth:`predict`, from prior variances and covariances with the active set.
+
+        They are ``(*batch, B)`` and ``(*batch, A, B)``.
+        """
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
@@ -148,7 +159,9 @@ class ActiveSet:
         return means[..., order], variances[..., order]
 
     def function_covariance(self, latents: Tensor) -> Tensor:
-        """Posterior covariance matrix ``(B, B)`` of the function at latents ``(B, Q)``, the same for all outputs.
+        """Returns the function's posterior covariance matrix ``(B, B)`` at latents ``(B, Q)``.
+
+        It is the same for all outputs.
 
         Raises:
             ValueError: if entries of the active set are missing, so that outputs have different ones.
@@ -162,7 +175,10 @@ class ActiveSet:
 
 
 def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Log densities ``(*batch, B)`` of observations ``(*batch, B, D)`` under independent normals, over entries that are not NaN."""
+    """Returns log densities of observations ``(*batch, B, D)`` under independent normals.
+
+    They are ``(*batch, B)``, over entries that are not NaN.
+    """
     observed = ~value.isnan()
     if bool(observed.all()):
         if variance.shape[-1] == 1:
@@ -175,15 +191,18 @@ def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tenso
 
 
 class NearestSet:
-    r"""The posteriors of a process at latents :math:`z`, each given its own active set :math:`A(z)`: the data points closest to it.
+    r"""Posteriors of a process, each given the data points closest to it.
+
+    The active set :math:`A(z)` depends on the latent :math:`z`.
 
     .. math:: m(z) = k_{zA} C^{-1} x_A, \qquad c(z) = k_{zz} + \sigma^2 - k_{zA} C^{-1} k_{Az}, \qquad C = K_{AA} + \sigma^2 I,
         \qquad A = A(z)
 
-    Closest are those whose function values correlate most with that at the latent, under the prior. In more than a few dimensions, where
-    the data are sparse, no few points of a projection lie within a length-scale of all others, but the closest ones say nearly all that
-    the data say about a place. Cost of a prediction: :math:`O(N Q + |A|^3 + |A| D)`, or without the first term :meth:`around` it. Means
-    jump, a little, where the closest points change.
+    Closest are those whose function values correlate most with that at the latent, under the prior.
+    In more than a few dimensions data are sparse. No few points of a projection then lie within a
+    length-scale of all others, but the closest data points tell nearly everything about a place.
+    Cost of a prediction: :math:`O(N Q + |A|^3 + |A| D)`, or without the first term :meth:`around`
+    it. Means jump, a little, where the closest points change.
 
     Args:
         latents: of the data, ``(N, Q)``.
@@ -211,7 +230,9 @@ class NearestSet:
 
     @torch.no_grad()
     def around(self, latents: Tensor, leave_out: Tensor | None = None) -> Neighborhoods:
-        """The posteriors around latents ``(M, Q)``, given the data points closest to *these*, wherever predictions are then made.
+        """Fixes the active sets of latents ``(M, Q)`` for later predictions.
+
+        Predictions are given the data points closest to *these* latents.
 
         Args:
             latents: where.
@@ -235,7 +256,10 @@ class NearestSet:
         return factorize(covariance(self.kernel, z, z), self.noise)[0]
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or ``noiseless`` of the function."""
+        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
+
+        They are those of the observations, or ``noiseless`` of the function.
+        """
         flat = latents.reshape(-1, latents.shape[-1])
         mean, variance = self.around(flat.detach()).predict(flat, noiseless=noiseless)
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
@@ -260,7 +284,10 @@ class Neighborhoods:
         return Neighborhoods(self.data, self.near[rows], self.cholesky[rows])
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``, each given the active set of its position."""
+        """Returns means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``.
+
+        Each is given the active set of its position.
+        """
         data = self.data
         cross = covariance(data.kernel, data.latents[self.near], latents.unsqueeze(-2))
         basis = torch.linalg.solve_triangular(self.cholesky, cross, upper=False)
@@ -273,7 +300,9 @@ class Neighborhoods:
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedStatistics:
-    r"""Sums over data points that a :class:`ProjectedSet` is made of; those of two parts of the data add up.
+    r"""Sums over data points that a :class:`ProjectedSet` consists of.
+
+    Those of two parts of the data add up.
 
     Attributes:
         latents: latents :math:`U` of the points projected on, ``(M, Q)``.
@@ -287,7 +316,9 @@ class ProjectedStatistics:
 
 
 def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
-    """Sums over data points ``(N, Q)``, ``(N, D)`` for projection on the chosen latents ``(M, Q)``: ``O(N M (M + D))``.
+    """Returns sums over data points ``(N, Q)``, ``(N, D)`` for projection.
+
+    They are projected on the chosen latents ``(M, Q)``: ``O(N M (M + D))``.
 
     Raises:
         ValueError: if outputs are missing; give complete data points only.
@@ -304,13 +335,15 @@ def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, output
 
 
 class ProjectedSet:
-    r"""The posterior given all data points, of a process that the function's values at a few latents :math:`U` determine.
+    r"""The posterior given all data points through a few latents :math:`U`.
+
+    The function's values there determine the process.
 
     .. math:: m_* = \tfrac{1}{\sigma^2} k_{*U} \Sigma^{-1} K_{UN} x, \qquad
         c_* = k_{**} + \sigma^2 - k_{*U} (K_{UU}^{-1} - \Sigma^{-1}) k_{U*}, \qquad \Sigma = K_{UU} + \tfrac{1}{\sigma^2} K_{UN} K_{NU}
 
-    Where the latents cover those of the data within a length-scale this is close to conditioning on every data point, at a cost that is
-    linear in their number. Factors are computed in float64.
+    If the latents cover those of the data within a length-scale, this is close to conditioning on
+    every data point. Its cost is linear in their number. Factors are computed in float64.
 
     Args:
         kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
@@ -336,7 +369,10 @@ class ProjectedSet:
         self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or ``noiseless`` of the function."""
+        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
+
+        They are those of the observations, or ``noiseless`` of the function.
+        """
         cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
         features = cross @ self._whiten.mT
         left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)

@@ -1,4 +1,4 @@
-"""How a data set is cut into minibatches, and each of these into an active set and the rest."""
+"""Splits of a data set into minibatches with active sets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ Choose = Callable[[Kernel, Tensor, int], Tensor]
 
 
 def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor | None = None) -> Tensor:
-    r"""Weights ``(B,)`` that correct the scale ``N / B`` of a plate for a batch whose first data points are the active set.
+    r"""Returns weights ``(B,)`` that correct a plate's scale ``N / B``.
 
-    They are :math:`B/N` for the active points, which then count once, and :math:`(B/N)(N-|A|)/|R|` for the rest, which then stands for
-    all points that are not active.
+    The first data points of the batch are the active set.
+
+    They are :math:`B/N` for the active points, which then count once. For the rest they are
+    :math:`(B/N)(N-|A|)/|R|`, so that it stands for all points that are not active.
 
     Args:
         batch_size: number of data points in the batch, ``B``.
@@ -84,10 +86,12 @@ class Split:
 
 
 class Splits(abc.ABC):
-    """A strategy that splits the data into minibatches with active sets, one epoch at a time.
+    """A strategy that splits the data into minibatches with active sets.
 
-    The estimate of the objective is unbiased for the strategy's own distribution over active sets: the rest is always drawn evenly from
-    what the active set leaves.
+    It makes the splits of one epoch at a time.
+
+    The estimate of the objective is unbiased for the strategy's own distribution over active sets.
+    The rest is always drawn evenly from the other data points.
 
     Args:
         num_data: number of data points ``N``.
@@ -121,7 +125,9 @@ class Splits(abc.ABC):
 
 
 class UniformSplits(Splits):
-    """Uniformly random active sets, as in the paper: an epoch is a random partition of the data, the first points of a part are active.
+    """Uniformly random active sets, as in the paper.
+
+    An epoch is a random partition of the data; the first points of a part are active.
 
     A last part too small to have points beside its active set is filled up with others.
 
@@ -132,14 +138,19 @@ class UniformSplits(Splits):
     """
 
     def epoch(self, number: int = 0) -> Iterator[Split]:
-        """The minibatches of an epoch; each data point is in one of them, or in two if the last had to be filled up."""
+        """Yields the minibatches of an epoch.
+
+        Each data point is in one of them, or in two if the last had to be filled up.
+        """
         order, size = self._permutation(self.num_data), self._size(number)
         for part in order.split(self.batch_size):
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
 
 
 def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
-    """Positions ``(size,)`` of the latents that explain most of the prior variance of all, by greedy pivoted Cholesky in float64.
+    """Returns positions ``(size,)`` of latents that explain most prior variance.
+
+    They are chosen by greedy pivoted Cholesky in float64.
 
     Where fewer explain everything but rounding errors, the first of the others fill up.
     """
@@ -156,12 +167,15 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
 
 
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
-    r"""Positions ``(size,)`` of the latents that leave the least predictive variance on average over all of them, chosen greedily.
+    r"""Returns positions ``(size,)`` of latents that leave the least predictive variance.
 
-    With :math:`E` the posterior covariance given the points chosen so far, the next one is the ``j`` of largest
-    :math:`\sum_n E_{nj}^2 / (E_{jj} + \sigma^2)`, which is how much observing it lowers the sum of the variances. Unlike
-    :func:`pivots`, which takes the point of largest variance, this prefers points with many neighbours to outliers. Cost
-    :math:`O(|A| N T)`, memory :math:`O(N T)`.
+    They are chosen greedily, by the mean over all latents.
+
+    With :math:`E` the posterior covariance given the points chosen so far, the next one is the
+    ``j`` of largest :math:`\sum_n E_{nj}^2 / (E_{jj} + \sigma^2)`. That is the decrease of the sum
+    of variances by observing it. Unlike :func:`pivots`, which takes the point of largest variance,
+    this prefers points with many neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N
+    T)`.
 
     Args:
         kernel: the kernel.
@@ -202,7 +216,9 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
 
 @names_arguments
 def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
-    """A size of the active set that grows linearly from ``start`` to ``stop`` within a number of epochs and then stays.
+    """A size of the active set that grows linearly, then stays.
+
+    It goes from ``start`` to ``stop`` within a number of epochs.
 
     Example:
         >>> size = growing(50, 200, 10)

@@ -1,4 +1,7 @@
-"""Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
+"""Kernels bound to a data set of numbers or other objects.
+
+They may be counts, histograms, graphs, strings or anything that has covariances.
+"""
 
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel

@@ -49,11 +49,17 @@ class PrecomputedKernel(DataKernel):
         return self.diag_new(self.known if rows is None else self.known[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         return self.cross(self.known if rows is None else self.known[rows], index)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of the objects at positions ``new`` with the training inputs at positions ``index``."""
+        """Returns covariances ``(n_new, b)`` of the objects at positions ``new``.
+
+        They are those with the training inputs at positions ``index``.
+        """
         found: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.known[index]]
         return found
 
@@ -80,10 +86,10 @@ class PrecomputedKernel(DataKernel):
 
 
 class IdentityKernel(DataKernel):
-    r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise by another name.
+    r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise.
 
-    Redundant beside the noise of a regression, it keeps the optimiser from explaining all data as noise before any other kernel had
-    a chance (Cao et al., section 4.1.5).
+    It is redundant beside the noise of a regression. It keeps the optimiser from explaining all
+    data as noise before other kernels are learned (Cao et al., section 4.1.5).
 
     Example:
         >>> IdentityKernel(3, variance=0.5).diag()
@@ -105,7 +111,10 @@ class IdentityKernel(DataKernel):
         return self.variance.expand(self.num_data if rows is None else len(rows))
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         rows = torch.arange(self.num_data, device=index.device) if rows is None else rows
         return self.variance * (rows[:, None] == index).to(self.variance.dtype)
 
@@ -123,7 +132,9 @@ class IdentityKernel(DataKernel):
 
 
 class SumKernel(DataKernel):
-    r"""The sum of kernels on the same data, each with parameters (a variance, say) of its own: :math:`\sum_p k_p`.
+    r"""The sum of kernels on the same data: :math:`\sum_p k_p`.
+
+    Each has its own parameters, such as a variance.
 
     Example:
         >>> words = spectrum(["CCO", "CCC", "NNN"], 1)
@@ -153,7 +164,10 @@ class SumKernel(DataKernel):
 
     @property
     def relevance(self) -> Tensor:
-        """Mean variance ``(P,)`` that each part contributes, the shared weight included; what :class:`IdentityKernel` adds is not."""
+        """Returns the mean variance ``(P,)`` of each part.
+
+        It includes the shared weight, but nothing of :class:`IdentityKernel`.
+        """
         with torch.no_grad():
             found: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
             return found
@@ -167,7 +181,10 @@ class SumKernel(DataKernel):
         return self._sum(lambda part, _: part.diag(rows))
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         return self._sum(lambda part, _: part.columns(index, rows))
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
@@ -194,7 +211,9 @@ class SumKernel(DataKernel):
 
 
 class RescaledKernel(DataKernel):
-    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`: turns noise of variance :math:`\sigma_i^2` per data point into noise of variance one.
+    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`.
+
+    It turns noise of variance :math:`\sigma_i^2` per data point into noise of variance one.
 
     Args:
         kernel: the kernel.
@@ -217,12 +236,18 @@ class RescaledKernel(DataKernel):
         return self.kernel.diag(rows) / self._of(rows).square()
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         found: Tensor = self.kernel.columns(index, rows) / (self._of(rows)[:, None] * self.deviations[index])
         return found
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs, which are not rescaled, with the training inputs at positions ``index``."""
+        """Returns covariances ``(n_new, b)`` of new inputs, which are not rescaled.
+
+        They are those with the training inputs at positions ``index``.
+        """
         found: Tensor = self.kernel.cross(new, index) / self.deviations[index]
         return found
 
@@ -240,7 +265,9 @@ class RescaledKernel(DataKernel):
 
 
 class RestrictedKernel(DataKernel):
-    """A kernel on some of its training inputs: regression on these alone is the method "subset of data".
+    """A kernel on some of its training inputs.
+
+    Regression on these alone is the method "subset of data".
 
     Example:
         >>> kernel = RestrictedKernel(smooth_rbf(torch.randn(10, 4)), torch.arange(5))
@@ -281,7 +308,10 @@ class RestrictedKernel(DataKernel):
         return self.kernel.diag(self.rows if rows is None else self.rows[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the inputs kept, or those at ``rows``, with the ones at positions ``index`` among them."""
+        """Returns covariances ``(n, b)`` with kept inputs at positions ``index``.
+
+        They are those of all kept inputs, or those at ``rows``.
+        """
         return self.kernel.columns(self.rows[index], self.rows if rows is None else self.rows[rows])
 
     def cross(self, new: object, index: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Kernels without a derivative in the input: Tanimoto, MinMax and other products of counts, histogram intersection."""
+"""Kernels without a derivative in the input.
+
+They are Tanimoto, MinMax and other products of counts, and histogram intersection.
+"""
 
 from __future__ import annotations
 

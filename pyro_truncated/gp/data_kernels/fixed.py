@@ -14,7 +14,9 @@ from pyro_truncated.utils.arrays import takes_arrays
 
 
 class FixedKernel(DataKernel):
-    r"""A variance :math:`v`, which is learned, times a kernel without parameters, whose columns are computed once and then kept.
+    r"""A learned variance :math:`v` times a kernel without parameters.
+
+    Its columns are computed once and cached.
 
     Args:
         num_data: number of training inputs.
@@ -64,7 +66,10 @@ class FixedKernel(DataKernel):
         return self.variance * (base if rows is None else base[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         base = self._kept_columns(index)
         return self.variance * (base if rows is None else base[rows])
 
@@ -110,7 +115,10 @@ class FixedKernel(DataKernel):
         self._used[slots[slots >= 0]] = self._clock
 
     def _make_room(self, needed: int) -> Tensor:
-        """Slots for new columns: free ones while the store may grow, else those unused for longest."""
+        """Returns slots for new columns.
+
+        They are free while the store may grow, else the least recently used ones.
+        """
         if self._store is None:
             raise RuntimeError("columns are looked up before they are stored")
         size = len(self._store)
@@ -131,7 +139,9 @@ class FixedKernel(DataKernel):
 
 
 class FunctionKernel(FixedKernel):
-    """A Python function ``k(x, z)`` of two objects of any type; each column is computed once and kept.
+    """A Python function ``k(x, z)`` of two objects of any type.
+
+    Each column is computed once and cached.
 
     Example:
         >>> def common(a, b):

@@ -1,4 +1,4 @@
-"""Labelled graphs, such as molecules, as bags of subtrees or of shortest paths."""
+"""Labelled graphs, such as molecules, as bags of subtrees or shortest paths."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Graphs:
         Args:
             arrays: holds ``atom_ptr``, ``atom_Z``, ``atom_degree``, ``atom_charge``, ``atom_aromatic``, ``atom_nH``, ``bond_ptr``,
                 ``bond_i``, ``bond_j`` and ``bond_type``.
-            labels: ``"atom"`` (all that is known of an atom, and the bond type), ``"element"`` (element and bond type), ``"degree"``
-                (number of neighbours, bonds alike) or ``"none"``.
+            labels: ``"atom"`` (all that is known of an atom, and the bond type), ``"element"``
+                (element and bond type), ``"degree"`` (number of neighbours) or ``"none"``.
 
         Raises:
             ValueError: for other labels.
@@ -77,7 +77,10 @@ class Graphs:
 
 @names_arguments
 def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
-    """Counts of rooted subtrees: node labels, then labels refined up to ``iterations`` times by those of the neighbours and edges.
+    """Counts of rooted subtrees.
+
+    They are node labels, and labels refined up to ``iterations`` times by those of neighbours and
+    edges.
 
     Inner products of these counts are the Weisfeiler-Lehman subtree kernel.
 
@@ -109,7 +112,9 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
 
 @names_arguments
 def shortest_path(graphs: Graphs) -> HashedCounts:
-    """Counts of pairs of nodes by their labels and the number of edges between them; pairs without a connection do not count.
+    """Counts of pairs of nodes by labels and shortest path.
+
+    The path is the number of edges; pairs without a connection do not count.
 
     Inner products of these counts are the shortest-path kernel.
 
@@ -140,7 +145,10 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
 
 
 def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Graphs and hashed (label, label, distance) of all connected pairs of nodes in some of the graphs."""
+    """Returns graphs and hashes of all connected pairs of nodes.
+
+    A hash is that of (label, label, distance), for nodes in some of the graphs.
+    """
     width = max(1, int(sizes[batch].max()))
     place = torch.full((graphs.num,), -1, dtype=torch.int64)
     place[batch] = torch.arange(len(batch))

@@ -18,7 +18,10 @@ _FINALISER = -4658895280553007687
 
 
 def mix(words: Tensor) -> Tensor:
-    """Scrambles 64-bit words one-to-one, so that sums of scrambled words serve as hashes of multisets."""
+    """Scrambles 64-bit words one-to-one.
+
+    Sums of scrambled words serve as hashes of multisets.
+    """
     words = (words ^ _logical_shift(words, 32)) * _GOLDEN
     words = (words ^ _logical_shift(words, 29)) * _FINALISER
     return words ^ _logical_shift(words, 32)
@@ -38,7 +41,9 @@ def _logical_shift(words: Tensor, bits: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class HashedCounts:
-    """How often each feature occurs in each of ``num`` objects; only counts above zero are listed, sorted by object and key.
+    """How often each feature occurs in each of ``num`` objects.
+
+    Only counts above zero are listed, sorted by object and key.
 
     Example:
         >>> counts = HashedCounts.of(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
@@ -82,7 +87,10 @@ class HashedCounts:
 
     @staticmethod
     def from_csr(indptr: Tensor, indices: Tensor, data: Tensor) -> HashedCounts:
-        """Counts from the three arrays of a compressed sparse row matrix, one row per object.
+        """Returns counts from arrays of a compressed sparse row matrix.
+
+        Each row is an object.
+
 
         Raises:
             ValueError: if the arrays do not fit each other or a count is not positive.
@@ -98,7 +106,9 @@ class HashedCounts:
 
     @staticmethod
     def from_matrix(features: Tensor) -> HashedCounts:
-        """Counts from a matrix ``(n, F)``, one row per object: the same as of its compressed sparse rows.
+        """Returns counts from a matrix ``(n, F)``, one row per object.
+
+        They are those of its compressed sparse rows.
 
         Raises:
             TypeError: if it is no matrix of real numbers.
@@ -118,7 +128,7 @@ class HashedCounts:
         return HashedCounts(self.num, *(part.to(device) for part in (self.rows, self.keys, self.counts)))
 
     def __getitem__(self, index: Tensor) -> HashedCounts:
-        """The objects at positions ``index`` ``(b,)``, none of them twice, in that order."""
+        """Returns the objects at distinct positions ``index`` ``(b,)``, in that order."""
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)
         place[index] = torch.arange(len(index), device=self.rows.device)
         kept = place[self.rows] >= 0
@@ -132,7 +142,9 @@ class HashedCounts:
         return HashedCounts.of(self.num, *(torch.cat(pair) for pair in joined))
 
     def unary(self) -> HashedCounts:
-        r"""Every count :math:`c` as ``c`` features "at least one", ..., "at least c" of count one.
+        r"""Replaces a count :math:`c` by ``c`` features of count one.
+
+        They mean "at least one", ..., "at least c".
 
         Inner products of these are :math:`\sum_f \min(c_f, c'_f)`.
 
@@ -148,7 +160,10 @@ class HashedCounts:
         return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
 
     def matrix(self, vocabulary: Tensor) -> Tensor:
-        """Sparse matrix ``(num, V)`` of the counts of the features in a sorted vocabulary ``(V,)``; others are left out."""
+        """Returns the sparse matrix ``(num, V)`` of counts by vocabulary.
+
+        Features that are not in the sorted vocabulary ``(V,)`` are left out.
+        """
         column = torch.searchsorted(vocabulary, self.keys)
         known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
         index = torch.stack([self.rows[known], column[known]])
@@ -163,7 +178,9 @@ class HashedCounts:
 
 @names_arguments
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:
-    """Counts of all substrings of a length; inner products of these counts are the spectrum kernel.
+    """Returns counts of all substrings of a length.
+
+    Inner products of these counts are the spectrum kernel.
 
     Example:
         >>> counts = spectrum(["CCO", "CC"], 2)  # CC and CO; CC

@@ -15,7 +15,10 @@ from pyro_truncated.utils.arrays import as_tensors
 
 
 class InputKernel(DataKernel):
-    """A kernel of numeric inputs ``(n, D)``; it also gives covariances of arbitrary points, which :class:`SubsetGPRegression` can polish.
+    """A kernel of numeric inputs ``(n, D)``.
+
+    It gives covariances of arbitrary points, so that :class:`SubsetGPRegression` can optimise
+    inputs.
 
     Args:
         inputs: training inputs ``(n, D)`` or ``(n,)``, finite.
@@ -45,11 +48,17 @@ class InputKernel(DataKernel):
         return self.variances(self.inputs if rows is None else self.inputs[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         return self.between(self.inputs if rows is None else self.inputs[rows], self.inputs[index])
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs ``(n_new, D)`` with the training inputs at positions ``index``."""
+        """Returns covariances ``(n_new, b)`` of new inputs ``(n_new, D)``.
+
+        They are those with the training inputs at positions ``index``.
+        """
         return self.between(self.points(new), self.inputs[index])
 
     def diag_new(self, new: Any) -> Tensor:
@@ -62,7 +71,7 @@ class InputKernel(DataKernel):
         return self.between(points, points)
 
     def points(self, new: Any) -> Tensor:
-        """New inputs ``(n_new, D)`` of the type and on the device of the training inputs.
+        """Returns new inputs ``(n_new, D)`` in the training inputs' type and device.
 
         Raises:
             ValueError: if they are not of this shape, or not finite.
@@ -78,8 +87,8 @@ class InputKernel(DataKernel):
 class PyroKernel(InputKernel):
     """A kernel of :mod:`pyro.contrib.gp.kernels` on training inputs.
 
-    Outside of Pyro models its parameters are those the module holds: whatever lies in Pyro's parameter store under names such as
-    ``"variance"`` neither changes them nor is changed.
+    Outside of Pyro models its parameters are those that the module holds. Entries of Pyro's
+    parameter store, such as ``"variance"``, neither change them nor are changed.
 
     Example:
         >>> kernel = PyroKernel(pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2))
@@ -108,7 +117,9 @@ class PyroKernel(InputKernel):
 
 
 class GPyTorchKernel(InputKernel):
-    """A GPyTorch kernel on training inputs. It is only ever called, so GPyTorch need not be installed to import this.
+    """A GPyTorch kernel on training inputs.
+
+    It is only called, so that this module does not import GPyTorch.
 
     Example::
 
@@ -142,7 +153,9 @@ class GPyTorchKernel(InputKernel):
 
 @names_arguments
 def smooth_rbf(inputs: Tensor) -> PyroKernel:
-    r"""A squared exponential kernel with one length-scale per dimension, starting at :math:`2 \sqrt D` standard deviations of the inputs.
+    r"""A squared exponential kernel with one length-scale per dimension.
+
+    Length-scales start at :math:`2 \sqrt D` standard deviations of the inputs.
 
     Inputs need not be standardised; those that never vary start from a length-scale of :math:`2 \sqrt D`.
 
@@ -170,8 +183,9 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
     """A kernel on training inputs.
 
     Args:
-        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
-            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
+            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
+            index)``.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
 

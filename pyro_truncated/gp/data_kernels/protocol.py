@@ -1,7 +1,9 @@
-"""Kernels bound to a data set: what the selection of an inducing subset asks of a covariance function.
+"""Kernels bound to a data set.
 
-Inputs may be anything (numbers, strings, graphs, rows of a precomputed matrix): only covariances are ever asked for, never the inputs
-and never a derivative in them.
+The selection of an inducing subset asks for their covariances.
+
+Inputs may be anything: numbers, strings, graphs, rows of a precomputed matrix. Only covariances are
+needed, neither the inputs nor derivatives in them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 
 @runtime_checkable
 class KernelColumns(Protocol):
-    """The least a kernel has to offer; :func:`as_data_kernel` makes a :class:`DataKernel` of it."""
+    """The least that a kernel offers; :func:`as_data_kernel` makes a :class:`DataKernel` of it."""
 
     def diag(self) -> Tensor:
         """Variances ``(n,)`` of the data."""
@@ -41,8 +43,8 @@ class KernelColumns(Protocol):
 class DataKernel(UniqueModule, Parameterized):
     """A covariance function on ``n`` training inputs that it holds itself.
 
-    Its parameters are those of a module of :mod:`pyro.contrib.gp` (constrained by ``PyroParam``; a prior makes them random inside a Pyro
-    model), and covariances are differentiable in them.
+    Its parameters are those of a module of :mod:`pyro.contrib.gp`, constrained by ``PyroParam``. A
+    prior makes them random inside a Pyro model. Covariances are differentiable in them.
 
     Example:
         >>> kernel = smooth_rbf(torch.randn(10, 2))
@@ -66,7 +68,10 @@ class DataKernel(UniqueModule, Parameterized):
         raise NotImplementedError
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         raise NotImplementedError
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
@@ -78,7 +83,9 @@ class DataKernel(UniqueModule, Parameterized):
         raise NotImplementedError
 
     def among(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, n_new)`` of new inputs with each other, which joint predictions ask for.
+        """Returns covariances ``(n_new, n_new)`` of new inputs with each other.
+
+        Joint predictions need them.
 
         Raises:
             TypeError: if the kernel does not offer them.
@@ -94,7 +101,9 @@ class DataKernel(UniqueModule, Parameterized):
 
 
 class ProtocolKernel(DataKernel):
-    """Any object with :class:`KernelColumns`, fixed but for a variance; ``diag_new`` is taken from the object where it has one.
+    """An object with :class:`KernelColumns`, fixed but for a variance.
+
+    Its ``diag_new`` is used if it has one.
 
     Args:
         columns: the object.
@@ -112,7 +121,10 @@ class ProtocolKernel(DataKernel):
         return self.variance * (diagonal if rows is None else diagonal[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
+
+        They are those of all training inputs, or those at ``rows``.
+        """
         found = self._there(self.source.columns(index))
         return self.variance * (found if rows is None else found[rows])
 
@@ -148,7 +160,9 @@ class ProtocolKernel(DataKernel):
 
 @names_arguments
 def as_data_kernel(kernel: Any) -> DataKernel:
-    """The kernel itself, or a :class:`ProtocolKernel` around an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+    """Returns the kernel itself, or a :class:`ProtocolKernel` around an object.
+
+    The object has ``diag()``, ``columns(index)`` and ``cross(new, index)``.
 
     Example:
         >>> class Common:
@@ -177,7 +191,10 @@ def as_data_kernel(kernel: Any) -> DataKernel:
 
 
 def positive_parameter(value: float, like: Tensor, name: str = "variance") -> Any:
-    """A positive scalar parameter of the type and device of a tensor (float32 if it holds integers)."""
+    """Returns a positive scalar parameter with a tensor's type and device.
+
+    For integers the type is float32.
+    """
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     if not value > 0:
         raise ValueError(f"{name} must be positive; got {value}")
@@ -197,7 +214,10 @@ def check_data_kernel(kernel: DataKernel) -> None:
 
 @torch.no_grad()
 def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Looks at the covariances of the first of some inputs ``(N, D)``, 100 at most, as :func:`check_data_kernel` does."""
+    """Checks covariances of the first inputs of ``(N, D)``, at most 100.
+
+    See :func:`check_data_kernel`.
+    """
     inputs = inputs.detach()[:100]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
     with outside_of_programs():

@@ -1,7 +1,8 @@
-"""The one way to call a kernel of :mod:`pyro.contrib.gp.kernels`, and covariances that it does not compute well itself.
+"""Calls of kernels of :mod:`pyro.contrib.gp.kernels`, and covariances of better precision.
 
-A call of such a kernel reads its parameters from Pyro's store, by names such as ``"variance"`` that another model may have left there.
-Inside a Pyro program that is what is wanted; everywhere else a kernel is to be a function of its own parameters, and to leave no trace.
+A call of such a kernel reads its parameters from Pyro's store, by names such as ``"variance"`` that
+another model may have left there. Inside a Pyro program that is intended. Everywhere else a kernel
+should be a function of its own parameters and leave no trace.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ class Covariance(Protocol):
     """A covariance function, called as the kernels of :mod:`pyro.contrib.gp.kernels` are."""
 
     def __call__(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)`` (default: with each other), or their diagonal ``(N,)``."""
+        """Returns covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)``.
+
+        By default they are those of the first inputs, or their diagonal ``(N,)``.
+        """
         ...
 
 
 @contextlib.contextmanager
 def outside_of_programs() -> Iterator[None]:
-    """A context in which kernels are functions of their own parameters, whatever Pyro's store holds and whatever program is running."""
+    """A context in which kernels depend on their own parameters only.
+
+    Pyro's store and a running program have no influence.
+    """
     with poutine.block(), empty_store():
         yield
 
 
 def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Tensor:
-    """Covariances ``(N, M)`` of points ``(N, D)`` and ``(M, D)`` (default: with each other), or their diagonal ``(N,)``.
+    """Returns covariances ``(N, M)`` of points ``(N, D)`` and ``(M, D)``.
+
+    By default they are those of the first points, or their diagonal ``(N,)``.
 
     Inside a Pyro program parameters may be random, and are the store's; outside they are those the kernel holds.
     """
@@ -44,7 +53,10 @@ def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Ten
 
 
 def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> Covariance:
-    """The kernel as a function of inputs at other (unconstrained) parameters, differentiable in these."""
+    """Returns the kernel as a function of inputs at other parameters.
+
+    The parameters are unconstrained, and it is differentiable in them.
+    """
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariances of inputs, or their diagonal, at the parameters given."""
@@ -92,7 +104,10 @@ def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, vari
 
 
 def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
-    """Squared Euclidean distances ``(*batch, N, M)`` of rows, accumulated in float64, where the expanded square keeps its digits."""
+    """Returns squared Euclidean distances ``(*batch, N, M)`` of rows.
+
+    They are accumulated in float64, where the expanded square keeps its digits.
+    """
     centre = Z.detach().double().mean(-2, keepdim=True)
     X64, Z64 = X.double() - centre, Z.double() - centre
     squares = X64.square().sum(-1).unsqueeze(-1) - 2 * X64 @ Z64.mT + Z64.square().sum(-1).unsqueeze(-2)
@@ -127,7 +142,7 @@ def prior_variance(kernel: kernels.Kernel, X: Tensor) -> Tensor:
 
 
 def _profile(kernel: kernels.Kernel) -> Callable[[Tensor], Tensor] | None:
-    """A stationary kernel as a function of the squared scaled distance, if it is one that is known."""
+    """Returns a known stationary kernel as a function of squared scaled distance."""
     # By the exact type: a subclass may compute something else.
     return _PROFILES.get(type(kernel))
 

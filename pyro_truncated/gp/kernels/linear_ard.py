@@ -49,7 +49,10 @@ class LinearARD(UniqueModule, Kernel):
         self.variance = PyroParam(variance, constraints.positive)  # type: ignore[assignment]
 
     def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariance ``(N, M)`` of the rows of ``X (N, Q)`` and ``Z (M, Q)`` (default: ``X``), or its diagonal ``(N,)``."""
+        """Returns the covariance ``(N, M)`` of ``X (N, Q)`` and ``Z (M, Q)``.
+
+        ``Z`` is ``X`` by default. Or it returns the diagonal ``(N,)``.
+        """
         weight = self.variance
         # Of two types the finer one, as in Pyro's kernels.
         dtype = torch.promote_types(X.dtype, weight.dtype)

@@ -44,7 +44,10 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, generator: torch.Generator | None = None) -> RowSample:
-    """The inducing inputs at positions ``index`` ``(m,)`` and random others, ``num`` in all; all data points if there are no more."""
+    """Returns inducing inputs at positions ``index`` ``(m,)`` and random others.
+
+    They are ``num`` in all, or all data points if there are no more.
+    """
     if num >= len(targets):
         return RowSample(kernel, targets, index, None)
     order = random_subset(len(targets), len(targets), generator, targets.device)
@@ -55,7 +58,9 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
 
 
 def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) -> int:
-    """How many data points an alternation looks at, where at most ``max_rows`` are wanted, or nothing is said of it.
+    """Returns how many data points an alternation uses.
+
+    ``max_rows`` limits it where given.
 
     Raises:
         ValueError: if there would be fewer than inducing inputs.
@@ -69,7 +74,9 @@ def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) 
 
 @dataclasses.dataclass(frozen=True)
 class Alternation:
-    """Data, a kernel and a noise whose parameters are learned in place, and the search for a subset of inducing inputs.
+    """Data, kernel, noise and the search for a subset.
+
+    Parameters are learned in place.
 
     Attributes:
         kernel: the kernel on the training inputs.
@@ -182,7 +189,7 @@ class Alternation:
 
 
 def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:
-    """All that a fit learns beside the subset: the kernel's parameters that are not frozen, and the noise."""
+    """Returns the kernel's parameters that are not frozen, and the noise."""
     return [*(p for p in kernel.parameters() if p.requires_grad), log_noise]
 
 
@@ -199,10 +206,13 @@ def fitted_from_some_start(
     record: FitRecord,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Fits from where the parameters are; where that finds nothing, from what an exact regression on some hundred data points finds.
+    """Fits from the current parameters, or from those of an exact regression.
 
-    Inducing inputs that are too few for short length-scales cannot tell that these are better, and long ones are a corner that no gradient
-    leads out of. If the regression finds nothing, either, the fit goes on from where it was first to start.
+    The latter uses some hundred data points, if the former finds nothing.
+
+    Too few inducing inputs for short length-scales cannot tell that these are better. Long ones are
+    a corner that no gradient leads out of. If the regression finds nothing, either, the fit goes on
+    from where it was first to start.
 
     Args:
         attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
@@ -235,7 +245,9 @@ def fitted_from_some_start(
 
 
 def best_scouted(scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]) -> list[Tensor] | None:
-    """What scouts find that start from all, a half and a quarter of the length-scales: the parameters of the best.
+    """Returns the best parameters of short fits from several length-scales.
+
+    They start from all, a half and a quarter of the current ones.
 
     Args:
         scout: fits to some of the data, from where the parameters are; returns the objective, infinity where that explains too little.
@@ -272,7 +284,9 @@ def _shorten(kernel: DataKernel, share: float) -> None:
 
 
 class SomeInputs(InputKernel):
-    """A kernel of numeric inputs on some of its training inputs; the kernel keeps its parameters.
+    """Returns a kernel of numeric inputs on some training inputs.
+
+    The kernel keeps its parameters.
 
     Args:
         kernel: the kernel.
@@ -293,7 +307,7 @@ class SomeInputs(InputKernel):
 
 
 def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A tenth of the data, 1000 at most, at random from those that are no members of the subset."""
+    """Returns a random tenth of the data outside the subset, at most 1000."""
     order = random_subset(num_data, num_data, generator, members.device)
     return order[~torch.isin(order, members)][: min(1000, int(0.1 * num_data))]
 
@@ -301,7 +315,9 @@ def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | N
 def polish(
     kernel: InputKernel, inputs: Tensor, targets: Tensor, log_noise: Tensor, objective: str, held_out: Tensor, most: int, record: FitRecord
 ) -> float:
-    """Moves inducing inputs, and with them the kernel's parameters and the noise; returns the objective of all data.
+    """Optimises inducing inputs, kernel parameters and noise; returns the objective.
+
+    The objective is that of all data.
 
     Args:
         kernel: the kernel on the training inputs.

@@ -55,7 +55,7 @@ class ObservedEntries:
         return len(self.value)
 
     def drawn(self, num: int, generator: torch.Generator | None = None) -> ObservedEntries:
-        """At most ``num`` of them at random, of as many different inputs as there are."""
+        """Returns at most ``num`` random entries, of as many inputs as possible."""
         order = torch.randperm(len(self), generator=generator).to(self.row.device)
         by_input, place = self.row[order].sort(stable=True)
         turn = torch.arange(len(self), device=place.device) - torch.searchsorted(by_input, by_input)
@@ -63,7 +63,7 @@ class ObservedEntries:
         return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
 
     def left_out(self, inverse: Tensor) -> Tensor:
-        r"""Predictions ``(E,)`` of the entries of each input from those of all other inputs.
+        r"""Predicts each input's entries ``(E,)`` from those of all other inputs.
 
         With the entries :math:`b` of one input, they are :math:`y_b - (P_{bb})^{-1} [P y]_b`.
 
@@ -87,14 +87,18 @@ _OWN_SHARE = 0.5
 
 
 class CoregionalizedGPRegression(torch.nn.Module):
-    r"""Exact Gaussian process regression of several correlated outputs, each with noise of its own, on inputs of any kind.
+    r"""Exact Gaussian process regression of several correlated outputs.
+
+    Each output has its own noise, and inputs are of any kind.
 
     Outputs need not be observed at the same inputs: what one output lacks is predicted with the help of the others. Every output is
     standardised. The cost is that of an exact regression on all observed entries, of which there may be up to 5000.
 
-    Among many irrelevant inputs, long length-scales are a corner like that of :class:`SubsetGPRegression`: the fit takes all for noise, or
-    for correlations of the outputs at each input alone. A first fit that predicts nothing of an input's targets from other inputs tries
-    other length-scales on some of the entries, and starts again from the best.
+    Among many irrelevant inputs, long length-scales are a corner like that of
+    :class:`SubsetGPRegression`. The fit explains all targets as noise, or as correlations of the
+    outputs at each input alone. If a first fit predicts nothing of an input's targets from other
+    inputs, other length-scales are tried on some of the entries. The fit then restarts from the
+    best.
 
     Example::
 
@@ -104,8 +108,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         draws = model.posterior(new).sample((100,)).reshape(100, len(new), -1)
 
     Args:
-        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
-            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
+            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
+            index)``.
         y: targets ``(n, H)``, NaN where missing.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
@@ -194,7 +199,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         clock: Callable[[], float] = time.perf_counter,
         progress: bool = False,
     ) -> float:
-        """Learns the kernel's parameters, the correlations and the noise by L-BFGS, from where they are.
+        """Learns kernel parameters, correlations and noise by L-BFGS, from current values.
 
         Args:
             max_iterations: most iterations.
@@ -218,7 +223,10 @@ class CoregionalizedGPRegression(torch.nn.Module):
         start, is_first = snapshot(self._learned), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
-            """Fits to all entries, from where the parameters are; returns what is predicted of each input from all others."""
+            """Fits to all entries and returns predictions of each input.
+
+            It starts from the current parameters. Each input is predicted from all others.
+            """
             settings = FitSettings(max_iterations, record.seconds_left, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._left_out(everything)
@@ -239,11 +247,17 @@ class CoregionalizedGPRegression(torch.nn.Module):
         return [p for p in self.parameters() if p.requires_grad]
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
-        """The objective of some of the entries, by parameters learned from these, from where they are."""
+        """Returns the objective of some entries after learning from them.
+
+        Learning starts from the current parameters.
+        """
         return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, settings, record)
 
     def _scouted(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
-        """Where fits to some of the entries get to from other length-scales, if they find anything."""
+        """Returns parameters of fits to some entries from other length-scales.
+
+        If the fits find nothing, there are none.
+        """
         some = self._entries.drawn(SCOUTED, self.generator)
 
         def scout() -> float:
@@ -295,7 +309,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         return mean * self.target_scale + self.target_mean, variance * self.target_scale.square()
 
     def posterior(self, new: Any, *, noiseless: bool = True) -> dist.MultivariateNormal:
-        """The joint distribution of all outputs at new inputs, differentiable in numeric inputs, with draws by ``rsample()``.
+        """Returns the joint distribution of all outputs at new inputs.
+
+        It is differentiable in numeric inputs and draws by ``rsample()``.
 
         Args:
             new: new inputs, as the kernel takes them; the kernel must offer ``among(new)``.
@@ -327,12 +343,15 @@ class CoregionalizedGPRegression(torch.nn.Module):
         return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
 
     def _coupled(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Covariances of entries by those of their inputs and the outputs that they belong to."""
+        """Returns covariances of entries by their inputs and outputs."""
         return shared * self.coregionalization[first[:, None], second]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
-    """The first columns ``(H, R)`` of a root of the correlations of standardised targets, less the share that outputs have of their own."""
+    """Returns the first columns ``(H, R)`` of a correlation matrix's root.
+
+    It is that of standardised targets, less the share that outputs have of their own.
+    """
     complete, counts = targets.nan_to_num(0.0), (~targets.isnan()).double()
     correlations = (complete.mT @ complete) / (counts.mT @ counts).clamp(min=1)
     values, vectors = torch.linalg.eigh(correlations)

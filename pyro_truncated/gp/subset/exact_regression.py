@@ -1,4 +1,4 @@
-r"""Regression without inducing inputs, for data small enough for the Cholesky factor of their covariance matrix.
+r"""Regression without inducing inputs, for data with a Cholesky factor in memory.
 
 With :math:`S = K + \sigma^2 I` and :math:`a = S^{-1} Y` the objective, minus the log evidence without its constant, and its gradient are
 
@@ -25,7 +25,10 @@ EXACT_UP_TO = 5000
 
 
 def default_size(num_data: int) -> int:
-    """Number of inducing inputs where none is given, which a line tells: all data points while an exact regression can be afforded."""
+    """Returns the default number of inducing inputs, and logs it.
+
+    It is all data points while an exact regression is affordable.
+    """
     if num_data <= EXACT_UP_TO:
         note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse, and faster")
         return num_data
@@ -35,7 +38,9 @@ def default_size(num_data: int) -> int:
 
 
 def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weight: float = 1.0) -> float:
-    """The objective times a weight, whose gradient is added to all leaves that covariances and noise depend on.
+    """Adds the gradient of a weighted objective to all leaves.
+
+    Covariances and noise depend on these leaves.
 
     Args:
         kernel: the kernel on the training inputs.
@@ -50,7 +55,9 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
 
 
 def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
-    """The objective times a weight of targets ``(n, H)`` whose covariances ``(n, n)``, noise included, carry its gradient on.
+    """Returns the weighted objective of targets ``(n, H)``.
+
+    Its gradient goes through their covariances ``(n, n)``, noise included.
 
     Large matrices are changed in place: of 5000 data points each takes 0.2 GB.
     """
@@ -67,7 +74,9 @@ def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) 
 def fit_exactly(
     kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
-    """Learns parameters in place, the kernel's and the noise, as :func:`learn_exactly` does; returns the objective.
+    """Learns kernel parameters and noise in place; returns the objective.
+
+    See :func:`learn_exactly`.
 
     Args:
         kernel: the kernel on the training inputs.
@@ -83,7 +92,7 @@ def fit_exactly(
 def learn_exactly(
     weighted: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
-    """Minimises an objective of so many targets by L-BFGS, parameters in place; returns the smallest value.
+    """Minimises an objective by L-BFGS, in place; returns the smallest value.
 
     Args:
         weighted: returns the objective times a weight, whose gradient it adds to the parameters.
@@ -128,7 +137,10 @@ class ExactPosterior:
         self.fitted = targets - noise * self.weights
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, not of targets, differentiable in numeric inputs."""
+        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
+
+        They are without noise, and differentiable in numeric inputs.
+        """
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.weights, (prior - self._explained(cross).square().sum(0)).clamp(min=0.0)
 
@@ -144,5 +156,8 @@ class ExactPosterior:
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Means ``(n, H)`` and variances ``(n,)``, noise included, of each data point given all others."""
+        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
+
+        Variances include the noise.
+        """
         return self.covariance.leave_one_out(self.targets)

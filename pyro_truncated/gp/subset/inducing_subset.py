@@ -17,7 +17,9 @@ from pyro_truncated.utils.counts import check_count
 
 
 class InducingSubset:
-    r"""Chooses the inducing inputs of a sparse Gaussian process from its training inputs, by the objective that fits hyper-parameters, too.
+    r"""Chooses a sparse Gaussian process's inducing inputs from its training inputs.
+
+    The objective is the one that fits hyper-parameters.
 
     Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
     :mod:`pyro_truncated.gp.subset.objectives`) never rises, whatever the search.
@@ -29,8 +31,9 @@ class InducingSubset:
         mean, variance = subset.predict(new_fingerprints)
 
     Args:
-        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
-            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
+            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
+            index)``.
         y: targets, ``(n,)``, or ``(n, H)`` for several outputs that share subset, kernel and noise; centred.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
@@ -92,7 +95,7 @@ class InducingSubset:
         max_seconds: float | None = None,
         progress: bool = False,
     ) -> float:
-        """Searches for a better subset until nothing helps or a limit is reached.
+        """Searches for a better subset until convergence or a limit.
 
         Args:
             max_swaps: most members exchanged.
@@ -113,7 +116,7 @@ class InducingSubset:
         return self.objective_value
 
     def update(self, *, noise: float | None = None, targets: Tensor | None = None) -> float:
-        """Takes note of new noise, new targets, or parameters of the kernel that have changed.
+        """Updates new noise, new targets, or changed kernel parameters.
 
         Returns:
             The objective of the present subset.
@@ -129,12 +132,18 @@ class InducingSubset:
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the targets at new inputs, or ``noiseless`` of the function."""
+        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` at new inputs.
+
+        They are those of the targets, or ``noiseless`` of the function.
+        """
         mean, variance = self.posterior().marginals(new)
         return mean, variance if noiseless else variance + self.problem.noise
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Means ``(n, H)`` and variances ``(n,)``, noise included, of each data point given all others; the subset is held fixed."""
+        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
+
+        Variances include the noise, and the subset is held fixed.
+        """
         return self.posterior().leave_one_out()
 
     @torch.no_grad()

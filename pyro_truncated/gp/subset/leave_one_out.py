@@ -30,10 +30,13 @@ NOISE = "noise"
 
 
 def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
-    r"""A kernel in float64 by name, for standardised inputs ``(N, D)``, or a copy of the kernel given.
+    r"""Returns a kernel in float64 by name, or a copy.
 
-    ``"linear"`` is :math:`a\,x^\top x'`, ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)` with :math:`\ell` the median distance of
-    inputs over :math:`\sqrt 2` to start from, and ``"composition"`` the sum of both and a constant. None of them holds the noise.
+    Inputs ``(N, D)`` are standardised.
+
+    ``"linear"`` is :math:`a\,x^\top x'`. ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)`,
+    where :math:`\ell` starts at the median distance of inputs over :math:`\sqrt 2`.
+    ``"composition"`` is the sum of both and a constant. None of them holds the noise.
 
     Raises:
         ValueError: for an unknown name.
@@ -56,13 +59,18 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
 
 
 def parameters_of(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
-    """Unconstrained values of a kernel's parameters, and the logarithm of the noise variance; logarithms where Pyro's transform is exp."""
+    """Returns unconstrained kernel parameters and the noise variance's logarithm.
+
+    Parameters are logarithms where Pyro's transform is exp.
+    """
     found = {name: value.detach().clone() for name, value in kernel.named_parameters()}
     return {**found, NOISE: noise.detach().log()}
 
 
 class Box:
-    r"""Bounds of every parameter, and the map :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)` from free values to the box.
+    r"""Bounds of every parameter, and the map to the box.
+
+    The map from free values is :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)`.
 
     On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The
     bounds suit standardised inputs and targets between 0 and 1; a kernel that is of no use ends at its lowest variance.
@@ -78,7 +86,7 @@ class Box:
                 self.bounds[f"{prefix}.{name}" if prefix else name] = _bounds(module, name, value)
 
     def free(self, parameters: Parameters) -> Parameters:
-        """Free values of the parameters, or of the nearest ones just off the boundary."""
+        """Returns free values of parameters; those on the boundary are moved inside."""
         found = {}
         for name, value in parameters.items():
             low, high = self.bounds[name]
@@ -93,7 +101,9 @@ class Box:
 def maximize(
     objective: Callable[[Parameters], Tensor], start: Parameters, box: Box, steps: int, tolerance: float = 1e-6
 ) -> tuple[Parameters, float]:
-    """Parameters in the box that raise an objective, by at most ``steps`` iterations of L-BFGS.
+    """Returns parameters in the box that raise an objective.
+
+    They come from at most ``steps`` iterations of L-BFGS.
 
     They end early when an iteration gains less than ``tolerance`` nats per target, as it soon does where a fit goes on from the one before.
 
@@ -117,7 +127,10 @@ def maximize(
 
 
 def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
-    """Median distance of two of (at most 500 evenly spaced) inputs, 1 if they are all equal."""
+    """Returns the median distance of two inputs, 1 if all are equal.
+
+    At most 500 evenly spaced inputs are used.
+    """
     rows = inputs[:: max(1, len(inputs) // most)][:most]
     distances = torch.pdist(rows)
     median = distances.median() if len(distances) else distances.sum()
@@ -126,7 +139,10 @@ def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
 
 @functools.singledispatch
 def _bounds(module: torch.nn.Module, name: str, value: Tensor) -> tuple[float, float]:
-    """Bounds of one unconstrained parameter: by default, e^7 times less and more than at the start."""
+    """Returns bounds of one unconstrained parameter.
+
+    By default they are the start divided and multiplied by e^7.
+    """
     centre = value.detach()
     return float(centre.min()) - 7.0, float(centre.max()) + 7.0
 
@@ -147,7 +163,7 @@ def _(module: kernels.Constant, name: str, value: Tensor) -> tuple[float, float]
 
 
 class _Columns:
-    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
+    """A kernel matrix by columns, for choosing an inducing subset."""
 
     def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
         self.kernel, self.inputs = kernel, inputs
@@ -175,7 +191,7 @@ def pivots_for(
     known: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Pivots chosen by an exchange search, whose objective is the variational free energy of the targets.
+    """Pivots chosen by exchange, to lower the targets' variational free energy.
 
     Args:
         kernel: the kernel.
@@ -200,16 +216,20 @@ def pivots_for(
 
 
 class LeaveOneOutRegression:
-    r"""Gaussian process regression with one kernel for all outputs: :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
+    r"""Gaussian process regression with one kernel for all outputs.
 
-    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps their geometry. Kernel and noise are
-    those of targets divided by their largest magnitude, as of the last :meth:`fit`, so that targets in volts and in microvolts give the
-    same fit; predictions and likelihoods are in the targets' own unit. Everything is computed in float64.
+    :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
 
-    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
-    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`; that is another prior, whose variance
-    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
-    those that an exchange search finds to explain the targets of :meth:`fit` best.
+    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps
+    their geometry. Kernel and noise are those of targets divided by their largest magnitude at the
+    last :meth:`fit`, so that the unit of targets does not matter. Predictions and likelihoods are
+    in the targets' own unit. Everything is computed in float64.
+
+    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of
+    targets. With a rank ``Q``, the kernel matrix is replaced by an incomplete Cholesky factor,
+    :math:`O(N Q^2)` and :math:`O(N Q P)`. That is another prior. Its variance vanishes away from
+    the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given
+    those before, or those that an exchange search finds to explain the targets of :meth:`fit` best.
 
     Example:
         >>> regression = LeaveOneOutRegression(torch.linspace(0.0, 6.0, 30).unsqueeze(-1), "rbf")
@@ -230,14 +250,14 @@ class LeaveOneOutRegression:
     Attributes:
         kernel: the kernel, at the current parameters, for targets in the unit.
         noise: the current noise variance, a scalar tensor, for targets in the unit.
-        unit: the largest magnitude of the last fit's targets; 1 before.
+        unit: the largest magnitude of the last fit's targets; 1 without a fit.
 
     Raises:
         ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.
 
-    Reference:
-        Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
-        Computation 29 (2017), equation 6; the covariance there must include the noise.
+    Reference: Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive
+        subspace preselection", Neural Computation 29 (2017), equation 6. The covariance there must
+        include the noise.
     """
 
     @names_arguments
@@ -290,12 +310,16 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
-        r"""Raises the marginal likelihood of the targets in the kernel's parameters and the noise, by L-BFGS in a box, from where they are.
+        r"""Raises the targets' marginal likelihood in kernel parameters and noise.
 
-        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
-        fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
-        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
-        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
+        It uses L-BFGS in a box, from the current parameters.
+
+        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`. With a
+        low-rank approximation the pivots are fixed meanwhile. The objective is then the bound that
+        also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
+        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are
+        chosen before and after, by that bound. Outputs that do not vary say nothing but "small
+        amplitude" and are left out. Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -326,7 +350,10 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
-        """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
+        """Returns the log likelihood of all targets ``(N, P)``.
+
+        It is exact or of the low-rank covariance, at the current parameters.
+        """
         known = self._checked(targets) / self.unit
         return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
 
@@ -346,7 +373,9 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def predict(self, new_inputs: Tensor, targets: Tensor | None = None, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
+        r"""Returns predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`.
+
+        No noise links them to the data, not even at equal inputs.
 
         Args:
             new_inputs: ``(M, D)``.
@@ -378,7 +407,9 @@ class LeaveOneOutRegression:
         return cross @ self.covariance.solve(known), self.unit**2 * variance
 
     def features(self, new_inputs: Tensor) -> Tensor:
-        r"""Low-rank features :math:`L_P^{-1} k(P, x)` of inputs ``(M, D)``, ``(M, Q)``; those of the data are the rows of the factor.
+        r"""Returns low-rank features :math:`L_P^{-1} k(P, x)` of inputs.
+
+        Inputs are ``(M, D)``, features ``(M, Q)``. Those of the data are the rows of the factor.
 
         Raises:
             ValueError: if the regression is exact.
@@ -389,12 +420,17 @@ class LeaveOneOutRegression:
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What fits have found, beside the inputs that the regression is made of: parameters, their unit, pivots chosen by targets."""
+        """Returns the results of fits: parameters, their unit, and pivots.
+
+        The inputs are not among them.
+        """
         chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {"pivots": self._chosen})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state_dict` of a regression with the same inputs, kernel and rank has returned.
+        """Loads the :meth:`state_dict` of a regression.
+
+        Inputs, kernel and rank must agree.
 
         Raises:
             ValueError: if it is of another kernel.
@@ -409,7 +445,10 @@ class LeaveOneOutRegression:
     @functools.cached_property
     @torch.no_grad()
     def factorization(self) -> PivotedCholesky | None:
-        """The incomplete Cholesky factor of the kernel matrix made when it is first asked for; ``None`` if the regression is exact."""
+        """Returns the incomplete Cholesky factor, computed on demand.
+
+        It is ``None`` if the regression is exact.
+        """
         if self.rank is None:
             return None
         k, chosen = self._covariance(self.parameters), self._chosen
@@ -426,7 +465,7 @@ class LeaveOneOutRegression:
 
     @torch.no_grad()
     def _choose_pivots(self, targets: Tensor) -> None:
-        """Goes on from the pivots chosen before, if any, at the current parameters."""
+        """Continues from the pivots chosen before, at the current parameters."""
         assert self.rank is not None
         kernel = self._covariance(self.parameters)
         self._chosen = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._chosen, self.generator)
@@ -441,7 +480,10 @@ class LeaveOneOutRegression:
         self._forget_factors()
 
     def _covariance(self, parameters: Parameters) -> Covariance:
-        """The kernel at some parameters, those of :meth:`fit` included, as a function of standardised inputs."""
+        """Returns the kernel at some parameters as a function of standardised inputs.
+
+        Those of :meth:`fit` are included.
+        """
         return covariance_at(self.kernel, {name: value for name, value in parameters.items() if name != NOISE})
 
     def _forget_factors(self) -> None:
@@ -454,7 +496,10 @@ class LeaveOneOutRegression:
         return lambda parameters: self._evidence(parameters, inputs, compact, targets.shape[1]) / targets.numel()
 
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
-        """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
+        """Returns what :meth:`fit` maximises, differentiable.
+
+        ``targets`` may be compressed; ``outputs`` counts the original columns.
+        """
         k, noise = self._covariance(parameters), parameters[NOISE].exp()
         if self.factorization is None:
             return DenseCovariance(k(inputs), noise).log_likelihood(targets, outputs)

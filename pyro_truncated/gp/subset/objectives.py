@@ -42,7 +42,9 @@ OBJECTIVES = ("vfe", "pp")
 
 @dataclasses.dataclass(frozen=True)
 class SubsetProblem:
-    """Data, kernel and noise: all that an objective of inducing subsets depends on. Everything is computed in float64.
+    """Data, kernel and noise of an objective of inducing subsets.
+
+    Everything is computed in float64.
 
     Attributes:
         kernel: the kernel on the training inputs.
@@ -105,7 +107,10 @@ class SubsetProblem:
 
 
 def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective of standardised targets is below what noise of variance one costs by as much as explaining a share is worth."""
+    """Whether an objective shows that a share of targets is explained.
+
+    It is compared with the cost of standardised targets as noise of variance one.
+    """
     return objective < 0.5 * (1 - share) * targets.numel()
 
 
@@ -183,7 +188,9 @@ class FreeBasis(Basis):
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
-    """Covariances ``(n_new, m)`` of new inputs with inducing inputs, and variances ``(n_new,)``, in float64.
+    """Returns covariances ``(n_new, m)`` with inducing inputs and variances ``(n_new,)``.
+
+    They are those of new inputs, in float64.
 
     Raises:
         ValueError: if one of them is not finite.
@@ -221,7 +228,9 @@ def noise_of(log_noise: Tensor) -> Tensor:
 
 
 def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
-    """The objective, whose gradient is added to all leaves that covariances and noise depend on.
+    """Returns the objective and adds its gradient to all leaves.
+
+    Covariances and noise depend on these leaves.
 
     Args:
         basis: inducing inputs.
@@ -275,7 +284,10 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Differentiates outputs with their gradients, but for those that depend on nothing that is learned (a frozen kernel)."""
+    """Differentiates outputs with their gradients, except those without learned parameters.
+
+    A frozen kernel has none.
+    """
     learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if learned:
         torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
@@ -289,7 +301,10 @@ class _Terms(NamedTuple):
 
 
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
-    """The objective, and its derivatives in the inducing inputs' columns and square and in the noise."""
+    """Returns the objective and its derivatives.
+
+    They are those in the inducing inputs' columns and square and in the noise.
+    """
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     kept, C = independent_cholesky(square)
     if not len(kept):
@@ -344,7 +359,9 @@ class LeftOut(NamedTuple):
 
 
 def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
-    r"""Predictions of each data point from all others; of a member of the subset also without it as an inducing input.
+    r"""Predicts each data point from all others.
+
+    A member of the subset is also left out as an inducing input.
 
     Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of :math:`S = \hat K + \sigma^2 I` gains
     :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
@@ -405,9 +422,10 @@ class SparsePosterior:
 
     Both are kept as one vector and one matrix in terms of :math:`k_I(x)`: :math:`O(m)` per mean, :math:`O(m^2)` per variance.
 
-    Hyper-parameters that were learned by the projected process know nothing of the variance that the inducing inputs leave,
-    :math:`k(x, x) - \phi^\top \phi`, and may have made it far too large. With ``objective="pp"`` it is multiplied by the share
-    :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
+    Hyper-parameters learned by the projected process know nothing of the variance that the inducing
+    inputs leave, :math:`k(x, x) - \phi^\top \phi`. It may be far too large. With ``objective="pp"``
+    it is multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the
+    training targets have the highest density,
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
 
@@ -417,8 +435,8 @@ class SparsePosterior:
         basis: inducing inputs; those that depend on earlier ones are left out.
         targets: ``(n, H)`` float64.
         noise: noise variance.
-        objective: what the hyper-parameters were learned by: ``"vfe"``; ``"fitc"``, for which what the inducing inputs leave unexplained
-            counts as noise of each data point; or ``"pp"``.
+        objective: by which hyper-parameters were learned. ``"vfe"``; ``"fitc"``, where the
+            unexplained variance counts as noise of each data point; or ``"pp"``.
         held_out: positions of data points that had no part in moving the inducing inputs: these alone calibrate ``"pp"`` then.
 
     Attributes:
@@ -452,7 +470,10 @@ class SparsePosterior:
         self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, not of targets, differentiable in numeric inputs."""
+        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
+
+        They are without noise, and differentiable in numeric inputs.
+        """
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
@@ -464,10 +485,13 @@ class SparsePosterior:
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        r"""Predictions of each data point's targets from all others, the inducing inputs held fixed.
+        r"""Predicts each data point's targets from all others.
 
-        They are those of the approximate covariance :math:`L L^\top + \Lambda`; with ``"pp"``, the variances hold the calibrated
-        share of what the inducing inputs leave, as those of new inputs do.
+        The inducing inputs are held fixed.
+
+        They are those of the approximate covariance :math:`L L^\top + \Lambda`. With ``"pp"``, the
+        variances hold the calibrated share that the inducing inputs leave, as those of new inputs
+        do.
 
         Returns:
             Means ``(n, H)`` and variances ``(n,)``, noise included.

@@ -59,7 +59,10 @@ class StudentT(Likelihood):
         self.scale: Tensor = spread
 
     def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
-        """Draws ``y`` given means and variances of the latent function, by one draw of the function."""
+        """Draws ``y`` by one draw of the latent function.
+
+        Its means and variances are given.
+        """
         f = dist.Normal(f_loc, f_var.sqrt())()
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:
@@ -72,8 +75,9 @@ class SubsetModel(UniqueModule, Parameterized):
     """What sparse models on an inducing subset share.
 
     Args:
-        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
-            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
+            a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
+            index)``.
         y: targets; the last dimension is the data.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
@@ -114,7 +118,10 @@ class SubsetModel(UniqueModule, Parameterized):
         return stable_cholesky(square + self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device))
 
     def take_index(self, found: Tensor) -> bool:
-        """Takes a new subset, filled up from the old one where it is smaller; says whether it is another set."""
+        """Takes a new subset; says whether it differs from the old one.
+
+        If it is smaller, it is filled up from the old one.
+        """
         old = self.index
         rest = old[~torch.isin(old, found)][: self.num_inducing - len(found)]
         new = torch.cat([found, rest])
@@ -125,7 +132,10 @@ class SubsetModel(UniqueModule, Parameterized):
 
 
 def _checked(kernel: DataKernel) -> DataKernel:
-    """Looks at a kernel's covariances, and lets one that was called before become part of a model, which Pyro would refuse."""
+    """Checks a kernel's covariances and lets a model adopt it.
+
+    Pyro would refuse a kernel that was called before.
+    """
     # Random parameters are drawn for the look.
     with spare_random_numbers(), outside_of_programs():
         check_data_kernel(kernel)
@@ -138,7 +148,7 @@ def _checked(kernel: DataKernel) -> DataKernel:
 def gaussian_surrogate(
     likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Tensor, num_draws: int = 16, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Gaussian observations that tell about as much of a function as others do.
+    r"""Gaussian observations that are about as informative as others.
 
     With :math:`g` and :math:`\lambda` the expected first and negative second derivatives of :math:`\log p(y \mid f)` under q(f), targets
     are :math:`E[f] + g / \lambda` and noise variances :math:`1 / \lambda`. Several functions share the mean of their :math:`\lambda`.
@@ -171,7 +181,7 @@ def gaussian_surrogate(
 
 
 def _derivatives(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """First and second derivatives of the log likelihood in each value of f."""
+    """Returns first and second derivatives of the log likelihood in f."""
     with torch.enable_grad(), empty_store(), pyro.validation_enabled(False):
         # Pyro's likelihoods draw f themselves: with next to no variance, around where it is wanted.
         trace = poutine.trace(likelihood).get_trace(f, torch.full_like(f, 1e-20), y)
@@ -188,7 +198,9 @@ def _derivatives(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, 
 
 
 class SubsetSparseGPRegression(SubsetModel):
-    r"""Sparse regression as :class:`pyro.contrib.gp.models.SparseGPRegression`, on a subset of training inputs of any type.
+    r"""Sparse regression on a subset of training inputs of any type.
+
+    Otherwise it is :class:`pyro.contrib.gp.models.SparseGPRegression`.
 
     .. math:: y \sim \mathcal N(0, \hat K + \sigma^2 I), \qquad \hat K = K_{nI} K_{II}^{-1} K_{In},
 
@@ -285,7 +297,10 @@ class SubsetSparseGPRegression(SubsetModel):
 
     @torch.no_grad()
     def forward(self, new: Any, noiseless: bool = True) -> tuple[Tensor, Tensor]:
-        """Means ``(..., n_new)`` and variances ``(n_new,)`` at new inputs, of the function unless ``noiseless=False``, as Pyro's."""
+        """Returns means ``(..., n_new)`` and variances ``(n_new,)`` at new inputs.
+
+        They are those of the function unless ``noiseless=False``, as in Pyro.
+        """
         self.set_mode("guide")  # type: ignore[no-untyped-call]
         targets = self.y.reshape(-1, self.y.shape[-1]).mT
         subset = InducingSubset(self.kernel, targets, num_inducing=self.num_inducing, noise=float(self.noise), index=self.index)
@@ -294,7 +309,9 @@ class SubsetSparseGPRegression(SubsetModel):
 
 
 class SubsetVariationalGP(SubsetModel):
-    r"""A variational sparse process as :class:`pyro.contrib.gp.models.VariationalSparseGP`, on a subset of training inputs of any type.
+    r"""A variational sparse process on training inputs of any type.
+
+    Otherwise it is :class:`pyro.contrib.gp.models.VariationalSparseGP`.
 
     .. math:: u \sim \mathcal N(0, K_{II}), \quad f = K_{nI} K_{II}^{-1} u + \ldots, \quad y \sim p(y \mid f), \qquad
         q(u) = \mathcal N(C \mu, C \Sigma C^\top), \; K_{II} = C C^\top,
@@ -355,7 +372,10 @@ class SubsetVariationalGP(SubsetModel):
 
     @pyro_method
     def model(self) -> None:
-        """The model, for ``SVI``; each call draws a minibatch if there is a batch size."""
+        """The model for ``SVI``.
+
+        Each call draws a minibatch if there is a batch size.
+        """
         self.set_mode("model")  # type: ignore[no-untyped-call]
         zero = torch.zeros_like(self.u_loc)
         prior = dist.MultivariateNormal(zero, scale_tril=torch.eye(zero.shape[-1], dtype=zero.dtype, device=zero.device))
@@ -377,7 +397,10 @@ class SubsetVariationalGP(SubsetModel):
         pyro.sample("u", q.to_event(len(self.latent_shape)))
 
     def marginals(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Means and variances ``latent_shape + (n,)`` of q(f) at the training inputs, or those at ``rows``."""
+        """Returns means and variances of q(f) at training inputs, or ``rows``.
+
+        They are ``latent_shape + (n,)``.
+        """
         return self._condition(self.kernel.columns(self.index, rows), self.kernel.diag(rows))
 
     @torch.no_grad()
@@ -401,11 +424,15 @@ class SubsetVariationalGP(SubsetModel):
         num_draws: int = 16,
         generator: torch.Generator | None = None,
     ) -> bool:
-        r"""Chooses the subset anew by a Gaussian surrogate of the likelihood around q(f), and carries q(f) over to it.
+        r"""Chooses the subset anew and carries q(f) over to it.
 
-        With :math:`g` and :math:`\lambda` the expected first and negative second derivatives of :math:`\log p(y \mid f)` under q(f), the
-        surrogate has targets :math:`E[f] + g / \lambda` and noise variances :math:`1 / \lambda`. Several latent functions share the mean of
-        their :math:`\lambda`. The new q(u) has the moments of q(f) at the new inducing inputs. Before any training, q(f) is the prior.
+        The choice uses a Gaussian surrogate of the likelihood around q(f).
+
+        Let :math:`g` and :math:`\lambda` be the expected first and negative second derivatives of
+        :math:`\log p(y \mid f)` under q(f). The surrogate has targets :math:`E[f] + g / \lambda`
+        and noise variances :math:`1 / \lambda`. Several latent functions share the mean of their
+        :math:`\lambda`. The new q(u) has the moments of q(f) at the new inducing inputs. Before any
+        training, q(f) is the prior.
 
         Args:
             algorithm: see :class:`InducingSubset`.

@@ -60,13 +60,16 @@ class AllNoiseWarning(UserWarning):
 
 
 def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
-    """The share of standardised targets ``(n, H)`` that predictions account for, and its standard error."""
+    """Returns the explained share of standardised targets, and its standard error.
+
+    The targets are ``(n, H)``.
+    """
     gains = (targets.square() - (targets - predicted).square()).mean(1)
     return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
 
 
 def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
-    """Looks at how much of standardised targets ``(n, H)`` the predictions of each data point from all others account for.
+    """Warns if leave-one-out predictions explain little of standardised targets ``(n, H)``.
 
     Args:
         targets: the targets.
@@ -91,7 +94,9 @@ def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing
 
 
 class SubsetPredictor(torch.nn.Module):
-    """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone: of all training data, only these are needed.
+    """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone.
+
+    No other training data are needed.
 
     Example::
 
@@ -136,7 +141,10 @@ class SubsetPredictor(torch.nn.Module):
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(n_new, H)`` of the targets at new inputs, as :meth:`SubsetGPRegression.predict` gives."""
+        """Returns means and variances ``(n_new, H)`` of targets at new inputs.
+
+        See :meth:`SubsetGPRegression.predict`.
+        """
         cross, prior = covariances_with(self.basis, new)
         variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
         variance = variance if noiseless else variance + noise_of(self.log_noise)
@@ -164,17 +172,21 @@ def _digest(targets: Tensor) -> str:
 
 
 class SubsetGPRegression(torch.nn.Module):
-    r"""Sparse Gaussian process regression whose inducing inputs are a subset of the training inputs.
+    r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
-    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
-    the subset and L-BFGS on the kernel's parameters and the noise, both by the same objective, which never rises. From little noise and
-    short length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum: start as :func:`smooth_rbf` does.
-    A first fit that ends there looks for other length-scales by an exact regression on some of the data, and starts again from these.
+    Targets are standardised, each output by itself; noise is measured on that scale. Learning
+    alternates between exchanging members of the subset and L-BFGS on the kernel's parameters and
+    the noise. Both use the same objective, which never rises. From little noise and short
+    length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum:
+    start as :func:`smooth_rbf` does. A first fit that ends there looks for other length-scales by
+    an exact regression on some of the data, and starts again from these.
 
-    The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
-    molecules, the marginal likelihood of the projected process (``objective="pp"``) predicts better, though it is no bound: it has the
-    smallest errors and the best densities, with the variance that inducing inputs leave calibrated on data points left out (see
-    :class:`SparsePosterior`). ``"fitc"`` learns by the FITC likelihood. ``fit(polish=True)`` lets numeric inducing inputs move freely.
+    The variational free energy takes for noise whatever the inducing inputs cannot explain. Where
+    they are few for the data, as on molecules, the marginal likelihood of the projected process
+    (``objective="pp"``) predicts better, though it is no bound. It has the smallest errors and the
+    best densities. The variance that inducing inputs leave is calibrated on data points left out
+    (see :class:`SparsePosterior`). ``"fitc"`` learns by the FITC likelihood. ``fit(polish=True)``
+    lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -201,7 +213,8 @@ class SubsetGPRegression(torch.nn.Module):
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
-        ValueError: if a shape, a name or a number is not as above, or the kernel is none: not finite, not symmetric or not positive.
+        ValueError: if a shape, a name or a number is not as above. Also if the kernel is not
+            finite, symmetric and positive.
     """
 
     index: Tensor
@@ -262,7 +275,9 @@ class SubsetGPRegression(torch.nn.Module):
 
     @property
     def subset(self) -> Tensor:
-        """Positions of the inducing inputs, ``(m,)``; of a polished regression, where they started.
+        """Returns positions of the inducing inputs, ``(m,)``.
+
+        If inducing inputs were optimised, they are where these started.
 
         Raises:
             RuntimeError: before :meth:`fit`.
@@ -295,14 +310,15 @@ class SubsetGPRegression(torch.nn.Module):
             hyper_evaluations: evaluations of the objective per continuous phase. Few are better: hyper-parameters that fit a poor subset
                 exactly switch off inputs which a better one would need.
             attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
-            tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
-                attempts for every member.
+            tolerance: ends the alternation when an epoch gains less than this many nats per data
+                point. An epoch with enough attempts for every member ends it, too.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs. With ``"pp"``, which is no bound, a
                 tenth of the data has no part in it, and calibrates the variances.
             polish_evaluations: most evaluations of the objective while they move; default: 200, or what fits into ``max_seconds``.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
-            max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
-                objective of all data; where it does not, the next one looks at twice as many. Default: all of up to 50 000, else 20 000.
+            max_rows: most data points that an alternation looks at, drawn anew for each. A result
+                is kept only if it lowers the objective of all data. Otherwise the next epoch uses
+                twice as many. Default: all of up to 50 000, else 20 000.
             clock: seconds from some moment on.
             progress: whether to show a progress bar.
 
@@ -368,7 +384,9 @@ class SubsetGPRegression(torch.nn.Module):
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances of the targets at new inputs, ``(n_new,)`` or ``(n_new, H)`` each, in float64: ``O(m^2)`` for each.
+        """Returns means and variances of the targets at new inputs.
+
+        They are ``(n_new,)`` or ``(n_new, H)`` each, in float64, at ``O(m^2)`` each.
 
         With ``noiseless``, variances are those of the function alone.
         """
@@ -376,7 +394,10 @@ class SubsetGPRegression(torch.nn.Module):
         return self._original(mean, variance if noiseless else variance + self.noise)
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Predictions of each training target from all others, subset and hyper-parameters held fixed, as :meth:`predict` gives them."""
+        """Predicts each training target from all others, as :meth:`predict` does.
+
+        Subset and hyper-parameters are held fixed.
+        """
         return self._original(*self.posterior().leave_one_out())
 
     @overload
@@ -386,7 +407,9 @@ class SubsetGPRegression(torch.nn.Module):
     def posterior(
         self, new: Any = None, *, joint: bool = False, noiseless: bool = True
     ) -> SparsePosterior | ExactPosterior | TorchDistribution:
-        r"""The posterior of the function: at new inputs a distribution to draw from, without them the object that predictions come from.
+        r"""Returns the posterior of the function.
+
+        At new inputs it is a distribution to draw from, without them the object that predicts.
 
         At new inputs it is in units of the targets, differentiable in numeric inputs, and its draws (``rsample()``) with it.
 
@@ -433,11 +456,16 @@ class SubsetGPRegression(torch.nn.Module):
         return self.predict(new, noiseless=noiseless)
 
     def save(self, path: str | Path) -> None:
-        """Writes everything learned, and what it predicts with, but neither the training data nor the kernel's."""
+        """Writes everything that was learned and that predictions need.
+
+        Neither the training data nor the kernel's data are written.
+        """
         torch.save(self.state_dict(), path)
 
     def load(self, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote into a regression made with the same data, kernel and number of inducing inputs.
+        """Reads what :meth:`save` wrote.
+
+        The regression must have the same data, kernel and number of inducing inputs.
 
         Raises:
             ValueError: if it was made from other data.

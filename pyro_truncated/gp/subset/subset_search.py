@@ -1,4 +1,4 @@
-"""Searches for an inducing subset: their interface, the budget they keep, and the default, exchanges of blocks."""
+"""Searches for an inducing subset: interface, budget, exchanges of blocks."""
 
 from __future__ import annotations
 
@@ -132,12 +132,17 @@ class RandomSearch(SubsetSearch):
 
 
 def random_subset(num_data: int, num: int, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:
-    """Distinct random positions ``(num,)``, or all if there are no more; drawn on the CPU, so that devices agree."""
+    """Returns distinct random positions ``(num,)``, or all if there are fewer.
+
+    They are drawn on the CPU, so that devices agree.
+    """
     return torch.randperm(num_data, generator=generator)[:num].to(device)
 
 
 def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """At most ``num`` distinct positions with probabilities in proportion to weights ``(n,)``, none of weight zero.
+    """Returns at most ``num`` distinct positions by weights ``(n,)``.
+
+    Probabilities are proportional to the weights, and zero weights are never drawn.
 
     One exponential variable per position is raced against its weight, which needs neither loops nor a limit on ``n``.
     """
@@ -172,7 +177,10 @@ class ExchangeFactors:
         self.rebuild(self._index[:0] if index is None else index)
 
     def rebuild(self, index: Tensor | None = None) -> None:
-        """Computes all factors anew, which removes rounding errors; for the given inputs, or those it holds."""
+        """Computes all factors anew, which removes rounding errors.
+
+        The inputs are given, or those that it holds.
+        """
         index = self.index.clone() if index is None else index
         self.size = 0
         self._cholesky: Tensor | None = None
@@ -195,7 +203,7 @@ class ExchangeFactors:
 
     @property
     def inverse(self) -> Tensor:
-        """:math:`C^{-1}`, ``(m, m)``: the inverse of the rows of :math:`L` at the inducing inputs."""
+        """Returns :math:`C^{-1}`, ``(m, m)``, for :math:`L`'s rows at inducing inputs."""
         return self._inverse[: self.size, : self.size]
 
     @property
@@ -226,7 +234,10 @@ class ExchangeFactors:
         return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
 
     def candidates(self) -> Tensor:
-        """Which inputs may be added: neither members nor determined by them, ``(n,)`` boolean."""
+        """Returns which inputs may be added, ``(n,)`` boolean.
+
+        They are neither members nor determined by members.
+        """
         allowed = self.residual > DEPENDENT * self.prior
         allowed[self.index] = False
         return allowed
@@ -252,7 +263,10 @@ class ExchangeFactors:
         return len(kept)
 
     def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
-        """Borders all factors by those of new inputs with their residual columns and the Cholesky factor of their residual block."""
+        """Extends all factors by new inputs.
+
+        Their residual columns and the Cholesky factor of their residual block are given.
+        """
         old, new = self.size, self.size + len(index)
         block = self._factor[:, old:new]
         block.copy_(torch.linalg.solve_triangular(triangle, residuals.mT, upper=False).mT)
@@ -291,7 +305,10 @@ class ExchangeFactors:
         self.residual = residual
 
     def move_to_end(self, places: Tensor) -> None:
-        """Makes the members at ``places`` ``(t,)`` the last ones, and the last ``t`` columns of :math:`L` theirs alone."""
+        """Moves members at ``places`` ``(t,)`` to the end.
+
+        The last ``t`` columns of :math:`L` are then theirs alone.
+        """
         m, t = self.size, len(places)
         member = torch.ones(m, dtype=torch.bool, device=places.device)
         member[places] = False
@@ -316,7 +333,7 @@ class ExchangeFactors:
 
 
 class CandidatePool:
-    r"""Candidates, and everything that exact changes of the objective by any of them depend on.
+    r"""Candidates, with everything that exact changes of the objective depend on.
 
     Args:
         factors: the factors of the subset, as they are now.
@@ -343,7 +360,10 @@ class CandidatePool:
         self._floor = DEPENDENT * factors.prior[index]
 
     def gains(self) -> Tensor:
-        """Exact decreases of the objective ``(p,)`` by each candidate alone; minus infinity where it depends on the members."""
+        """Returns exact decreases of the objective ``(p,)`` by single candidates.
+
+        They are minus infinity where a candidate depends on the members.
+        """
         gains = _gains(self.problem, self._block, self.gram, self.precision_gram, self.alignment)
         return torch.where(self._block.diagonal() > self._floor, gains, -torch.inf)
 
@@ -430,7 +450,9 @@ def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
-    r"""The ``count`` members that are cheapest to remove one after the other, and what each of the removals costs, exactly.
+    r"""Returns the ``count`` cheapest members to remove, and their exact costs.
+
+    They are removed one after the other.
 
     With :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and
     :math:`A = M K_{In} K_{nI} M`, removing member ``i`` raises the objective by
@@ -487,12 +509,16 @@ _RELATIVE_GAIN = 1e-9
 
 
 class ExchangeSearch(SubsetSearch):
-    """Adds the inputs that lower the objective most, then drops the members that are cheapest to drop, exactly; repeats while it falls.
+    """Exchanges members for inputs that lower the objective, until none does.
 
-    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks all inputs by information pivots,
-    scores a pool of the best exactly, picks a block from it, each input given those picked before, and drops as many members. If the
-    objective would not fall, the block is halved. When no exchange succeeds any more, single swaps follow that first take a member out
-    and then look for a better one, which helps small subsets out of corners.
+    The best inputs are added and the cheapest members dropped, exactly.
+
+    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks
+    all inputs by information pivots and scores a pool of the best exactly. It picks a block from
+    the pool, each input given those picked before, and drops as many members. If the objective
+    would not fall, the block is halved. When no exchange succeeds any more, single swaps follow.
+    They first take a member out and then look for a better one, which helps small subsets out of
+    corners.
 
     The objective never rises. It falls short of the optimum of a hard combinatorial problem, of course.
 
@@ -553,7 +579,10 @@ class ExchangeSearch(SubsetSearch):
         return factors.index.clone()
 
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
-        """Adds inputs in blocks, the best of random candidates, until there are ``num_inducing`` or all others depend on them."""
+        """Adds the best of random candidates in blocks, up to ``num_inducing``.
+
+        It stops earlier if all others depend on the members.
+        """
         while factors.size < min(num_inducing, factors.problem.num_data):
             wanted = min(block, num_inducing - factors.size)
             drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
@@ -584,7 +613,7 @@ class ExchangeSearch(SubsetSearch):
         return value
 
     def _exchange(self, factors: ExchangeFactors, value: float, block: int, generator: torch.Generator | None) -> tuple[int, float]:
-        """One exchange of at most ``block`` inputs: how many were exchanged, and the objective."""
+        """Exchanges at most ``block`` inputs; returns their number and the objective."""
         size = factors.size
         ranked = self._ranked(factors, generator)
         if not len(ranked):
@@ -615,7 +644,7 @@ class ExchangeSearch(SubsetSearch):
         return gains.topk(min(self.pool, int(allowed.sum()))).indices
 
     def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
-        """Takes members out one by one, cheapest first, for better ones, until none of them was exchanged."""
+        """Swaps members for better inputs, cheapest first, until none was exchanged."""
         tried: set[int] = set()
         while not budget.is_spent:
             untried = torch.tensor([int(i) not in tried for i in factors.index.tolist()], device=factors.index.device)

@@ -20,7 +20,9 @@ from pyro_truncated.utils.counts import check_count
 
 @dataclasses.dataclass(frozen=True)
 class SpikeSlabInputs:
-    r"""Independent inputs of a kernel, each a mixture of a Gaussian, a point mass at zero and, where asked for, a standard normal.
+    r"""Independent inputs of a kernel, each a mixture.
+
+    Its parts are a Gaussian, a point mass at zero and, where asked for, a standard normal.
 
     .. math:: \tilde x \sim g\,\mathcal N(\mu, s) + (1 - g) \left[ (1 - r_q)\,\delta_0 + r_q\,\mathcal N(0, 1) \right]
 
@@ -120,7 +122,7 @@ class Nodes:
 
 
 class Expectation(abc.ABC):
-    """How expectations over uncertain inputs are taken where a kernel has no closed form.
+    """Expectations over uncertain inputs for kernels without a closed form.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -143,7 +145,9 @@ class Expectation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Quadrature(Expectation):
-    """Gauss-Hermite quadrature on a tensor grid: exact for polynomials of degree ``2 degree - 1`` in each dimension.
+    """Gauss-Hermite quadrature on a tensor grid.
+
+    It is exact for polynomials of degree ``2 degree - 1`` in each dimension.
 
     The grid has ``(degree + 1) ** Q`` points, so this is for few dimensions.
 
@@ -162,7 +166,11 @@ class Quadrature(Expectation):
         check_count("degree", self.degree)
 
     def nodes(self, inputs: SpikeSlabInputs, row: int = 0) -> Nodes:
-        """The grid of every data point, ``S = (degree + 1) ** Q``, or ``(2 degree + 1) ** Q`` if there are standard normal parts."""
+        """Returns the grid of every data point.
+
+        It has ``S = (degree + 1) ** Q`` points, or ``(2 degree + 1) ** Q`` with standard normal
+        parts.
+        """
         del row
         roots, weights = np.polynomial.hermite_e.hermegauss(self.degree)
         t, w = (torch.from_numpy(v).to(inputs.loc).reshape(-1, 1, 1) for v in (roots, weights / math.sqrt(2 * math.pi)))
@@ -182,10 +190,13 @@ class Quadrature(Expectation):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(Expectation):
-    r"""Randomised quasi Monte Carlo with the same random numbers at every call, so that a deterministic optimiser can use it.
+    r"""Randomised quasi Monte Carlo with the same random numbers every time.
 
-    The slabs are reparametrised, :math:`x = \mu + \sqrt s\,\epsilon`. Switches are drawn, and the weight of a draw is its probability over
-    that probability held fixed: its value is one and its gradient gives an unbiased gradient in the probabilities.
+    A deterministic optimiser can therefore use it.
+
+    The slabs are reparametrised, :math:`x = \mu + \sqrt s\,\epsilon`. Switches are drawn. The weight of
+    a draw is its probability divided by the same probability without gradient. Its value is one, and
+    its gradient gives an unbiased gradient in the probabilities.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))

@@ -47,11 +47,15 @@ def psi_statistics(
     per_datum: bool = False,
     expectation: Expectation | None = None,
 ) -> PsiStatistics:
-    r"""Psi statistics of a kernel under spike-and-slab inputs, differentiable in the kernel's parameters, the inputs and ``inducing``.
+    r"""Psi statistics of a kernel under spike-and-slab inputs.
 
-    Closed forms: RBF and :class:`~pyro_truncated.gp.LinearARD` (and Pyro's ``Linear``), ``Constant``, ``WhiteNoise``, and sums and products
-    of such kernels with numbers, constants, or each other where they act on different dimensions. For every other kernel the expectation is
-    taken numerically, with the same nodes for all statistics, so that :math:`\Psi_2 - \Psi_1^\top \Psi_1` stays a covariance.
+    They are differentiable in the kernel's parameters, the inputs and ``inducing``.
+
+    Closed forms: RBF, :class:`~pyro_truncated.gp.LinearARD` (and Pyro's ``Linear``), ``Constant``
+    and ``WhiteNoise``. Also sums and products of such kernels with numbers, constants, or each
+    other where they act on different dimensions. For every other kernel the expectation is taken
+    numerically, with the same nodes for all statistics, so that :math:`\Psi_2 - \Psi_1^\top \Psi_1`
+    stays a covariance.
 
     A kernel is added by registering a function of its type with :data:`closed_form`.
 
@@ -86,7 +90,9 @@ def psi_statistics(
 
 @functools.singledispatch
 def closed_form(kernel: kernels.Kernel, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
-    """Psi statistics in closed form, dispatched on the type of the kernel; ``None`` where there is none.
+    """Psi statistics in closed form, dispatched on the type of the kernel.
+
+    ``None`` where there is none.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -116,13 +122,19 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 
 def _value(kernel: kernels.Kernel, name: str) -> Tensor:
-    """A parameter as the tensor that it is to a reader; Pyro's classes declare what it is to them."""
+    """Returns a parameter as the tensor that it is to a reader.
+
+    Pyro's classes declare another type.
+    """
     value: Tensor = getattr(kernel, name)
     return value
 
 
 def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
-    """Expected products of ``order`` squared exponentials at inducing points around ``point (Q, P)``, over all dimensions."""
+    """Returns expected products of ``order`` squared exponentials over all dimensions.
+
+    They are at inducing points around ``point (Q, P)``.
+    """
     is_off = _switched_off(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
@@ -145,7 +157,10 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
 
 
 def _switched_off(inputs: SpikeSlabInputs) -> Tensor:
-    """Dimensions that are zero for all data points and not to be differentiated by the switches, ``(Q,)``."""
+    """Returns dimensions that are zero for all data points, ``(Q,)``.
+
+    Only those without a derivative in the switches count.
+    """
     probability, share = inputs.probability, inputs.prior_share
     if probability is None or probability.requires_grad or (share is not None and share.requires_grad):
         return torch.zeros(inputs.loc.shape[1], dtype=torch.bool, device=inputs.loc.device)
@@ -219,7 +234,7 @@ def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_da
 def _parts(
     kernel: kernels.Combination, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool
 ) -> tuple[PsiStatistics, PsiStatistics] | None:
-    """Statistics of both parts of a combination, if they are independent of each other and have closed forms."""
+    """Returns statistics of a combination's parts, if independent and closed-form."""
     if not isinstance(kernel.kern1, kernels.Kernel):
         number = inputs.loc.new_tensor(kernel.kern1)
         a = closed_form(kernel.kern0, inputs, inducing, per_datum)

@@ -1,1 +1,1 @@
-"""Decoders on active sets: from latents, or from functions of the data, to observations."""
+"""Decoders on active sets, from latents or functions to observations."""

@@ -1,18 +1,23 @@
-r"""Posteriors of new data points over candidate latents: a truncated mixture in place of one most probable latent.
+r"""Posteriors of new data points over candidate latents.
+
+A truncated mixture replaces one most probable latent.
 
 The latents :math:`z_k` of the training data are the states of the population of every new data point,
 
 .. math:: q_n(k) \propto \left[ \mathcal N(z_k; 0, I) \prod_{d\ \mathrm{seen}} \mathcal N(x_{nd}; m_{kd}, v_k + \sigma_d^2) \right]^{1 / T},
 
-where the decoder predicts :math:`m_k` and :math:`v_k` at :math:`z_k`. Predictions are mixtures over them. The decoder's noise takes errors
-of different outputs for independent, which those of pixels are not, so that its posteriors are too sure. The temperature :math:`T` and the
-noise of each output are therefore those under which the hidden half of some training points has the highest density, predicted from the
-other half with the point's own latent left out.
+where the decoder predicts :math:`m_k` and :math:`v_k` at :math:`z_k`. Predictions are mixtures over
+them. The decoder's noise takes errors of different outputs for independent, which those of pixels
+are not, so that its posteriors are too sure. The temperature :math:`T` and the noise of each output
+are fitted on some training points. They maximise the density of a hidden half, predicted from the
+other half without the point's own latent.
 
-Where much of a point is seen, its own most probable latent (:meth:`SASDecoder.infer`) lies between the candidates and predicts better than
-any, the more so the more dimensions there are. It may join them, with a normal distribution around it
-(:mod:`pyro_truncated.gplvm.decoders.latents`) and a density of its own, and counts as often as a share of them. Temperature and noise
-of these predictions are learned in the same way, from latents that are found without the point itself.
+Where much of a point is observed, its own most probable latent (:meth:`SASDecoder.infer`) lies
+between the candidates. It predicts better than any candidate, the more so the more dimensions there
+are. It may join them, with a normal distribution around it
+(:mod:`pyro_truncated.gplvm.decoders.latents`) and its own density. It counts as often as a share of
+them. Temperature and noise of these predictions are learned in the same way, from latents that are
+found without the point itself.
 """
 
 from __future__ import annotations
@@ -68,7 +73,7 @@ class Decoder(Protocol):
 
 
 class CandidateLatents:
-    """Latents of the training data of a decoder as candidates for those of new data points.
+    """Latents of a decoder's training data as candidates for new data.
 
     Example::
 
@@ -123,7 +128,9 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def infer(self, x: Tensor) -> Tensor:
-        """Posterior probabilities of the candidates for data points ``(M, D)``, NaN where missing: ``(M, K)``.
+        """Returns posterior probabilities of the candidates, ``(M, K)``.
+
+        Data points are ``(M, D)``, NaN where missing.
 
         Raises:
             TypeError: if data points are complex.
@@ -143,7 +150,9 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def reconstruct(self, x: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of all outputs of data points ``(M, D)``, NaN where missing, given what is seen of them.
+        """Returns means and variances ``(M, D)`` of all outputs.
+
+        They are given the observed entries of data points ``(M, D)``, NaN where missing.
 
         The most probable latent of each data point is among its candidates.
 
@@ -172,14 +181,20 @@ class CandidateLatents:
         return self._mixed(log_joint / T, own, own.log_joint(x, noise) / T, T * own.spread((~x.isnan()).double(), noise))
 
     def _scale(self, x: Tensor, is_hidden: Tensor, own: OwnLatents) -> float:
-        """What variances must be multiplied by for 95 % intervals to hold a given share of the hidden entries."""
+        """Returns the factor of variances that calibrates 95 % intervals.
+
+        They then hold a given share of the hidden entries.
+        """
         visible, hidden = x.masked_fill(is_hidden, math.nan), is_hidden & ~x.isnan()
         mean, spread = self._with_own(self._log_joint_of_others(visible, self.own_noise), visible, own)
         squares = ((x - mean).square() / (spread + self.own_noise))[hidden]
         return float(squares.kthvalue(max(1, round(_COVER * len(squares)))).values) / 1.96**2 if len(squares) else 1.0
 
     def _mixed(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of the functions under the candidates, and the normals around own latents among them."""
+        """Returns functions' means and variances ``(M, D)`` under candidates, and own normals.
+
+        The normals around own latents are those among the candidates.
+        """
         weights, total = log_weights.softmax(1), log_weights.logsumexp(1)
         mean, second = weights @ self._mean, weights @ (self._mean.square() + self._variance)
         share = (log_own + math.log(_OWN_SHARE * len(self.latents)) - total).sigmoid().unsqueeze(1)
@@ -190,13 +205,19 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def predict(self, weights: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of the outputs of data points under posteriors ``(M, K)``; ``noiseless`` of the functions."""
+        """Returns means and variances ``(M, D)`` under posteriors ``(M, K)``.
+
+        They are those of the data points' outputs, or ``noiseless`` of the functions.
+        """
         return self._moments(weights, torch.zeros_like(self.noise) if noiseless else self.noise)
 
     @names_arguments
     @torch.no_grad()
     def log_density(self, x: Tensor, weights: Tensor, most: int = 50) -> Tensor:
-        """Log density of each output ``(M, D)`` under the mixture of the ``most`` probable candidates of each data point."""
+        """Returns each output's log density ``(M, D)`` under the mixture.
+
+        It has the ``most`` probable candidates of each data point.
+        """
         chances, index = weights.topk(min(most, weights.shape[1]), 1)
         log_share = (chances / chances.sum(1, keepdim=True)).log()
         total = torch.full_like(x, -math.inf, dtype=torch.float64)
@@ -207,7 +228,10 @@ class CandidateLatents:
         return total
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Log joint densities ``(M, K)`` of what is seen of data points and of every candidate, up to constants."""
+        """Returns log joint densities ``(M, K)`` of observed entries and candidates.
+
+        They are correct up to constants.
+        """
         seen, value = (~x.isnan()).double(), x.nan_to_num(0.0)
         precision = 1 / (self._variance + noise)
         square = value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + seen @ (precision * self._mean.square()).mT
@@ -219,7 +243,7 @@ class CandidateLatents:
         return mean, (second - mean.square()).clamp(min=0.0) + noise
 
     def _log_joint_of_others(self, visible: Tensor, noise: Tensor) -> Tensor:
-        """As :meth:`_log_joint`, of data points that are the first candidates, without their own latents."""
+        """As :meth:`_log_joint`, of the first candidates without their own latents."""
         found = self._log_joint(visible, noise)
         found.diagonal()[: len(visible)] = -math.inf
         return found
@@ -244,7 +268,10 @@ class CandidateLatents:
         return temperature, noise
 
     def _without_themselves(self, x: Tensor, rows: Tensor, is_hidden: Tensor) -> OwnLatents | None:
-        """Own latents of half-hidden training points, given the closest others; ``None`` where few of the data are complete."""
+        """Returns own latents of half-hidden training points, given the closest others.
+
+        ``None`` where few of the data are complete.
+        """
         complete = ~x.isnan().any(1)
         if 2 * int(complete.sum()) < len(x):
             return None
@@ -260,7 +287,10 @@ class CandidateLatents:
 
 
 def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Log density of the hidden entries, and the noise of each output that their errors speak for."""
+    """Returns the log density of hidden entries, and each output's noise.
+
+    The noise is estimated from the errors.
+    """
     error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
     noise = ((error - spread * hidden).sum(0) / counts).clamp(min=_NOISE_FLOOR * float(error.sum() / hidden.sum()))
     total = spread + noise

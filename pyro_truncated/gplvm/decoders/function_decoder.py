@@ -1,4 +1,7 @@
-"""Decoders for binary, count and categorical data: Gaussian process functions behind any observation distribution."""
+"""Decoders for binary, count and categorical data.
+
+Gaussian process functions lie behind any observation distribution.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ Observation = Callable[[Tensor], Any]
 
 
 class PointwiseSites(nn.Module):
-    """Pseudo-targets that grow linearly with each output's own value: ``slope * (x - centre)``, one slope and centre per output."""
+    """Pseudo-targets that are linear in each output's own value.
+
+    They are ``slope * (x - centre)``, with one slope and centre per output.
+    """
 
     def __init__(self, num_outputs: int) -> None:
         super().__init__()
@@ -41,10 +47,13 @@ class PointwiseSites(nn.Module):
 
 
 class SASFunctionDecoder(SASDecoder):
-    r"""A decoder whose Gaussian processes are the parameters of any observation distribution, trained with stochastic active sets.
+    r"""A decoder for any observation distribution, trained with stochastic active sets.
 
-    The functions :math:`f` ``(B, F)`` are a latent site of the model with a guide of their own (:class:`ActiveSetPosterior`: Gaussian sites
-    at the active points), and an observation distribution stands on them. With each active set the objective is
+    Its Gaussian processes are the parameters of the observation distribution.
+
+    The functions :math:`f` ``(B, F)`` are a latent site of the model, on which an observation
+    distribution depends. Their guide is :class:`ActiveSetPosterior`: Gaussian sites at the active
+    points. With each active set the objective is
 
     .. math:: \sum_{a \in A} \mathbb E_q[\log p(x_a \mid f_a)] + \tfrac{N - |A|}{|R|} \sum_{n \in R} \mathbb E_q[\log p(x_n \mid f_n)]
         - \mathrm{KL}(q(f_A) \,\|\, p(f_A \mid z_A)) - \ldots
@@ -82,7 +91,10 @@ class SASFunctionDecoder(SASDecoder):
     @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
+        """Initialises latents by principal components of pseudo-targets, or as given.
+
+        The functions start at mean zero.
+        """
         self._check_data(x)
         self._check_latents(latents)
         self._kept = None
@@ -134,7 +146,9 @@ class SASFunctionDecoder(SASDecoder):
         num_neighbors: int | None = None,
         choose: Choose | None = None,
     ) -> Self:
-        """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones (default: at most 1000).
+        """Keeps pseudo-targets of all training data, or of ``size`` chosen points.
+
+        The default is at most 1000 points.
 
         Raises:
             ValueError: if a projection or the closest points are asked for: pseudo-targets of points that are not active have not been
@@ -170,7 +184,10 @@ class SASFunctionDecoder(SASDecoder):
         return found
 
     def sample(self, num: int) -> Tensor:
-        """New data points ``(num, ...)``: latents from the prior, functions given the kept points, observations given these."""
+        """Draws new data points ``(num, ...)``.
+
+        Latents come from the prior, functions are given the kept points, observations given these.
+        """
         with torch.no_grad():
             found: Tensor = self.observe(super().sample(num)).sample()
         return found

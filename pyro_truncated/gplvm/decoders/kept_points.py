@@ -27,7 +27,7 @@ Posterior = ActiveSet | ProjectedSet | NearestSet
 
 @dataclasses.dataclass(frozen=True)
 class KeptPoints:
-    """Data points at their latents, or sums over all of them for a projection.
+    """Data points at their latents, or their sums for a projection.
 
     Attributes:
         latents: ``(M, Q)``.
@@ -48,7 +48,7 @@ class KeptPoints:
     checksum: Tensor | None = None
 
     def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
-        """The posterior of the functions, on the device and in the type of the noise."""
+        """Returns the functions' posterior, in the noise's type and device."""
         latents = self.latents.to(noise)
         if self.num_neighbors is not None:
             assert self.outputs is not None
@@ -67,13 +67,13 @@ class KeptPoints:
 
 
 def checksum(module: nn.Module) -> Tensor:
-    """Two numbers for every parameter: the sums of magnitudes and of squares, in float64."""
+    """Returns each parameter's sums of magnitudes and of squares, in float64."""
     values = [value.detach().double() for _, value in sorted(module.named_parameters())]
     return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
 
 
 def is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether checksums agree up to a change of floating point type or device."""
+    """Whether checksums agree up to floating point type or device."""
     return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
 
 
@@ -110,7 +110,9 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
 
 
 def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
-    """Keeps all complete data points, of which predictions condition on the closest ``num``.
+    """Keeps all complete data points.
+
+    Predictions condition on the closest ``num`` of them.
 
     Raises:
         ValueError: if no data point is complete.

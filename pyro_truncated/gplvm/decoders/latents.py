@@ -2,8 +2,8 @@ r"""The most probable latents of data points, and normal distributions around th
 
 Normal distributions around the most probable latents of data points, and what they say about the outputs.
 
-Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes :math:`J_n`, so that the posterior of the
-latent is nearly normal and the outputs have the moments
+Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes
+:math:`J_n`. So the posterior of the latent is nearly normal, and the outputs have the moments
 
 .. math:: q(z) = \mathcal N(z_n, T H_n^{-1}), \qquad
     H_n = I + \sum_{d\ \mathrm{seen}} \frac{J_{nd} J_{nd}^\top}{v_n + \sigma_d^2}, \qquad
@@ -41,7 +41,10 @@ class Predictor(Protocol):
 
 
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
-    """For each data point ``(M, D)``, NaN where missing, the ``num`` candidates ``(C, Q)`` that are most probable: ``(num, M, Q)``."""
+    """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``.
+
+    Data points are ``(M, D)``, NaN where missing, candidates ``(C, Q)``.
+    """
     mean, variance = posterior.predict(candidates)
     observed, value = ~x.isnan(), x.nan_to_num(0.0)
     if variance.shape[-1] == 1:
@@ -98,7 +101,10 @@ def infer_latents(
 
 
 def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
-    """Latents ``(M, Q)`` of data points that maximise an objective: the best reached from starts ``(S, M, Q)``."""
+    """Returns latents ``(M, Q)`` of data points that maximise an objective.
+
+    They are the best reached from starts ``(S, M, Q)``.
+    """
     if isinstance(posterior, NearestSet):
         return climb_among_neighbors(posterior, objective, x, starts, steps, lr)
     return maximize_each(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
@@ -107,7 +113,9 @@ def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor,
 def climb_among_neighbors(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None = None
 ) -> Tensor:
-    """As :func:`climb`, given the data points closest to where a climb is; which these are, is found anew after every few steps.
+    """As :func:`climb`, given the data points closest to the current latent.
+
+    They are updated after every few steps.
 
     Args:
         posterior: given the closest data points.
@@ -133,7 +141,10 @@ def climb_among_neighbors(
 def _climb_once(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Latents and values reached from one start ``(M, Q)`` each, given the data points closest to it."""
+    """Returns latents and values reached from one start ``(M, Q)`` each.
+
+    They are given the data points closest to it.
+    """
     around = posterior.around(starts, leave_out)
     reached = maximize_each(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
     return reached, objective(around, x, reached)
@@ -181,7 +192,10 @@ class OwnLatents:
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
     def spread(self, seen: Tensor, noise: Tensor) -> Tensor:
-        """Variances ``(M, D)`` of the means under the normals, at temperature one, where entries ``(M, D)`` have been seen."""
+        """Returns variances ``(M, D)`` of the means under the normals.
+
+        They hold at temperature one, where entries ``(M, D)`` are observed.
+        """
         precision = seen / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
@@ -189,7 +203,10 @@ class OwnLatents:
         return whitened.square().sum(1)
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Log joint densities ``(M,)`` of what is seen of data points ``(M, D)`` and of their latents, up to constants."""
+        """Returns log joint densities ``(M,)`` of observed entries and latents.
+
+        Data points are ``(M, D)``, and densities are correct up to constants.
+        """
         spread = self.variance + noise
         terms = torch.where(x.isnan(), 0.0, (x - self.mean).square() / spread + spread.log())
         return -(terms.sum(1) + self.latents.square().sum(1)) / 2

@@ -69,8 +69,9 @@ class SASDecoder(UniqueModule):
     .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
         average the evidence of the mixture of these models over active sets. It is not a bound of the full Gaussian process's evidence.
 
-    An encoder may look at the active set too: then :math:`q` depends on ``A``, for each of which the objective is a bound as before, with
-    the same weights. It must not look at the rest of the minibatch (as batch normalisation does): then nothing is bounded.
+    An encoder may look at the active set too. Then :math:`q` depends on ``A``, and the objective is
+    a bound for each ``A``, with the same weights. It must not look at the rest of the minibatch (as
+    batch normalisation does): then nothing is bounded.
 
     Example::
 
@@ -166,7 +167,9 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
+        """Initialises from the data ``(N, D)``.
+
+        Mean, amplitude and noise come from their moments, latents from principal components.
 
         Args:
             x: the training data.
@@ -240,14 +243,19 @@ class SASDecoder(UniqueModule):
             optimizer.zero_grad()
 
     def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
-        """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
+        """Returns learning rates for a Pyro optimiser.
+
+        There is one for latents or encoder, and one for kernel and noise.
 
         The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
         """
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and what is infinite or nearly so."""
+        """Refuses training data of another shape, integers, and infinite values.
+
+        Values that are nearly infinite are refused, too.
+        """
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
@@ -267,14 +275,21 @@ class SASDecoder(UniqueModule):
 
     @property
     def noise_variance(self) -> Tensor:
-        """Noise variance: the parameter plus a floor of 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact."""
+        """Returns the noise variance: the parameter plus a floor.
+
+        The floor is 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact.
+        """
         noise: Tensor = self.noise
         if not isinstance(self.kernel, kernels.Isotropy):
             return noise
         return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
 
     def _split(self, x: Tensor, split: Split | None) -> Split:
-        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same; of a shard its part of it."""
+        """Returns the split given, or draws one.
+
+        It is drawn as Pyro draws subsamples, so that guide and model see the same. Of a shard it is
+        the shard's part.
+        """
         self.portion = join_latents(self, self.portion, x)
         split = self._whole_split(split)
         return split if self.portion is None else SharedSplit.of(split, self.portion)
@@ -300,7 +315,10 @@ class SASDecoder(UniqueModule):
     @pyro_method
     @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
-        """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
+        """The generative program of data ``(N, D)``, for a minibatch.
+
+        The minibatch is that of a split, by default a random one.
+        """
         split = self._split(x, split)
         with self._plate(split):
             z = pyro.sample("z", self._prior())
@@ -320,7 +338,10 @@ class SASDecoder(UniqueModule):
             self._sample_latents(loc, scale, split)
 
     def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Means and standard deviations of q(z) of a minibatch; to be called before its plate opens."""
+        """Returns means and standard deviations of q(z) of a minibatch.
+
+        Call it before the minibatch's plate opens.
+        """
         if self.encoder is not None:
             shown = _rows(x, split)
             return self._encode(shown, shown[: split.num_active])
@@ -348,7 +369,10 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy. Of a shard, those of its data points."""
+        """Returns a copy of the training data's latents ``(N, Q)``.
+
+        If Bayesian, they are means. Of a shard, they are those of its data points.
+        """
         with torch.no_grad():
             if self.encoder is None:
                 found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
@@ -356,13 +380,18 @@ class SASDecoder(UniqueModule):
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
-        """The training data that an encoder which looks at an active set is shown outside training."""
+        """Returns training data for an encoder outside training.
+
+        It is needed by an encoder that looks at an active set.
+        """
         order = rows_of_everyone(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
         return rows_at(x, order[: max(1, self.num_active)])
 
     @torch.no_grad()
     def gather_(self) -> Self:
-        """Gives every process the latents of all data points, as one process has them: to save them, say. All processes call it.
+        """Gives every process the latents of all data points.
+
+        One process has them so, for saving them for example. All processes call it.
 
         An optimiser that has moved them cannot go on with them. Without other processes it does nothing.
         """
@@ -382,7 +411,7 @@ class SASDecoder(UniqueModule):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Self:
-        """Starts from the data ``(N, D)``, trains, and keeps what predictions condition on (:meth:`condition_`).
+        """Initialises from the data ``(N, D)``, trains, and calls :meth:`condition_`.
 
         Minibatches of ``batch_size`` are dealt by :class:`UniformSplits`; Adam's learning rate falls to a twentieth. Between the first six
         tenths of the epochs free latents jump (:meth:`relocate_`), at most twenty times.
@@ -427,7 +456,10 @@ class SASDecoder(UniqueModule):
 
     @property
     def default_epochs(self) -> int:
-        """Passes over the data that :meth:`fit` makes unless told: 60, and so many that there are 400 minibatches."""
+        """Returns the default passes of :meth:`fit` over the data.
+
+        They are 60, or more, so that there are 400 minibatches.
+        """
         return max(_LEAST_EPOCHS, -(-_LEAST_STEPS // self._batches))
 
     @property
@@ -437,15 +469,19 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
-        r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
+        r"""Moves data points to latents that explain them better.
+
+        Gradients cannot jump.
 
         Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
 
         .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
 
-        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains; a
-        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
-        principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
+        Given ``A`` these terms are independent. So the jumps raise the objective of a point-mass
+        posterior by the sum of their gains. A Gaussian one moves with its mean and keeps its width.
+        Call it between the first epochs and leave the last ones to gradients. From principal
+        components, most data points end far from their initial latents. Cost :math:`O(|A|^3 + N |A|
+        D)`.
 
         Args:
             x: the training data ``(N, D)``.
@@ -485,7 +521,10 @@ class SASDecoder(UniqueModule):
         return int(sums_of(x)([moved])[0]) / self.num_data
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        """The posterior given data points at their latents; it predicts deviations from ``loc``."""
+        """Returns the posterior given data points at their latents.
+
+        It predicts deviations from ``loc``.
+        """
         return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
@@ -493,7 +532,10 @@ class SASDecoder(UniqueModule):
         return log_joint(posterior, x - self.loc, latents)
 
     def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
-        """Of up to 2000 latents of the posterior, the ``num`` that explain each data point best, ``(num, M, Q)``."""
+        """Returns the best ``num`` latents for each data point, ``(num, M, Q)``.
+
+        They explain it best among up to 2000 latents of the posterior.
+        """
         candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
         return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
@@ -528,14 +570,19 @@ class SASDecoder(UniqueModule):
         num_neighbors: int | None = None,
         choose: Choose | None = None,
     ) -> Self:
-        """Keeps what predictions condition on: all training data ``(N, D)``, ``size`` of them, or for each latent those closest to it.
+        """Keeps the data that predictions condition on.
 
-        Call it again after more training. Incomplete data points cost a factorisation for each pattern of missing entries, so complete
-        ones come first; where these are fewer than ``size``, the most complete others fill up.
+        They are all training data ``(N, D)``, ``size`` of them, or for each latent those closest to
+        it.
+
+        Call it again after more training. Each pattern of missing entries costs a factorisation, so
+        complete data points come first. If these are fewer than ``size``, the most complete others
+        fill up.
 
         With none of the options all data are kept if there are at most 2000 and all are complete. Of more complete ones, 1000 are
-        projected on in up to four latent dimensions, and in more each latent is predicted from the 100 closest to it: there data are too
-        sparse for a projection. Otherwise the complete ones are kept, no more than 1000, filled up to 300.
+        projected on in up to four latent dimensions. In more, each latent is predicted from the 100
+        closest to it, as data are too sparse for a projection. Otherwise the complete ones are
+        kept, no more than 1000, filled up to 300.
 
         Args:
             x: the training data.
@@ -547,8 +594,9 @@ class SASDecoder(UniqueModule):
             choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.splits.least_variance`.
 
         Raises:
-            ValueError: if the data have another shape, a number is not positive, no data point is complete for a projection or as a
-                neighbour, or ``num_neighbors`` is given beside ``size`` or ``projected``.
+            ValueError: if the data have another shape, or a number is not positive. Also if no data
+                point is complete for a projection or as a neighbour, or ``num_neighbors`` is given
+                beside ``size`` or ``projected``.
         """
         self._check_data(x)
         with torch.no_grad():
@@ -564,7 +612,10 @@ class SASDecoder(UniqueModule):
         return self
 
     def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
-        """With what an encoder needs, and a checksum of the parameters that it belongs to."""
+        """Returns the state with the encoder's needs and a checksum.
+
+        The checksum is that of the parameters that it belongs to.
+        """
         examples = self._examples(x).clone() if self.encoder_sees_active else None
         return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
 
@@ -580,7 +631,9 @@ class SASDecoder(UniqueModule):
         return self._kept
 
     def posterior(self) -> Posterior:
-        """The Gaussian process posterior that predictions are made from; it predicts deviations from ``loc``.
+        """Returns the Gaussian process posterior for predictions.
+
+        It predicts deviations from ``loc``.
 
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
@@ -592,7 +645,10 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; ``noiseless`` of the function."""
+        """Returns predictive means ``(M, D)`` and variances ``(M, 1)``.
+
+        They are those of outputs at latents ``(M, Q)``, or ``noiseless`` of the function.
+        """
         block = check_count("block", block)
         self._check_places(latents)
         posterior = self.posterior()
@@ -608,8 +664,9 @@ class SASDecoder(UniqueModule):
     def infer(self, x: Tensor, *, starts: int = 3, steps: int = 30, lr: float = 0.05, block: int = 1000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 
-        Entries that are NaN are left out. Every point starts from the kept latents that explain it best, and from the encoder's if there is
-        one and no entry is missing; after a few quasi-Newton steps from each start only the best goes on.
+        Entries that are NaN are left out. Every point starts from the kept latents that explain it
+        best, and from the encoder's if there is one and no entry is missing. After a few
+        quasi-Newton steps from each start only the best one continues.
 
         Args:
             x: data points ``(M, D)``.
@@ -662,7 +719,10 @@ class SASDecoder(UniqueModule):
         return mean.to(self.loc), variance.to(self.loc)
 
     def sample(self, num: int) -> Tensor:
-        """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
+        """Draws new data points ``(num, D)``.
+
+        Latents come from the prior. The predictive mean and noise-free function values follow.
+        """
         z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
         mean, variance = self.predict(z, noiseless=True)
         return mean + variance.sqrt() * torch.randn_like(mean)

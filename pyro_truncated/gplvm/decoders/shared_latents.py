@@ -23,7 +23,9 @@ _NAMES = ("z_loc", "z_scale")
 
 
 def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
-    """Which data points a shard is of, ``None`` for all; at its first sight the latents of others go, and all begin as the first.
+    """Returns which data points a shard has, ``None`` for all.
+
+    On the first call the latents of others are dropped, and all processes start like the first.
 
     Args:
         module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
@@ -47,7 +49,10 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
 @torch.no_grad()
 def gather_latents(module: torch.nn.Module) -> None:
-    """Gives every process the latents of all data points. All processes call it."""
+    """Gives every process the latents of all data points.
+
+    All processes call it.
+    """
     for parameter in _latents_of(module):
         parameter.data = torch.cat(world.gather(parameter.detach().clone()))
         parameter.grad = None
@@ -73,7 +78,9 @@ def _latents_of(module: torch.nn.Module) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSplit(Split):
-    """What a process has of a minibatch; the sum of what all processes make of theirs is what one makes of all.
+    """A process's part of a minibatch.
+
+    The sum of all processes' results is the result of one process.
 
     Attributes:
         within: positions ``(b,)`` of its data points within the minibatch.
@@ -100,7 +107,10 @@ class SharedSplit(Split):
         return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
 
     def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
-        """Weights ``(b,)`` that correct the scale ``N / b`` of a plate; of the active set every process takes an equal share."""
+        """Returns weights ``(b,)`` that correct a plate's scale ``N / b``.
+
+        Every process takes an equal share of the active set.
+        """
         weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
         weights[: self.num_active] /= world.size()
         return weights
@@ -110,14 +120,19 @@ class SharedSplit(Split):
         return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
 
     def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """Rows ``(b, Q)`` of what each process holds of its own data points; gradients of the active ones go to their owners."""
+        """Gathers rows ``(b, Q)`` that each process holds of its data points.
+
+        Gradients of the active ones go to their owners.
+        """
         every = torch.cat(list(held), -1)
         rows = torch.cat([rows_of_owners(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 
 class NormalOfRows(dist.Normal):
-    """Normal distributions of some rows of many ``(..., b, Q)``, whose draws are those that all rows together would have.
+    """Normal distributions of some of many rows ``(..., b, Q)``.
+
+    Their draws are those that all rows together would have.
 
     Args:
         loc: means.

@@ -35,10 +35,11 @@ _START_SCALE = 0.3
 def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:
     """Sets all parameters to a starting point.
 
-    Outputs are centred. Latent means are standardised principal components of all views side by side, each view divided by its standard
-    deviation and the square root of its number of outputs so that none drowns the others; or draws from the prior. Inducing inputs are
-    latent means of random data points. The noise starts at a hundredth of the variance of the data, kernels at that variance. Switches
-    start at their prior odds.
+    Outputs are centred. Latent means are standardised principal components of all views side by
+    side, or draws from the prior. Each view is divided by its standard deviation and the square
+    root of its number of outputs, so that none dominates. Inducing inputs are latent means of
+    random data points. The noise starts at a hundredth of the variance of the data, kernels at that
+    variance. Switches start at their prior odds.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -69,7 +70,10 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
 
 
 def _prepare(c: int, view: View, y: Tensor) -> Tensor:
-    """Centres a view; returns its data with zeros (the means) for missing entries."""
+    """Centres a view; returns its data with zeros where missing.
+
+    Zeros are then the means.
+    """
     numbers = y if view.likelihood is None else view.likelihood.as_numbers(y)
     mean = numbers.nanmean(0).nan_to_num()
     view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
@@ -105,7 +109,10 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
 
 
 def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
-    """Gives a single kernel the variance of the data; one that the user has put together stays as it is."""
+    """Gives a single kernel the variance of the data.
+
+    A composite kernel of the user stays unchanged.
+    """
     value = getattr(kernel, "variance", None)
     if isinstance(value, Tensor):
         kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
@@ -119,9 +126,12 @@ def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | N
 @names_arguments
 @takes_arrays
 def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
-    """Raises the bound in all parameters (but held switches) by L-BFGS with all data.
+    """Raises the bound by L-BFGS with all data.
 
-    A line search that fails ends a run of L-BFGS; the next one starts without memory of the curvature, until one of them gains nothing.
+    All parameters change but held switches.
+
+    A line search that fails ends a run of L-BFGS. The next one starts without memory of the
+    curvature, until one of them gains nothing.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -158,7 +168,10 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
 
 
 def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
-    """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
+    """Runs L-BFGS once; returns the bound and the number of iterations.
+
+    The bound is never below that of the start.
+    """
 
     def loss() -> Tensor:
         value = -model.bound(y) / size
@@ -180,10 +193,12 @@ _SILENT = 0.05
 @names_arguments
 @takes_arrays
 def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
-    r"""Optimal log odds of every switch given the posteriors of the inducing variables and of the other switches, ``(C, Q)``.
+    r"""Returns optimal log odds of every switch, ``(C, Q)``.
 
-    The expected log likelihood is linear in each :math:`\gamma_{cq}` at a fixed posterior of the inducing variables, so its derivative is
-    the difference between "on" and "off":
+    They are given the posteriors of the inducing variables and of the other switches.
+
+    At a fixed posterior of the inducing variables, the expected log likelihood is linear in each
+    :math:`\gamma_{cq}`. So its derivative is the difference between "on" and "off":
 
     .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
               - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
@@ -208,7 +223,9 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
 @names_arguments
 @takes_arrays
 def update_switches(model: SpikeSlabMRD, y: Views) -> float:
-    """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
+    """Sets switches in turn to their optimal probabilities; returns the bound.
+
+    The bound never falls.
 
     All at once is tried first, which mostly serves.
 
@@ -235,11 +252,13 @@ def update_switches(model: SpikeSlabMRD, y: Views) -> float:
 @names_arguments
 @takes_arrays
 def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
-    r"""Sets every switch to its optimum, and off where the data do not speak for "on"; returns the bound.
+    r"""Sets switches to their optima, and undecided ones off; returns the bound.
 
-    A dimension that a view's kernel has removed does not change the likelihood: the optimum of its switch is then the prior :math:`\pi`,
-    :math:`-\log(1 - \pi)` nats above "off", though nothing is on. Such a switch, and one that is less probable than at first, is turned
-    off for certain.
+    A switch is undecided if the data do not support "on".
+
+    A dimension that a view's kernel has removed does not change the likelihood. The optimum of its
+    switch is then the prior :math:`\pi`, :math:`-\log(1 - \pi)` nats above "off", though nothing is
+    on. Such a switch, and one that is less probable than at first, is turned off for certain.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -258,7 +277,9 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
 @takes_arrays
 @torch.no_grad()
 def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
-    """Tries every switch fully on and fully off, with the inducing variables adapted, and keeps what raises the bound; returns the bound.
+    """Tries every switch fully on and off; returns the bound.
+
+    The inducing variables are adapted, and what raises the bound is kept.
 
     Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
 
@@ -286,11 +307,13 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
 @names_arguments
 @takes_arrays
 def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patience: int = 2, tolerance: float = 1e-5) -> float:
-    """Switches dimensions off in views, least relevant first, where the bound rises once everything else has adapted; returns the bound.
+    """Switches dimensions off in views, least relevant first; returns the bound.
 
-    :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get some quasi-Newton iterations to take over
-    what the dimension did, which for curved data is often better than a dimension for every bend. Switches are fully on or off meanwhile,
-    and afterwards.
+    A switch stays off if the bound rises after everything else has adapted.
+
+    :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get
+    some quasi-Newton iterations to replace the dimension. For curved data that is often better than
+    a dimension for every bend. Switches are fully on or off meanwhile, and afterwards.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -373,12 +396,14 @@ def fit(
 ) -> Fit:
     r"""Trains a model on all data, from its starting point on.
 
-    A start is trained in three phases. At first all switches are held on, because dimensions that are switched off early never learn what
-    they would be good for; and length-scales are held long to begin with, so that latents find the directions of the data as in a linear
-    model, from any start, before functions bend. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried
-    on and off. If asked for, whole dimensions are then removed where that raises the bound (:func:`remove_dimensions`). Last, the model
-    takes what the best of several starts has reached, by the bound, and a switch that the data do not speak for is turned off for certain:
-    it shows 0, not its prior probability, and costs :math:`-\log(1 - \pi)` nats of the bound (:func:`settle_switches`).
+    A start is trained in three phases. At first all switches are held on, as dimensions that are
+    switched off early never become useful. Length-scales are held long at the beginning. Latents
+    then find the directions of the data as in a linear model, from any start, before functions
+    bend. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried on
+    and off. If asked for, whole dimensions are then removed where that raises the bound
+    (:func:`remove_dimensions`). Finally the model takes the best of several restarts by the bound.
+    A switch that the data do not support is set exactly to zero, not to its prior probability. This
+    costs :math:`-\log(1 - \pi)` nats of the bound (:func:`settle_switches`).
 
     Args:
         model: the model; holds the parameters of the best start afterwards.
@@ -425,7 +450,10 @@ def fit(
 
 @contextmanager
 def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
-    """A context in which length-scales are so long that functions hardly bend, and variances such that they are as steep as before."""
+    """A context with long length-scales, so that functions hardly bend.
+
+    Variances keep functions as steep as before.
+    """
     stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
     for kernel in stretched:
         _stretch(kernel, _STRETCH)

@@ -81,7 +81,9 @@ class Posterior:
     # --- from latents to outputs ---
 
     def predict(self, loc: Tensor, view: int = 0, *, scale: Tensor | None = None, full_covariance: bool = False) -> Prediction:
-        """Outputs of a view at given latents, with its switches uncertain as they are; of labels, their latent functions without noise.
+        """Returns a view's outputs at given latents.
+
+        Its switches are uncertain as they are. For labels they are latent functions without noise.
 
         Args:
             loc: latents ``(N, Q)``.
@@ -96,7 +98,7 @@ class Posterior:
 
     @torch.no_grad()
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
-        """Outputs of a view at any spike-and-slab inputs, in blocks of data points."""
+        """Returns a view's outputs at spike-and-slab inputs, in blocks."""
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
             raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
         process, posterior = self.model.views[view], self.inducing[view]
@@ -125,18 +127,26 @@ class Posterior:
         return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
 
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
-        """Outputs of a view for new data points: the view they were inferred from, missing outputs included, or another one."""
+        """Returns a view's outputs for new data points.
+
+        It is the view they were inferred from, missing outputs included, or another one.
+        """
         return self.predict_at(self.seen_by(latents, view), view, full_covariance)
 
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:
-        """Expected outputs of a view for new data points: means of Gaussian ones, probabilities of labels or classes, rates of counts."""
+        """Returns a view's expected outputs for new data points.
+
+        They are means of Gaussian outputs, probabilities of labels or classes, and rates of counts.
+        """
         found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
         return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
 
     @torch.no_grad()
     def at(self, times: Tensor, sequences: Tensor | None = None) -> Latents:
-        """Latents of data points of which only the time is known, under a prior over time: for :meth:`reconstruct` and its like.
+        """Returns latents of data points whose time alone is known.
+
+        A prior over time is needed. They are for :meth:`reconstruct` and similar methods.
 
         Args:
             times: time stamps ``(N,)``.
@@ -179,8 +189,9 @@ class Posterior:
         .. math:: \sum_{c \in V} E^{(c)}_n - \sum_q \rho_q\,\mathrm{KL}_{nq}, \qquad
                   \rho_q = 1 - \textstyle\prod_{c \in V} (1 - \gamma_{cq}),
 
-        by quasi-Newton steps, for each point by itself, from the best of some of the training latents. The slab of a dimension is used if
-        one of the *observed* views uses it, which is tighter than the paper's condition on all views.
+        by quasi-Newton steps, for each point by itself, from the best of some of the training
+        latents. The slab of a dimension is used if one of the *observed* views uses it. This is
+        tighter than the paper's condition on all views.
 
         Args:
             y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
@@ -188,8 +199,9 @@ class Posterior:
             steps: most steps of each data point; a step that gains nothing is shortened, and counts, too.
             candidates: training points, evenly spaced, to start from the best of.
             tolerance: gain expected of a data point's step, in nats, below which it ends.
-            times: time stamps ``(N,)`` of the new points, under a prior over time, given which each has the normal prior that the latents
-                of the training data make of it; default: they are at unknown times.
+            times: time stamps ``(N,)`` of the new points, under a prior over time. Each point then
+                has the normal prior that follows from the latents of the training data. Default:
+                they are at unknown times.
             sequences: the sequences that they belong to; default: that of the first data point.
 
         Raises:
@@ -216,7 +228,10 @@ class Posterior:
     def _climbed(
         self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Means and logarithms of deviations that raise what each data point contributes, from given means, and this."""
+        """Returns improved means and log deviations, and each data point's contribution.
+
+        They raise it, starting from given means.
+        """
         num = loc.shape[1]
 
         def contribution(points: Tensor, rows: Tensor) -> Tensor:
@@ -247,7 +262,10 @@ class Posterior:
 
     @torch.no_grad()
     def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
-        """For each data point, the latent mean of the training point under which its outputs are most probable."""
+        """Returns latent means of the training points that explain outputs best.
+
+        There is one for each data point.
+        """
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
         precision = used / prior[1].square()
@@ -276,7 +294,9 @@ class Posterior:
     # --- neighbours ---
 
     def distances(self, latents: Latents, views: tuple[int, int] = (0, 1), points: Tensor | None = None) -> Tensor:
-        r"""Distances of new data points to those of the training data in the dimensions that two views share, ``(N, N_train)``.
+        r"""Returns distances ``(N, N_train)`` in dimensions that two views share.
+
+        They are those of new data points to the training data.
 
         .. math:: d_{ij}^2 = \sum_q \gamma_{1q} \gamma_{2q} (\mu^*_{iq} - \mu_{jq})^2
 
@@ -290,7 +310,11 @@ class Posterior:
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
     def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:
-        """The dimensions by use: ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``."""
+        """Returns the dimensions by use.
+
+        Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views),
+        ``"unused"``.
+        """
         is_on = self.model.probability.detach() > threshold
         count, num_views = is_on.sum(0), self.model.num_views
         found = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
@@ -306,7 +330,9 @@ class Posterior:
 @takes_arrays
 @torch.no_grad()
 def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
-    r"""Converts the posterior of switches and latents to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
+    r"""Converts the posterior of switches and latents for ArviZ.
+
+    It returns ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
     ``to_arviz(model, y)`` and ``to_arviz(model.model, model.guide, y)`` do the same. For a posterior over whole patterns of switches pass
     it ``model.switch_model`` and its :class:`~pyro_truncated.AutoTruncated`.
@@ -315,10 +341,12 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     group                  content
     =====================  ==========================================================================================================
     ``posterior``          independent draws of the switches ``b`` (view, latent) and the latents ``x`` (data, latent)
-    ``latent_posterior``   without sampling noise: ``probability`` and ``prior`` of the switches, their ``log_odds``, ``relevance`` (view,
-                           latent), ``loc`` and ``scale`` of the latents where in use (data, latent), and the ``bound``
-    ``observed_data``      ``y_0``, ``y_1``, ... (data, output)
-    =====================  ==========================================================================================================
+    ``latent_posterior`` without sampling noise: ``probability`` and ``prior`` of the switches,
+                           their ``log_odds``, ``relevance`` (view, latent). Also ``loc`` and
+                           ``scale`` of the latents where in use (data, latent), and the ``bound``.
+                           ``observed_data`` ``y_0``, ``y_1``, ... (data, output)
+                           =====================
+                           ==========================================================================================================
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)

@@ -1,4 +1,6 @@
-r"""Views that are not Gaussian: labels and counts, bounded by quadratic functions of the latent functions.
+r"""Views of labels and counts.
+
+Their likelihoods are bounded by quadratic functions of the latent functions.
 
 The posterior of a latent function :math:`g` under uncertain inputs is no Gaussian, but its first two moments are in closed form. Each
 likelihood here therefore has a lower bound that asks for no more,
@@ -53,11 +55,17 @@ class LabelLikelihood(abc.ABC):
 
     @abc.abstractmethod
     def base(self, y: Tensor) -> Tensor:
-        """The constant functions ``(F,)`` that fit data ``(N, D)`` best, a little towards ignorance: what functions deviate from."""
+        """Returns the constant functions ``(F,)`` that fit data ``(N, D)`` best.
+
+        They are a little regularised. Functions deviate from them.
+        """
 
     @abc.abstractmethod
     def best_point(self, first: Tensor, second: Tensor | None) -> Tensor:
-        """The point ``(N, F)`` at which the bound is tightest, from the functions' first and second moments ``(N, F)``."""
+        """Returns the point ``(N, F)`` at which the bound is tightest.
+
+        It follows from the functions' first and second moments ``(N, F)``.
+        """
 
     @abc.abstractmethod
     def bound(self, y: Tensor, point: Tensor) -> Observations:
@@ -65,7 +73,10 @@ class LabelLikelihood(abc.ABC):
 
     @abc.abstractmethod
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Log probability of data ``(..., D)`` given functions ``(..., F)``, summed over what is observed, ``(...)``."""
+        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
+
+        They are summed over observed entries, ``(...)``.
+        """
 
     @abc.abstractmethod
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
@@ -76,15 +87,19 @@ class LabelLikelihood(abc.ABC):
         """The distribution of data ``(..., D)`` given functions ``(..., F)``."""
 
     def as_numbers(self, y: Tensor) -> Tensor:
-        """Data ``(N, D)`` as numbers ``(N, F)`` whose principal components mean something; NaN where missing."""
+        """Returns data ``(N, D)`` as numbers ``(N, F)`` for principal components.
+
+        They are NaN where missing.
+        """
         return y
 
 
 class BernoulliLabels(LabelLikelihood):
     r"""Binary labels in {0, 1}: :math:`p(y = 1 \mid g) = 1 / (1 + e^{-g})`.
 
-    The bound is that of Jaakkola and Jordan, "Bayesian parameter estimation via variational methods" (2000):
-    :math:`w = \tanh(\xi/2) / 2\xi`, tightest at :math:`\xi^2 = E g^2`; it is also the one of Polya-Gamma augmentation.
+    The bound is that of Jaakkola and Jordan, "Bayesian parameter estimation via variational
+    methods" (2000): :math:`w = \tanh(\xi/2) / 2\xi`, tightest at :math:`\xi^2 = E g^2`. It is also
+    the one of Polya-Gamma augmentation.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", BernoulliLabels()])  # the second view: zeros, ones, NaN
@@ -98,12 +113,15 @@ class BernoulliLabels(LabelLikelihood):
             raise ValueError(f"view {view} has a Bernoulli likelihood: its data must be 0, 1, or NaN where missing")
 
     def base(self, y: Tensor) -> Tensor:
-        """Log odds of each column, with half a label of either kind added."""
+        """Returns each column's log odds, with half a label added to either."""
         seen, ones = (~y.isnan()).sum(0), y.nansum(0)
         return ((ones + 0.5) / (seen - ones + 0.5)).log()
 
     def best_point(self, first: Tensor, second: Tensor | None) -> Tensor:
-        """The point ``(N, F)`` at which the bound is tightest: the root of the functions' second moments."""
+        """Returns the point ``(N, F)`` at which the bound is tightest.
+
+        It is the root of the functions' second moments.
+        """
         assert second is not None
         return second.clamp(min=1e-12).sqrt()
 
@@ -118,7 +136,10 @@ class BernoulliLabels(LabelLikelihood):
         return Observations(half / weight, weight * seen, (offset * seen).sum(1))
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Log probability of data ``(..., D)`` given functions ``(..., F)``, summed over what is observed, ``(...)``."""
+        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
+
+        They are summed over observed entries, ``(...)``.
+        """
         signed = (2 * y.nan_to_num(0.0) - 1) * functions
         found: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
         return found
@@ -163,10 +184,13 @@ class _CurvatureBound(LabelLikelihood):
 
 
 class CategoricalLabels(_CurvatureBound):
-    r"""One label per data point, a class number from 0 on, with :math:`p(y = k \mid g) \propto e^{g_k}`; its view has one column.
+    r"""One label per data point, with :math:`p(y = k \mid g) \propto e^{g_k}`.
 
-    The Hessian of the log normaliser is at most half the identity (Böhning, "Multinomial logistic regression algorithm", 1992) at any
-    point: the view costs what a Gaussian one with as many outputs as classes costs.
+    Labels are class numbers from 0 on, and the view has one column.
+
+    At any point the Hessian of the log normaliser is at most half the identity (Böhning,
+    "Multinomial logistic regression algorithm", 1992). So the view costs as much as a Gaussian one
+    with as many outputs as classes.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", CategoricalLabels(4)])  # the second view: classes 0 to 3, NaN
@@ -214,7 +238,10 @@ class CategoricalLabels(_CurvatureBound):
         return None
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Log probability of data ``(..., 1)`` given functions ``(..., F)``, zero where it is missing, ``(...)``."""
+        """Returns log probabilities of data ``(..., 1)`` given functions ``(..., F)``.
+
+        They are ``(...)``, and zero where data are missing.
+        """
         logits = functions.log_softmax(-1)
         shape = torch.broadcast_shapes(y.shape[:-1], logits.shape[:-1])
         label = y.nan_to_num(0.0).long().expand(*shape, 1)
@@ -222,7 +249,10 @@ class CategoricalLabels(_CurvatureBound):
         return torch.where(y.isnan().squeeze(-1), 0.0, found)
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Expected probabilities of the classes ``(N, F)``, by quasi Monte Carlo with the same numbers at every call."""
+        """Returns expected class probabilities ``(N, F)`` by quasi Monte Carlo.
+
+        The numbers are the same at every call.
+        """
         uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(_DRAWS, dtype=torch.float64)
         normal = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12)).to(loc)
         total = torch.zeros_like(loc)
@@ -236,7 +266,7 @@ class CategoricalLabels(_CurvatureBound):
         return found
 
     def as_numbers(self, y: Tensor) -> Tensor:
-        """One column per class, one for the class of a data point; NaN where it is missing."""
+        """Returns one-hot labels, NaN where missing."""
         hot = torch.nn.functional.one_hot(y[:, 0].nan_to_num(0.0).long(), self.num_classes).to(y)
         return hot.masked_fill(y.isnan(), torch.nan)
 
@@ -258,7 +288,10 @@ class PoissonCounts(_CurvatureBound):
             raise ValueError(f"view {view} has a Poisson likelihood: its data must be counts, or NaN where missing")
 
     def base(self, y: Tensor) -> Tensor:
-        """The functions at which each column's rate is its mean, with half a count added."""
+        """Returns functions at which each column's rate is its mean.
+
+        Half a count is added.
+        """
         rate = (y.nansum(0) + 0.5) / ((~y.isnan()).sum(0) + 1)
         return rate + (-torch.expm1(-rate)).log()
 
@@ -271,7 +304,10 @@ class PoissonCounts(_CurvatureBound):
         return 0.25 + 0.17 * y
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Log probability of data ``(..., D)`` given functions ``(..., F)``, summed over what is observed, ``(...)``."""
+        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
+
+        They are summed over observed entries, ``(...)``.
+        """
         rate, counts = _rate(functions), y.nan_to_num(0.0)
         found: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
         return found

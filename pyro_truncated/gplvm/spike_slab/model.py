@@ -37,19 +37,23 @@ def _is_too_large(data: Tensor) -> bool:
 
 
 class SpikeSlabMRD(UniqueModule):
-    r"""Gaussian processes from one latent space to several views, with a switch for every latent dimension in every view.
+    r"""Gaussian processes from one latent space to several views.
+
+    Every latent dimension has a switch in every view.
 
     .. math:: b_{cq} \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f^{(c)}_d \sim \mathcal{GP}(0, k_c), \quad
               y^{(c)}_{nd} \sim \mathcal N\left(f^{(c)}_d(b_c \circ x_n), \beta_c^{-1}\right)
 
-    with the posterior :math:`q(b_{cq} = 1) = \gamma_{cq}` and :math:`q(x_{nq} \mid b) = \mathcal N(\mu_{nq}, s_{nq})` if some view has
-    dimension :math:`q` switched on, the prior otherwise. The bound has no sampling noise: kernels' expectations are in closed form (see
-    :func:`~pyro_truncated.gp.psi_statistics`), and the inducing variables are integrated out (``collapsed``) or have a Gaussian
-    posterior of their own, with which one can train on minibatches.
+    with the posterior :math:`q(b_{cq} = 1) = \gamma_{cq}` and :math:`q(x_{nq} \mid b) = \mathcal
+    N(\mu_{nq}, s_{nq})` if some view has dimension :math:`q` switched on, the prior otherwise. The
+    bound has no sampling noise. Kernels' expectations are in closed form (see
+    :func:`~pyro_truncated.gp.psi_statistics`). The inducing variables are integrated out
+    (``collapsed``) or have a Gaussian posterior of their own, for training on minibatches.
 
-    A dimension can be removed by its switch or by the kernel (a linear weight that vanishes, an infinite length-scale), so a switch that is
-    on does not mean a dimension that is used, and at :math:`\pi = 1/2` the bound does not even prefer "off" for a dimension that the kernel
-    has removed. Hence the default :math:`\pi < 1/2`; see also :meth:`relevance`.
+    A dimension can be removed by its switch or by the kernel, with a linear weight that vanishes or
+    an infinite length-scale. So a switch that is on does not mean a dimension that is used. At
+    :math:`\pi = 1/2` the bound does not even prefer "off" for a dimension that the kernel has
+    removed. Hence the default :math:`\pi < 1/2`; see also :meth:`relevance`.
 
     Example::
 
@@ -176,7 +180,10 @@ class SpikeSlabMRD(UniqueModule):
 
     @contextmanager
     def holding(self, probability: Tensor | float) -> Iterator[None]:
-        """A context in which the switches have given probabilities ``(C, Q)``; zero and one are exact."""
+        """A context with given probabilities ``(C, Q)`` of the switches.
+
+        Zero and one are exact.
+        """
         before = self._held
         self._held = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
         try:
@@ -194,7 +201,7 @@ class SpikeSlabMRD(UniqueModule):
         return SpikeSlabInputs(loc, variance, self.probability[view].to(dtype), validate_args=False)
 
     def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
-        """Means and deviations of the latents of some data points, and how far they are from the prior."""
+        """Returns latents' means and deviations, and their divergence from the prior."""
         if self.time_prior is not None:
             found = self.time_prior.marginals()
             return found._replace(loc=found.loc[index], scale=found.scale[index])
@@ -203,7 +210,10 @@ class SpikeSlabMRD(UniqueModule):
         return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
 
     def set_latents(self, loc: Tensor, scale: Tensor) -> None:
-        """Gives the latents means and deviations ``(N, Q)``, copies; under a prior over time, those that it then smooths."""
+        """Sets copies of means and deviations ``(N, Q)`` of the latents.
+
+        Under a prior over time, they are those that it then smooths.
+        """
         if self.time_prior is not None:
             self.time_prior.set_latents(loc, scale)
         else:
@@ -236,7 +246,9 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def bound(self, y: Views, batch_size: int | None = None) -> Tensor:
-        """Lower bound of the log evidence of the data (on a minibatch: an unbiased estimate of it), in float64.
+        """Returns a lower bound of the data's log evidence, in float64.
+
+        On a minibatch it is an unbiased estimate of the bound.
 
         It is computed from the parameters of this very object, whatever Pyro's parameter store holds under their names.
 
@@ -256,25 +268,37 @@ class SpikeSlabMRD(UniqueModule):
         return self.bound_at(views, index)
 
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
-        """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
+        """Returns the bound from some data points, scaled up to all data.
+
+        ``views`` are all data.
+        """
         latents = self.latents(index)
         return self.bound_of([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
     def bound_of(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
-        """The bound from the outputs and latents of some data points, their terms scaled, and a share of what belongs to none."""
+        """Returns the bound from outputs and latents of some data points.
+
+        Their terms are scaled, and terms without data points count by a share.
+        """
         inputs = [self._seen(latents, c) for c in range(self.num_views)]
         terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
         return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
-        """Raises ``ValueError`` if a minibatch is asked of a collapsed model, or of latents with a prior over time."""
+        """Refuses minibatches of a collapsed model or under a prior over time.
+
+        It raises ``ValueError``.
+        """
         if batch_size is not None and self.time_prior is not None:
             raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
         if batch_size is not None and self.collapsed:
             raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
 
     def tighten(self, y: Views) -> None:
-        """Puts the local bounds of labels and counts where they touch best, given all else, which never lowers the bound."""
+        """Optimises the local bounds of labels and counts, given all else.
+
+        This never lowers the bound.
+        """
         for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
             view.tighten(self.inputs(c), data)
 
@@ -285,11 +309,15 @@ class SpikeSlabMRD(UniqueModule):
 
     @torch.no_grad()
     def relevance(self) -> Tensor:
-        r"""How much each view moves along each dimension, ``(C, Q)``: :math:`\gamma_{cq} w_{cq} E[x_q^2]`, a number without unit.
+        r"""Returns how much each view varies along each dimension, ``(C, Q)``.
 
-        :math:`w` is what the kernel makes of the dimension: a linear kernel's weight over its noise-free mean variance would do, and so
-        would one over a squared length-scale; as kernels scale them differently, only ratios within a view mean something. For kernels
-        of other kinds the weight is one. It tells a dimension that is in use from one that is switched on but removed by the kernel.
+        It is :math:`\gamma_{cq} w_{cq} E[x_q^2]`, a number without unit.
+
+        :math:`w` measures the kernel's dependence on the dimension. It may be a linear kernel's
+        weight over its noise-free mean variance, or one over a squared length-scale. As kernels
+        scale them differently, only ratios within a view are meaningful. For kernels of other kinds
+        the weight is one. It tells a dimension that is in use from one that is switched on but
+        removed by the kernel.
         """
         latents = self.latents()
         square = (latents.loc.square() + latents.scale.square()).double().mean(0)
@@ -312,7 +340,10 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
-        """Posteriors of the inducing variables of each view; a collapsed model needs the data for it."""
+        """Returns posteriors of each view's inducing variables.
+
+        A collapsed model needs the data for it.
+        """
         if not self.collapsed:
             return [view.explicit() for view in self.views]
         if y is None:
@@ -326,8 +357,9 @@ class SpikeSlabMRD(UniqueModule):
     def model(self, y: Views | None = None, batch_size: int | None = None) -> list[Tensor]:
         """The generative model; without data it generates some.
 
-        The inducing variables ``u_c`` are whitened. Given them the outputs have the mean of the sparse Gaussian process; the variance that
-        it leaves enters as a factor, the usual variational one, so a stock ELBO estimates :meth:`bound` without bias. Labels and
+        The inducing variables ``u_c`` are whitened. Given them the outputs have the mean of the
+        sparse Gaussian process. The variance that it leaves enters as a factor, as usual in
+        variational inference. A stock ELBO then estimates :meth:`bound` without bias. Labels and
         counts enter by the same local bounds.
         """
         self.check_batch(batch_size)
@@ -371,12 +403,15 @@ class SpikeSlabMRD(UniqueModule):
     @pyro_method
     @takes_arrays
     def switch_model(self, y: Views) -> None:
-        r"""The model of the switches alone, everything else integrated out at its optimum: for posteriors over whole patterns of switches.
+        r"""The model of the switches alone, for posteriors over their patterns.
+
+        Everything else is integrated out at its optimum.
 
         .. math:: \log p(b) + \sum_c F_c(b_c) - \sum_q [\textstyle\bigvee_c b_{cq}] \sum_n \mathrm{KL}_{nq}
 
-        Each pattern has inducing variables of its own. Sums of the exponential over any set of patterns are lower bounds of the evidence;
-        over all of them the bound is at least as tight as with independent switches. Use it with :class:`~pyro_truncated.AutoTruncated`::
+        Each pattern has inducing variables of its own. Sums of the exponential over any set of
+        patterns are lower bounds of the evidence. Over all of them the bound is at least as tight
+        as with independent switches. Use it with :class:`~pyro_truncated.AutoTruncated`::
 
             guide = AutoTruncated(model.switch_model, num_states=32)
             svi = SVI(model.switch_model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
@@ -386,7 +421,10 @@ class SpikeSlabMRD(UniqueModule):
         pyro.factor("bound", self.pattern_bounds(pattern, views))
 
     def pattern_bounds(self, patterns: Tensor, views: list[Tensor]) -> Tensor:
-        """Bounds of the log likelihood of the data under given patterns of switches ``(*, C, Q)``: one collapsed bound each, ``(*)``."""
+        """Returns log likelihood bounds under given patterns of switches.
+
+        Patterns are ``(*, C, Q)``, and each has a collapsed bound, ``(*)``.
+        """
         flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
         latents, found = self.latents(), []
@@ -400,7 +438,9 @@ class SpikeSlabMRD(UniqueModule):
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):
-    r"""Gaussian process latent variable model with a switch for every latent dimension, shared by all data points.
+    r"""Gaussian process latent variable model with switches for latent dimensions.
+
+    All data points share the switches.
 
     .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
               y_{nd} \sim \mathcal N\left(f_d(b \circ x_n), \beta^{-1}\right)

@@ -18,7 +18,9 @@ from pyro_truncated.utils.arguments import names_arguments
 def plot_latents(
     posterior: Posterior, ax: Any, *, view: int = 0, labels: Tensor | None = None, dims: tuple[int, int] | None = None, resolution: int = 40
 ) -> Any:
-    """Latent means in two dimensions over the predictive standard deviation of a view, dark where the model has seen no data.
+    """Plots latent means in two dimensions over a view's predictive deviation.
+
+    It is dark where the model has seen no data.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -67,7 +69,7 @@ def plot_latents(
 @names_arguments
 @torch.no_grad()
 def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
-    """What the kernel's weights and what the switches say of each dimension of a view, side by side.
+    """Plots weights of the kernel and switches for a view's dimensions.
 
     Bars to the left are relevances (see ``SpikeSlabMRD.relevance``) without the switches, divided by the largest: what one would put a
     threshold to. Bars to the right are the probabilities of the switches.
@@ -105,7 +107,9 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
 @names_arguments
 @torch.no_grad()
 def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None = None) -> Any:
-    """Probabilities of the switches of every view, side by side for each dimension: what is shared and what is private.
+    """Plots probabilities of all views' switches for each dimension.
+
+    It shows which dimensions are shared and which private.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)

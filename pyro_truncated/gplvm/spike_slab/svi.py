@@ -65,7 +65,7 @@ def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Gener
 
 
 def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
-    """Sums the gradients of all parameters but those of data points, in one message."""
+    """Sums gradients over processes, except data points' parameters, in one message."""
     if batch.total is list:
         return
     shared = [p for name, p in model.named_parameters() if p.requires_grad and name.removesuffix("_unconstrained") not in _LOCAL]
@@ -78,7 +78,10 @@ def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
 
 @torch.no_grad()
 def latents_of_owners(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
-    """Gives every process the latents of all data points, each from the process that has its data."""
+    """Gives every process the latents of all data points.
+
+    Each latent comes from the process that has its data.
+    """
     portion = portion_of(views)
     assert portion is not None
     for name, parameter in model.named_parameters():
@@ -95,13 +98,16 @@ _FASTEST = 10.0
 @names_arguments
 @takes_arrays
 def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
-    r"""Moves the posteriors of the inducing variables along the natural gradient, estimated from some data points.
+    r"""Moves the inducing variables' posteriors along the natural gradient.
 
-    With :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` of the whitened inducing variables,
-    :math:`\Lambda \leftarrow (1 - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and
-    :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`, sums scaled up to all data and, with missing outputs, the
-    difference between an output's :math:`\Psi_2` and their mean taken to the right. With all data and :math:`\rho = 1` this is the optimum
-    if nothing is missing.
+    The gradient is estimated from some data points.
+
+    Let :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` be those of the whitened inducing
+    variables. Then :math:`\Lambda \leftarrow (1 - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and
+    :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`. Sums are scaled up to all
+    data. With missing outputs, the difference between an output's :math:`\Psi_2` and their mean is
+    taken to the right. With all data and :math:`\rho = 1` this is the optimum if nothing is
+    missing.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -165,14 +171,17 @@ def fit_minibatches(
     generator: torch.Generator | None = None,
     callback: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Trains a model on minibatches, from where it is: for data of any size.
+    """Trains a model on minibatches, from its current parameters.
+
+    The data may be of any size.
 
     Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), all of which have the model of all data,
-    initialised alike: gradients of what belongs to no data point are summed, each process moves the latents of its own data points, and in
-    the end all have all latents.
+    initialised alike. Gradients of parameters that belong to no data point are summed. Each process
+    moves the latents of its own data points, and in the end all have all latents.
 
-    Every step draws data points without replacement, takes a natural-gradient step for the inducing variables and an Adam step for all
-    other parameters, whose rate falls to a tenth over the last half. Switches are held on for a share of the steps.
+    Every step draws data points without replacement. It takes a natural-gradient step for the
+    inducing variables and an Adam step for all other parameters. Adam's rate falls to a tenth over
+    the last half. Switches are held on for a share of the steps.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -239,7 +248,9 @@ def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: floa
 @names_arguments
 @takes_arrays
 def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
-    """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches.
+    """Returns a collapsed model with explicit inducing variables.
+
+    They are at their optimum, for training on minibatches.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -258,16 +269,20 @@ def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
 
 
 class Analytic_ELBO(ELBO):
-    r"""Minus the closed-form bound of a model that has one, such as :class:`~pyro_truncated.gplvm.SpikeSlabGPLVM`, as loss for ``SVI``.
+    r"""Minus the closed-form bound of a model, as loss for ``SVI``.
+
+    :class:`~pyro_truncated.gplvm.SpikeSlabGPLVM` has such a bound, for example.
 
     Model and guide must be the methods ``model`` and ``guide`` of one object with a method ``bound``, which takes the same arguments.
     A stock :class:`~pyro.infer.Trace_ELBO` estimates the same number by sampling.
 
-    Gradients switch dimensions off before anything has been learned that they would be good for. Training steps on a
-    :class:`~pyro_truncated.gplvm.SpikeSlabMRD` therefore hold its switches: on for the first ``warm_up`` steps since the model was made or
-    initialised, then at their optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`), which is found every ``every``
-    steps. If the model is collapsed, each is also tried on and off with the inducing variables adapted
-    (:func:`~pyro_truncated.gplvm.switch_moves`): a bound without gradient for each switch.
+    Gradients switch dimensions off before anything has been learned that they would be good for.
+    Training steps on a :class:`~pyro_truncated.gplvm.SpikeSlabMRD` therefore hold its switches.
+    They are on for the first ``warm_up`` steps after it was made or initialised, then at their
+    optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`). The optimum is
+    computed every ``every`` steps. If the model is collapsed, each is also tried on and off with
+    the inducing variables adapted (:func:`~pyro_truncated.gplvm.switch_moves`). This bound has no
+    gradient for the switches.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -307,14 +322,17 @@ class Analytic_ELBO(ELBO):
         raise NotImplementedError("Analytic_ELBO draws nothing; use Trace_ELBO for traces")
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the bound as a number, at the switches that this training step holds; adds its gradient to the parameters'."""
+        """Returns minus the bound and adds its gradient to the parameters.
+
+        The switches are those that this training step holds.
+        """
         with self._switches(_owner(model, guide), *args, **kwargs):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
         loss.backward()
         return float(loss.detach())
 
     def _switches(self, owner: Any, y: Any, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        """The next training step of a model with switches: a context that holds them."""
+        """Begins the next training step: a context that holds the switches."""
         if self.every is None or not isinstance(owner, SpikeSlabMRD):
             return contextlib.nullcontext()
         with owner._pyro_context:

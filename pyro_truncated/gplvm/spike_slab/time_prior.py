@@ -6,8 +6,8 @@ of. Its posterior is what pseudo-observations :math:`\tilde y_{nq}` with noise v
 .. math:: q(x_q) = \mathcal N(\mu_q, S_q), \quad \mu_q = K_q A_q^{-1} \tilde y_q, \quad S_q = K_q - K_q A_q^{-1} K_q, \quad
           A_q = K_q + \operatorname{diag}(r_q),
 
-which is the form of the optimum, as the likelihood asks for marginals alone; and its divergence from the prior needs no inverse of
-:math:`K_q`,
+which is the form of the optimum, as the likelihood needs marginals alone. Its divergence from the
+prior needs no inverse of :math:`K_q`,
 
 .. math:: \mathrm{KL}_q = \tfrac12 \left[ \operatorname{tr}(A_q^{-1} \operatorname{diag}(r_q)) - N
           + \tilde y_q^\top A_q^{-1} K_q A_q^{-1} \tilde y_q + \log |A_q| - \textstyle\sum_n \log r_{nq} \right] .
@@ -49,7 +49,9 @@ class Marginals(NamedTuple):
 
 
 class TimePrior(UniqueModule):
-    """Gaussian processes over time for the latents of a model, one for each dimension, of variance one.
+    """Gaussian processes over time for a model's latents.
+
+    There is one of variance one for each dimension.
 
     Example:
         >>> times = torch.arange(12.0)
@@ -96,7 +98,10 @@ class TimePrior(UniqueModule):
         self.register_buffer("sequences", sequences.detach())
 
     def start(self, num_latents: int) -> None:
-        """Makes the parameters for ``Q`` latents: the prior, with time scales of a few spacings."""
+        """Creates parameters for ``Q`` latents: the prior, with moderate time scales.
+
+        Time scales are a few spacings.
+        """
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
@@ -106,7 +111,10 @@ class TimePrior(UniqueModule):
         self.spread = PyroParam(self.times.new_ones(size), constraints.positive)  # type: ignore[assignment]
 
     def correlations(self, times: Tensor, sequences: Tensor) -> Tensor:
-        """Prior covariances of latents at some times with those of the data points, ``(Q, n, N)``, without what is independent."""
+        """Returns prior covariances ``(Q, n, N)`` with the data points' latents.
+
+        They are those of latents at some times, without the independent part.
+        """
         apart, scale = (times[:, None] - self.times).abs(), self.timescale.double()[:, None, None]
         if self.kernel == "rbf":
             found = torch.exp(-(apart / scale).square() / 2)
@@ -126,7 +134,7 @@ class TimePrior(UniqueModule):
         return self.correlations(self.times, self.sequences) + _OWN * eye
 
     def marginals(self) -> Marginals:
-        """Means and deviations of the latents, and the divergence of their joint posterior from the prior."""
+        """Returns latents' means and deviations, and their joint posterior's divergence."""
         prior, noise = self.covariance(), self.spread.double().square().mT
         factor, weights = self._solved(prior, noise)
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
@@ -139,7 +147,9 @@ class TimePrior(UniqueModule):
         return Marginals(loc.mT, variance.sqrt().mT, divergence)
 
     def at(self, times: Tensor, sequences: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Means and deviations of latents at other times ``(n,)``, ``(n, Q)`` each; of the first sequence unless they are given.
+        """Returns means and deviations ``(n, Q)`` of latents at other times ``(n,)``.
+
+        They belong to the first sequence unless sequences are given.
 
         Raises:
             ValueError: if times are not finite or sequences do not fit them.
@@ -154,7 +164,7 @@ class TimePrior(UniqueModule):
         return (cross @ weights).squeeze(-1).mT, (1 - half.square().sum(-2)).clamp(min=1e-12).sqrt().mT
 
     def set_latents(self, loc: Tensor, scale: Tensor) -> None:
-        """Puts the pseudo-observations where latents of the given means and deviations ``(N, Q)`` would be seen."""
+        """Sets pseudo-observations to agree with given means and deviations ``(N, Q)``."""
         self.targets, self.spread = loc.detach().to(self.targets, copy=True), scale.detach().to(self.spread, copy=True)
 
     # --- distributions over all data points: event (Q, N) ---
@@ -167,7 +177,10 @@ class TimePrior(UniqueModule):
         return found
 
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
-        """The posterior of all latents where a dimension is in use ``(*, Q)``, their prior where it is not."""
+        """Returns all latents' posterior in used dimensions ``(*, Q)``.
+
+        In the other dimensions it is the prior.
+        """
         prior, noise = self.covariance(), self.spread.double().square().mT
         factor, weights = self._solved(prior, noise)
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
@@ -179,13 +192,19 @@ class TimePrior(UniqueModule):
         return found
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
-        """Draws ``(*, N, Q)`` of that distribution from standard normal noise ``(*, N, Q)``, where dimensions are in use ``(*, Q)``."""
+        """Draws ``(*, N, Q)`` from that distribution by standard normal noise.
+
+        The noise is ``(*, N, Q)``, and dimensions in use are ``(*, Q)``.
+        """
         found = self.distribution(is_used.to(self.times.device)).base_dist
         moved = (found.scale_tril @ noise.mT.unsqueeze(-1).to(found.loc)).squeeze(-1)
         drawn: Tensor = found.loc + moved
         return drawn.mT.cpu()
 
     def _solved(self, prior: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Factor ``(Q, N, N)`` of the pseudo-observations' covariances, and what it makes of them, ``(Q, N, 1)``."""
+        """Returns the pseudo-observations' covariance factor ``(Q, N, N)`` and whitened values.
+
+        The latter are ``(Q, N, 1)``.
+        """
         factor = torch.linalg.cholesky(prior + torch.diag_embed(noise))
         return factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)

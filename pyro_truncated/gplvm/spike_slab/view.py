@@ -37,7 +37,9 @@ KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 
 
 def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.Kernel:
-    r"""A kernel of ``Q`` latents: ``"rbf"`` with one length-scale :math:`\sqrt Q` per latent, ``"linear"`` with one weight per latent.
+    r"""Returns a kernel of ``Q`` latents by name.
+
+    ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
 
     Raises:
         ValueError: for an unknown name.
@@ -60,7 +62,10 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
 
 @functools.singledispatch
 def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    r"""What a kernel makes of each latent, ``(Q,)``: linear weights, :math:`1 / \ell^2` for length-scales, and one for other kernels."""
+    r"""Returns each latent's weight in a kernel, ``(Q,)``.
+
+    It is a linear weight, :math:`1 / \ell^2` for length-scales, and one for other kernels.
+    """
     del kernel
     return torch.ones(num_latents)
 
@@ -87,7 +92,9 @@ LikelihoodSpec = str | LabelLikelihood | None
 
 
 class View(UniqueModule):
-    r"""Gaussian process from ``Q`` latents to the ``D`` outputs of one view, with inducing inputs, and Gaussian noise or labels.
+    r"""Gaussian process from ``Q`` latents to a view's ``D`` outputs.
+
+    It has inducing inputs, and Gaussian noise or labels.
 
     Args:
         num_observed: number of outputs ``D``.
@@ -95,8 +102,8 @@ class View(UniqueModule):
         inducing: inducing inputs to start from, ``(M, Q)``.
         num_data: number of data points ``N``.
         likelihood: that of labels or counts; ``None`` for Gaussian noise.
-        collapsed: whether the inducing variables take their optimal posterior, which needs all data at every step; otherwise they have a
-            Gaussian posterior of their own.
+        collapsed: whether the inducing variables take their optimal posterior, which needs all data
+            at every step. Otherwise they have a Gaussian posterior of their own.
         trainable: whether the inducing inputs are optimised.
         expectation: how to take expectations of kernels without closed form.
 
@@ -149,7 +156,7 @@ class View(UniqueModule):
             self.make_explicit()
 
     def make_explicit(self) -> None:
-        """Gives the inducing variables a posterior of their own, at their prior to start from."""
+        """Gives the inducing variables an explicit posterior, initialised by their prior."""
         if self.collapsed and self.likelihood is not None:
             del self.point
         self.collapsed = False
@@ -159,19 +166,27 @@ class View(UniqueModule):
         self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
 
     def cholesky(self) -> Tensor:
-        r"""Factor :math:`L` of :math:`K_{uu}` in float64; a millionth of the mean variance on the diagonal makes it exist.
+        r"""Returns the factor :math:`L` of :math:`K_{uu}` in float64.
+
+        A millionth of the mean variance is added to the diagonal.
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
         return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:
-        """Raises ``ValueError`` if the data ``(N, D)`` of this view, the ``number``-th, are not what its likelihood is of."""
+        """Checks that the data ``(N, D)`` suit this view's likelihood.
+
+        It raises ``ValueError``, with the view's ``number``.
+        """
         if self.likelihood is not None:
             self.likelihood.check(y, number)
 
     def observations(self, y: Tensor, point: Tensor | None = None) -> Observations:
-        """Outputs ``(N, D)`` less the centre; of labels, the pseudo-targets ``(N, F)`` of their bound at a point."""
+        """Returns centred outputs ``(N, D)``, or labels' pseudo-targets ``(N, F)``.
+
+        The latter are those of the labels' bound at a point.
+        """
         if self.likelihood is None:
             return Observations.of(y - self.center)
         assert point is not None
@@ -184,7 +199,7 @@ class View(UniqueModule):
         return PsiStatistics(*(value.double() for value in found))
 
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
-        """The collapsed bound of all data, and the posterior of the inducing variables that attains it."""
+        """Returns the collapsed bound of all data, and its optimal posterior."""
         point = None if self.likelihood is None else self.point
         is_seen = ~y.isnan().all(1)
         if bool(is_seen.any()) and not bool(is_seen.all()):
@@ -199,7 +214,10 @@ class View(UniqueModule):
         return InducingPosterior(self.cholesky(), self.mean.double(), root @ root.mT)
 
     def data_term(self, inputs: SpikeSlabInputs, y: Tensor, scale: float = 1.0, share: float = 1.0) -> Tensor:
-        """Expected log likelihood, scaled up from a minibatch, less (a share of) the divergence of the inducing variables."""
+        """Returns the expected log likelihood less the inducing variables' divergence.
+
+        It is scaled up from a minibatch, with a share of the divergence.
+        """
         if self.collapsed:
             return self.optimal(inputs, y)[0]
         posterior = self.explicit()
@@ -208,14 +226,20 @@ class View(UniqueModule):
         return scale * expected - share * divergence(posterior, self.scale_tril.double())
 
     def log_likelihood(self, inputs: SpikeSlabInputs, y: Tensor, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
-        """Expected log likelihood of outputs; their sum where that is cheaper. Of labels, its tightest bound."""
+        """Returns the expected log likelihood of outputs, or their sum.
+
+        The sum is returned where it is cheaper. For labels it is the tightest bound.
+        """
         data = self.observations(y, None if self.likelihood is None else self.best_point(inputs, posterior))
         psi = self.statistics(inputs, per_datum or data.weights is not None)
         return expected_log_likelihood(psi, posterior, data, self.noise.double())
 
     @torch.no_grad()
     def best_point(self, inputs: SpikeSlabInputs, posterior: InducingPosterior) -> Tensor:
-        """Where the local bounds of labels are tightest, ``(N, F)``: a gradient of theirs there is one at a point that moves along."""
+        """Returns the points ``(N, F)`` where labels' local bounds are tightest.
+
+        By the envelope theorem, the gradient needs no derivative of the point.
+        """
         assert self.likelihood is not None
         # A copy: what it remembers of itself must not be remembered without gradients.
         posterior = dataclasses.replace(posterior)
@@ -238,14 +262,17 @@ class View(UniqueModule):
 
     @torch.no_grad()
     def tighten(self, inputs: SpikeSlabInputs, y: Tensor) -> None:
-        """Puts the local bounds of labels where they touch best, at the present posterior."""
+        """Optimises the labels' local bounds at the present posterior."""
         if self.likelihood is not None and self.collapsed:
             self.point = self.best_point(inputs, self.optimal(inputs, y)[1])
 
     # --- inside a Pyro program: switched latents x (*, N, Q), whitened inducing variables ---
 
     def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor, point: Tensor | None) -> Tensor:
-        """Conditions on outputs ``(N, D)`` at the site ``y_<name>``; the factor ``left_<name>`` is of the variance that ``u`` leaves."""
+        """Conditions on outputs ``(N, D)`` at the site ``y_<name>``.
+
+        The factor ``left_<name>`` is of the variance that ``u`` leaves.
+        """
         mean, left = self._conditional(x, whitened)
         data, noise = self.observations(y, point), self.noise.double()
         pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
@@ -255,7 +282,10 @@ class View(UniqueModule):
         return pyro.sample(f"y_{name}", dist.Normal(mean, noise.sqrt()).mask(data.all_weights.bool()).to_event(1), obs=data.values)
 
     def generate(self, name: str, x: Tensor, whitened: Tensor) -> Tensor:
-        """Samples outputs ``(*, N, D)`` at the site ``y_<name>``; of labels, their functions at ``f_<name>``."""
+        """Samples outputs ``(*, N, D)`` at the site ``y_<name>``.
+
+        For labels it samples their functions at ``f_<name>``.
+        """
         mean, left = self._conditional(x, whitened)
         left = left.clamp(min=0).unsqueeze(-1)
         if self.likelihood is None:
@@ -282,7 +312,9 @@ def make_views(
     collapsed: bool,
     expectation: Expectation | None,
 ) -> list[View]:
-    """A view for each number of outputs, on latents ``(N, Q)``, with ``num_inducing`` inducing inputs, at most ``N``.
+    """Returns a view for each number of outputs, on latents ``(N, Q)``.
+
+    Each has ``num_inducing`` inducing inputs, at most ``N``.
 
     Raises:
         ValueError: if there is neither one kernel nor one for each view, or likewise of likelihoods.

@@ -1,1 +1,4 @@
-"""Kernels compiled for the CPU, called through the functions of the same name in :mod:`pyro_truncated.ops`."""
+"""Kernels compiled for the CPU.
+
+Functions of the same name in :mod:`pyro_truncated.ops` call them.
+"""

@@ -1,4 +1,4 @@
-"""Compiled functions, kept on disk from one process to the next wherever there is a place for them."""
+"""Compiled functions, cached on disk between processes where possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if logging.getLogger("numba").level == logging.NOTSET:
 
 
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
-    """:func:`numba.njit` for installations that cannot be written to, too: there, functions are compiled anew in every process.
+    """:func:`numba.njit` that also works for read-only installations.
+
+    There, functions are compiled anew in every process.
 
     Where numba finds no folder for compiled code (containers, clusters), or cannot read or write it (a full disk), one line is logged.
 
@@ -44,7 +46,9 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
 
 class _Cache(FunctionCache):
-    """A cache on disk that may fail: then the function is compiled, and forgotten when the process ends.
+    """A cache on disk that may fail.
+
+    Then the function is compiled and forgotten when the process ends.
 
     Numba compiles a function anew once its own file says something else. The functions that it calls, and that its code contains, may be
     from other files, so here those count as well.
@@ -76,7 +80,9 @@ class _Cache(FunctionCache):
 
 
 def _sources(names: dict[str, Any], found: dict[str, str]) -> dict[str, str]:
-    """Digests of the files of compiled functions among these global names, of those among theirs, and so on, added to what is found.
+    """Adds digests of the files of all compiled functions called.
+
+    Global names are followed recursively.
 
     Intrinsics, whose code is written by hand, count as well.
     """

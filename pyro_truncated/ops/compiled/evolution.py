@@ -1,8 +1,8 @@
 """Compiled kernels behind :mod:`pyro_truncated.ops.evolution`.
 
-Every data point has its own stream of random numbers, and its own hash set of packed states. Which number of a stream serves
-for what is fixed, whatever the numbers before it were used for, so that :mod:`pyro_truncated.ops.vectorised.evolution` can draw all of
-them at once.
+Every data point has its own stream of random numbers, and its own hash set of packed states. Each
+number of a stream has a fixed purpose, whatever the previous numbers were used for. So
+:mod:`pyro_truncated.ops.vectorised.evolution` can draw all of them at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def repeated(words: Tensor) -> Tensor:
 
 
 def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
-    """Best ``size`` distinct states, and the smallest number of distinct states that a row with too few of them has (else -1)."""
+    """Returns the best ``size`` distinct states, and a failure code.
+
+    It is the smallest number of distinct states of a row with too few of them (else -1).
+    """
     out_words = words.new_empty(words.shape[0], size, words.shape[2])
     out_log_joint = log_joint.new_empty(words.shape[0], size)
     fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
@@ -45,7 +48,10 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
 
 @njit(cache=True, nogil=True)
 def new_table(capacity):
-    """An empty open-addressing table, never more than a quarter full with ``capacity`` states."""
+    """Returns an empty open-addressing table.
+
+    With ``capacity`` states it is never more than a quarter full.
+    """
     size = 8
     while size < 4 * capacity:
         size *= 2
@@ -63,7 +69,9 @@ def clear(table):
 
 @njit(cache=True, nogil=True)
 def insert(table, pool, first, last, fresh):
-    """Enters the states ``pool[first:last]`` and notes which were new. The table stores positions in ``pool``, -1 for free.
+    """Enters the states ``pool[first:last]`` and notes which were new.
+
+    The table stores positions in ``pool``, -1 for free.
 
     It takes a range, not one state, because passing arrays to a function costs more than entering a state.
     """
@@ -89,7 +97,10 @@ def insert(table, pool, first, last, fresh):
 
 @njit(cache=True, nogil=True)
 def _kth_largest(values, count, k):
-    """The k-th largest of the first values (k = 1: the largest) by quickselect, reordering them; swaps without branches."""
+    """Returns the k-th largest of the first values by quickselect.
+
+    ``k = 1`` is the largest. It reorders the values and swaps without branches.
+    """
     left, right, goal = 0, count, k - 1
     while right - left > 1:
         a, b, c = values[left], values[(left + right) // 2], values[right - 1]
@@ -118,7 +129,10 @@ def _kth_largest(values, count, k):
 
 @njit(cache=True, nogil=True)
 def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fresh, table):
-    """Collects the states that can be among the best ``size`` in ``pool`` and ``keys``; returns how many, all distinct."""
+    """Collects states that can be among the best ``size``, all distinct.
+
+    They go to ``pool`` and ``keys``; their number is returned.
+    """
     num_first, num_words = words.shape
     bounded = num_first >= size
     floor = keys.dtype.type(np.inf)
@@ -149,7 +163,10 @@ def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fr
 
 @njit(cache=True, nogil=True)
 def _keep_best(pool, keys, count, size, scratch):
-    """Moves the ``size`` largest of ``count`` keys to the front in their order; among equal keys the earlier ones win."""
+    """Moves the ``size`` largest of ``count`` keys to the front.
+
+    Their order is kept; among equal keys the earlier ones win.
+    """
     if count == size:
         return
     for i in range(count):
@@ -171,7 +188,10 @@ def _keep_best(pool, keys, count, size, scratch):
 
 @njit(cache=True, nogil=True)
 def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint):
-    """Fills the rows ``first .. last - 1`` of the outputs; returns the fewest states of a row with too few, else more than any has."""
+    """Fills the outputs' rows ``first .. last - 1``.
+
+    It returns the fewest states of a row with too few, else more than any has.
+    """
     num_words = words.shape[2]
     capacity = words.shape[1] + extra_words.shape[1]
     size = out_words.shape[1]
@@ -265,7 +285,11 @@ def _total(weights):
 
 @njit(cache=True, nogil=True)
 def _fitness(log_joint, by_fitness, weights):
-    """Selection weights of one data point: the offset fitness, or one; next to nothing without fitness, still less if impossible."""
+    """Returns selection weights of one data point.
+
+    They are the offset fitness, or one. They are tiny without fitness, and even less for impossible
+    states.
+    """
     lowest, highest = np.inf, -np.inf
     for value in log_joint:
         if value > -np.inf:
@@ -285,7 +309,10 @@ def _fitness(log_joint, by_fitness, weights):
 
 @njit(cache=True, nogil=True)
 def _draw(weights, threshold):
-    """Position at which the running sum of the weights reaches the threshold; rounding can only lead to the last that added to it."""
+    """Returns where the running sum of weights reaches the threshold.
+
+    Rounding can only lead to the last weight that is not zero.
+    """
     running = 0.0
     last = 0
     for s in range(len(weights)):
@@ -339,7 +366,7 @@ def _cross(parents, word, shift, rows, seed, out):
 
 @njit(cache=True, nogil=True, inline="always")
 def change_latent(state_words, word, shift, cardinality, draw):
-    """Moves one latent to another of its values, all of them equally probable."""
+    """Moves one latent to another of its equally probable values."""
     if cardinality == 2:
         state_words[word] ^= np.int64(1) << shift
         return
@@ -353,7 +380,10 @@ def change_latent(state_words, word, shift, cardinality, draw):
 
 @parallel_kernel()
 def _flip_random(words, fields, rows, seed, out):
-    """Changes one latent of every state; ``fields`` are rows word, shift, cardinality of the latents that can change."""
+    """Changes one latent of every state.
+
+    ``fields`` has rows word, shift and cardinality of the latents that can change.
+    """
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
         state = stream(seed, rows[n])
@@ -400,7 +430,9 @@ def _switch_off(words, mask, threshold, state, out):
 
 @njit(cache=True, nogil=True)
 def _switch_on(words, fields, log_stay, num_draws, state, out):
-    """Switches idle binary latents on with probability ``1 - exp(log_stay)``, skipping from one to the next; returns whether any changed.
+    """Switches idle binary latents on with probability ``1 - exp(log_stay)``.
+
+    It skips from one to the next; it returns whether any changed.
 
     The gap between changes is geometric, so the cost is the number of changes and not that of latents.
     """
@@ -423,7 +455,10 @@ def _switch_on(words, fields, log_stay, num_draws, state, out):
 
 @njit(cache=True, nogil=True)
 def _move(fields, log_stay, num_draws, state, out):
-    """Moves latents of several values with probability ``1 - exp(log_stay)``, as :func:`_switch_on`; returns whether any changed."""
+    """Moves latents of several values with probability ``1 - exp(log_stay)``.
+
+    As :func:`_switch_on`, it returns whether any changed.
+    """
     changed = False
     position = 0
     for _ in range(num_draws):
@@ -441,7 +476,11 @@ def _move(fields, log_stay, num_draws, state, out):
 
 @parallel_kernel()
 def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, num_on, num_other, rows, seed, out):
-    """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
+    """Sparsity-driven flips.
+
+    ``binary``, ``others`` and ``mutable`` have rows word, shift and cardinality of the latents of
+    that kind.
+    """
     num_data, num_states, num_words = words.shape
     # Every child has its own part of the stream, as long as it can need.
     part = np.uint64(num_on + 2 * num_other + 2 + 32 * num_words) * STEP
@@ -467,7 +506,10 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
 
 
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.initial_states`; ``others`` are the states of several active latents, if these are few, else empty."""
+    """See :func:`pyro_truncated.ops.initial_states`.
+
+    ``others`` are the states of several active latents if these are few, else empty.
+    """
     out = torch.empty(len(rows), num_states, fields.num_words, dtype=torch.int64, device="cpu")
     _initial_states(singletons.numpy(), others.numpy(), fields.rows(fields.mutable).numpy(), rows.numpy(), seed, out.numpy())
     return out
@@ -480,7 +522,9 @@ MOST_CHANGES = 24
 
 @njit(cache=True, nogil=True)
 def _fill_subset(choices, first, last, order, state, out):
-    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``, in order if all of them fit.
+    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``.
+
+    If all of them fit, they are in order.
 
     ``order`` counts from zero, here as before: what is shuffled of it is put back.
     """
@@ -502,7 +546,10 @@ def _fill_subset(choices, first, last, order, state, out):
 
 @njit(cache=True, nogil=True)
 def _change_any(state_words, fields, state, step):
-    """Moves one latent, chosen uniformly, to another value: one step of the walk of a state whose stream is given."""
+    """Moves one uniformly chosen latent to another value.
+
+    It is one step of the walk of a state whose stream is given.
+    """
     state += np.uint64(2 * step + 2) * STEP
     h = below(state, fields.shape[1])
     change_latent(state_words, fields[0, h], fields[1, h], fields[2, h], state + STEP)
@@ -523,7 +570,9 @@ def _poisson(uniform_number, mean):
 
 @njit(cache=True, nogil=True)
 def _fill_sparse(fields, first, state, out):
-    """Fills the places from ``first`` on with new states of two and a few more active latents.
+    """Adds new states of two and a few more active latents.
+
+    They fill the places from ``first`` on.
 
     Each state walks at random from zero; those that equal an earlier one walk on, all at once, until there are none.
     """
@@ -569,7 +618,7 @@ def _fill(singletons, others, fields, order, state, out):
 
 @parallel_kernel(cost=4)
 def _initial_states(singletons, others, fields, rows, seed, out):
-    """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
+    """Returns the zero state, singletons, and ``others`` or random sparse states."""
     num_blocks = min(len(out), _BLOCKS)
     for block in prange(num_blocks):
         order = np.arange(max(len(singletons), len(others)))

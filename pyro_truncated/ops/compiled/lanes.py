@@ -1,7 +1,8 @@
 """Rows of small matrices in whole vector registers.
 
-Entries beyond those in use are there, and are zero. With twelve of 256 latents active,
-states are scored in two thirds of the time of plain loops, and these would exceed twice that of independent slabs.
+Entries beyond those in use are there, and are zero. With twelve of 256 latents active, scoring
+takes two thirds of the time of plain loops. Plain loops would take more than twice as long as
+independent slabs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _VECTOR, _INTEGER = ir.VectorType(ir.DoubleType(), _LANES), ir.IntType(32)
 
 @intrinsic
 def _add_lanes(typing_context, factor, source, row, start, target, other, column):
-    """Adds a multiple of a register of a row, so far from its start, to one of a row of another matrix."""
+    """Adds a multiple of a register of a row to another matrix.
+
+    Offsets from the rows' starts are given.
+    """
 
     def generate(context, builder, signature, arguments):
         factor, source, row, start, target, other, column = arguments
@@ -61,7 +65,9 @@ def _clear_lanes(typing_context, matrix, row, column):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def add_row(factor, source, row, target, other, first, size, start=0):
-    """Adds a multiple of a row of a matrix to a row of another one, from about the first entry on to a size of whole registers.
+    """Adds a multiple of a row to a row of another matrix.
+
+    It starts at about the first entry and covers whole registers.
 
     The row that is added begins at ``start``.
     """
@@ -71,7 +77,10 @@ def add_row(factor, source, row, target, other, first, size, start=0):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def add_square(factor, source, row, start, count, target):
-    """Adds a multiple of a row's outer product with itself to the lower triangle of a matrix, and to some of the rest of it."""
+    """Adds a multiple of a row's outer product to a matrix.
+
+    The lower triangle is complete, and some of the rest is written, too.
+    """
     for a in range(count):
         add_row(factor * source[row, start + a], source, row, target, a, 0, padded(a + 1), start)
 
@@ -87,14 +96,20 @@ def square_of(matrix, row, first, last):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def clear_row(matrix, row, first, size):
-    """Sets the entries of a row to zero, from the register of the first one on to a size of whole registers."""
+    """Sets entries of a row to zero, in whole registers.
+
+    It starts with the register of the first entry.
+    """
     for column in range(first // _LANES * _LANES, size, _LANES):
         _clear_lanes(matrix, row, column)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def gather_square(table, active, count, size, out):
-    """Copies the rows and columns of the active latents of a table, and pads the rows."""
+    """Copies a table's rows and columns of the active latents.
+
+    The rows are padded.
+    """
     for a in range(count):
         h = active[a]
         clear_row(out, a, count, size)

@@ -1,8 +1,9 @@
 """Compiled CPU kernels behind :mod:`pyro_truncated.ops.largest`.
 
-Where all functions are looked at, products of matrices are torch's, in blocks that stay in the cache and in memory that is used again: new
-memory costs several times as much as what is written to it. Where some groups are, each data point's products stay in the first cache: to
-bring together the data points of every group costs more than the products.
+If all functions are evaluated, torch multiplies matrices in blocks that stay in the cache. Their
+memory is used again, as new memory costs several times as much as writing to it. If some groups are
+evaluated, each data point's products stay in the first cache. Collecting the data points of every
+group would cost more than the products.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _none(features: Tensor, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _enter_products(features: Tensor, coefficients: Tensor, value: np.ndarray, index: np.ndarray) -> None:
-    """Enters the functions of such coefficients ``(K, F)`` for the data points with such features ``(N, F)``."""
+    """Enters functions with coefficients ``(K, F)`` for data points with features ``(N, F)``."""
     width = len(coefficients)
     step = min(max(1, len(features)), max(_FEWEST_ROWS, _BLOCK // width))
     memory, across = features.new_full((step, -(-width // LANES) * LANES), -torch.inf), coefficients.mT
@@ -76,7 +77,10 @@ def _enter_products(features: Tensor, coefficients: Tensor, value: np.ndarray, i
 
 @njit(cache=True, nogil=True)
 def _fill(index):
-    """Where no value was above minus infinity, the first functions that are not there yet."""
+    """Fills up with the first functions that are not there yet.
+
+    This happens if no value was above minus infinity.
+    """
     num_rows, number = index.shape
     for n in range(num_rows):
         other = 0
@@ -92,13 +96,19 @@ def _fill(index):
 
 @njit(cache=True, nogil=True)
 def _is_above(x, other):
-    """Whether a value is larger; NaN is the largest of all, as for ``topk``, so that nothing hides it."""
+    """Whether a value is larger.
+
+    NaN is the largest of all, as for ``topk``, so that nothing hides it.
+    """
     return x > other or (x != x and other == other)
 
 
 @njit(cache=True, nogil=True)
 def _insert(x, name, best, index):
-    """Enters a value that is above the least of the best ones, which stay sorted; returns its place."""
+    """Enters a value above the least of the sorted best ones.
+
+    It returns its place.
+    """
     s = len(best) - 1
     while s > 0 and _is_above(x, best[s - 1]):
         best[s] = best[s - 1]
@@ -111,7 +121,9 @@ def _insert(x, name, best, index):
 
 @njit(cache=True, nogil=True)
 def _bound(products, peaks, number):
-    """What so many of some values are at least: that many are the largest of columns that have nothing in common.
+    """Returns a lower bound of the values' given rank.
+
+    That many are the largest of columns that have nothing in common.
 
     Every sixteen of the ``peaks`` are the maxima of sixteen columns, and hold their part of that many.
     """
@@ -127,7 +139,7 @@ def _bound(products, peaks, number):
 
 @njit(cache=True, nogil=True)
 def _enter_row(products, names, best, found, peaks):
-    """Enters those of some functions that are among the largest of a data point.
+    """Enters functions that are among the largest of a data point.
 
     Of ``products`` whole registers are there, filled up with minus infinity; ``peaks`` are memory.
     """
@@ -159,13 +171,16 @@ def _enter(products, names, value, index):
 
 @njit(cache=True, nogil=True)
 def _registers(number):
-    """Of how many registers of columns so many are the largest, half of each."""
+    """Returns of how many half registers of columns the largest are taken."""
     return -(-2 * number // LANES)
 
 
 @njit(cache=True, nogil=True)
 def _members_of_groups(group, num_groups):
-    """The functions of each group, one group after the other, and where each begins, ``(G + 1,)``: counted, not compared."""
+    """Returns the functions by group, and where each begins, ``(G + 1,)``.
+
+    They are counted, not compared.
+    """
     start = np.zeros(num_groups + 1, np.int64)
     for g in group:
         start[g + 1] += 1
@@ -180,7 +195,9 @@ def _members_of_groups(group, num_groups):
 
 @njit(cache=True, nogil=True)
 def _tables(coefficients, members, first):
-    """The coefficients of one group of functions after the other, sixteen functions at a time, those of one feature side by side.
+    """Returns the functions' coefficients group by group.
+
+    Sixteen functions stand together, and those of one feature are side by side.
 
     A table ``(1 + F, 16)`` begins with a constant, 0, and minus infinity for functions that are not there. Returns all tables, and the
     position of the first of every group, ``(G + 1,)``.
@@ -219,7 +236,7 @@ def _enter_groups(features, tables, start, members, first, asked, value, index):
 
 @njit(cache=True, nogil=True)
 def _look_at(others, features, coefficients, best, index):
-    """Enters those functions that are above the least of the best ones, and not there yet."""
+    """Enters new functions that are above the least of the best ones."""
     number = len(best)
     for other in others:
         x = product(features, coefficients, other)

@@ -52,7 +52,10 @@ def _log_ndtr(x):
 
 @njit(cache=True, nogil=True)
 def log_interval(lower, upper):
-    """Logarithm of the standard normal mass between two numbers, the smaller one first."""
+    """Returns the log of the standard normal mass between two numbers.
+
+    The smaller one comes first.
+    """
     low, high = (-upper, -lower) if lower + upper > 0.0 else (lower, upper)
     width = high - low
     if not width > 0.0:
@@ -70,7 +73,10 @@ def log_interval(lower, upper):
 
 @njit(cache=True, nogil=True)
 def _inverse_log_ndtr(log_p):
-    """Newton's method from the left of the root for probabilities up to one half; it never crosses, the function being concave."""
+    """Newton's method from the left, for probabilities up to one half.
+
+    It never crosses the root, as the function is concave.
+    """
     x = -math.sqrt(-2.0 * log_p)
     for _ in range(_NEWTON_STEPS):
         value = _log_ndtr(x)
@@ -89,7 +95,10 @@ def _log_add(a, b):
 
 @njit(cache=True, nogil=True)
 def truncated_standard_normal(lower, upper, u):
-    """The standard normal variate between two numbers at quantile ``u``, by inversion in the log domain."""
+    """Returns the truncated standard normal quantile at ``u``.
+
+    It inverts in the log domain.
+    """
     is_flipped = lower + upper > 0.0
     low, high = (-upper, -lower) if is_flipped else (lower, upper)
     # Strictly between zero and one, whose quantiles may be infinite.
@@ -112,7 +121,10 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
+    """See :func:`pyro_truncated.ops.maximum_statistics`.
+
+    Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
+    """
     num_data, (num_observed, num_latents) = value.shape[0], weight.shape
     active = value.new_zeros(num_data, num_latents, dtype=torch.float64)
     prediction = value.new_zeros(num_data, num_observed, dtype=torch.float64)
@@ -166,7 +178,10 @@ def _maximum_error(words, value, weight, precision, out):
 
 @njit(cache=True, nogil=True)
 def _winner(weight, active, count, size, out, winner):
-    """Maxima as in :func:`_maximum`, and who attains them: the first such latent, or ``len(weight)`` where none is above zero."""
+    """Returns maxima as in :func:`_maximum`, and who attains them.
+
+    It is the first such latent, or ``len(weight)`` where none is above zero.
+    """
     for j in range(size):
         out[j] = 0.0
         winner[j] = len(weight)
@@ -276,7 +291,10 @@ def slab_gibbs(
     rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_slab_gibbs`; ``prior`` and ``start`` are those of the selected causes, ``(N, K)`` each."""
+    """See :func:`pyro_truncated.ops.maximum_slab_gibbs`.
+
+    ``prior`` and ``start`` are those of the selected causes, ``(N, K)`` each.
+    """
     draws = start.new_empty(len(start), sweeps, start.shape[1])
     probabilities = torch.zeros_like(start)
     log_odds, mean, deviation = (as_array(parameter) for parameter in prior)
@@ -298,7 +316,10 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
 
 @njit(cache=True, nogil=True)
 def _sorted(keys, count, order):
-    """Writes the positions of the first ``count`` keys in ascending order into ``order``: by insertion, as they are few."""
+    """Sorts the positions of the first ``count`` keys into ``order``.
+
+    Insertion sort suits few keys.
+    """
     if count > 64:
         order[:count] = np.argsort(keys[:count])
         return
@@ -312,7 +333,9 @@ def _sorted(keys, count, order):
 
 @njit(cache=True, nogil=True)
 def _won(value, others, element, precision, terms):
-    """What winning a dimension adds to the log density: rows of ``terms`` hold its threshold, constant, slope and curvature.
+    """Computes what winning a dimension adds to the log density.
+
+    Rows of ``terms`` hold its threshold, constant, slope and curvature.
 
     Dimensions that no other cause claims share the threshold zero and are summed up in the first place, which has none (infinity) without
     them. Returns the number of places.
@@ -341,7 +364,9 @@ def _won(value, others, element, precision, terms):
 
 @njit(cache=True, nogil=True)
 def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
-    """Log masses of the slab's segments over that of the spike, the rows of ``segments``: upper edge, mean, root precision, log mass.
+    """Computes log masses of the slab's segments relative to the spike.
+
+    Rows of ``segments`` are upper edge, mean, root precision and log mass.
 
     Returns the largest of the log masses, that of the spike (zero) among them. Negligible segments are not evaluated.
     """
@@ -372,7 +397,7 @@ def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
 
 @njit(cache=True, nogil=True)
 def _draw(segments, count, best, first, second):
-    """Draws a coefficient (zero for the spike), and returns the probability of the slab, too."""
+    """Draws a coefficient (zero for the spike) and the slab's probability."""
     spike, slab = math.exp(-best), 0.0
     for j in range(count + 1):
         slab += math.exp(segments[3, j] - best)
@@ -396,7 +421,10 @@ def _draw(segments, count, best, first, second):
 
 @njit(cache=True, nogil=True)
 def _offers(weight, selected, coefficients, without, others):
-    """What the other causes offer in every dimension; coefficients that are not positive win nothing."""
+    """Computes the other causes' maximum in every dimension.
+
+    Coefficients that are not positive win nothing.
+    """
     others[:] = 0.0
     for k in range(len(selected)):
         s = coefficients[k]

@@ -1,7 +1,10 @@
-"""Compiled CPU kernels for products over dimensions of Gaussian bumps beside constants; see :mod:`pyro_truncated.ops.mixture_products`.
+"""Compiled products over dimensions of Gaussian bumps beside constants.
 
-Columns are worked on in strips that stay in the fastest cache; the exponential is written out, because a call to the library's would keep
-the compiler from using vector registers. Sums over rows are taken block by block in a fixed order, whatever the number of threads.
+See :mod:`pyro_truncated.ops.mixture_products`.
+
+Columns are processed in strips that stay in the fastest cache. The exponential is written out,
+because a library call would keep the compiler from using vector registers. Sums over rows are taken
+block by block in a fixed order, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ def products(factors: tuple[Tensor, ...], num_sharp: int, summed: bool) -> Tenso
 
 
 def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of ``sum(weight * products)`` in all seven factors; a weight ``(P,)`` stands for all rows."""
+    """Returns gradients of ``sum(weight * products)`` in all seven factors.
+
+    A weight ``(P,)`` stands for all rows.
+    """
     arrays = _arrays(factors)
     num_rows, num_dims = arrays[0].shape
     blocks = min(_MAX_BLOCKS, max(1, num_rows))
@@ -54,7 +60,10 @@ def _arrays(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
 
 
 def _padded(columns: Tensor) -> np.ndarray:
-    """Columns filled up with zeros to whole strips, so that the compiler knows how long every inner loop is."""
+    """Pads columns with zeros to whole strips.
+
+    The compiler then knows how long every inner loop is.
+    """
     return torch.nn.functional.pad(columns.detach().double(), (0, -columns.shape[1] % _STRIP)).contiguous().numpy()
 
 
@@ -84,7 +93,7 @@ def _exp(x):
 
 @njit(fastmath=_REORDER, inline="always")
 def _sharp_product(n, start, num_sharp, height, center, rate, point, decay, out):
-    """Product of the bumps that stand alone: one exponential for all of them."""
+    """Returns the product of bumps without constants, by one exponential."""
     amplitude = 1.0
     for p in range(_STRIP):
         out[p] = 0.0
@@ -122,7 +131,7 @@ def _forward(height, center, rate, share, point, decay, base, num_sharp, summed,
 
 @njit(fastmath=_REORDER, inline="always")
 def _products_up_to(n, start, num_sharp, height, center, rate, share, point, decay, base, bump, before):
-    """Bumps of the dimensions with a constant part, and products of all factors before each of these dimensions."""
+    """Computes bumps of dimensions with constants, and products before each."""
     _sharp_product(n, start, num_sharp, height, center, rate, point, decay, before[0])
     for q in range(num_sharp, height.shape[1]):
         j = q - num_sharp
@@ -137,7 +146,10 @@ def _products_up_to(n, start, num_sharp, height, center, rate, share, point, dec
 
 @njit(fastmath=_REORDER, inline="always")
 def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, columns):
-    """Gradients of the dimensions with a constant part, last one first; multiplies their factors into ``behind``."""
+    """Computes gradients of dimensions with a constant part, last one first.
+
+    It multiplies their factors into ``behind``.
+    """
     for back in range(height.shape[1] - num_sharp):
         q = height.shape[1] - 1 - back
         a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]
@@ -169,7 +181,10 @@ def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, ba
 
 @njit(fastmath=_REORDER, inline="always")
 def _sharp_gradients(n, start, num_sharp, height, center, rate, point, product, rows, columns):
-    """Gradients of the dimensions whose bumps stand alone; ``product`` is that of all factors and the weight."""
+    """Computes gradients of dimensions whose bumps have no constant.
+
+    ``product`` is that of all factors and the weight.
+    """
     total = 0.0
     for p in range(_STRIP):
         total += product[p]

@@ -1,7 +1,8 @@
 """Compiled CPU kernels for quadratic functions of packed binary states.
 
-Every function takes and returns tensors on the CPU, computes in float64, and splits the data points into blocks whose number does not
-depend on the number of threads, so sums come out the same however many threads there are.
+Every function takes and returns tensors on the CPU and computes in float64. It splits the data
+points into blocks whose number does not depend on the number of threads. So sums do not depend on
+it either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Counter-based random numbers for compiled kernels: one stream per data point, whatever thread works on it."""
+"""Counter-based random numbers for compiled kernels.
+
+There is one stream per data point, whatever thread processes it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 @njit(cache=True, nogil=True, inline="always")
 def mix(x):
-    """Scrambles 64 bits: a bijection of the 64-bit words that behaves like a random one."""
+    """Scrambles 64 bits by a bijection that behaves like a random one."""
     x = (x ^ (x >> np.uint64(30))) * _FIRST
     x = (x ^ (x >> np.uint64(27))) * _SECOND
     return x ^ (x >> np.uint64(31))
@@ -26,7 +29,10 @@ def mix(x):
 
 @njit(cache=True, nogil=True, inline="always")
 def stream(seed, row):
-    """First state of the stream of a data point; a stream moves on by ``state += STEP``."""
+    """Returns the first state of a data point's stream.
+
+    A stream advances by ``state += STEP``.
+    """
     return mix(np.uint64(seed) + mix(np.uint64(row + 1) * STEP))
 
 

@@ -58,7 +58,10 @@ def set_products(typing_context, features, coefficients, start, products, at):
 
 @intrinsic
 def product(typing_context, features, coefficients, row):
-    """The product of features ``(F,)`` with a row of coefficients ``(K, F)``; there are whole registers of half as many entries."""
+    """Multiplies features ``(F,)`` by a row of coefficients ``(K, F)``.
+
+    There are whole registers of half as many entries.
+    """
     _check(features, coefficients)
 
     def generate(context, builder, signature, arguments):
@@ -91,7 +94,10 @@ def product(typing_context, features, coefficients, row):
 
 @intrinsic
 def set_peaks(typing_context, products, first, step, peaks, start):
-    """Sets sixteen ``peaks`` from ``start`` on to the maxima over every ``step``-th sixteen ``products``; NaN is above nothing."""
+    """Sets sixteen ``peaks`` to maxima over every ``step``-th sixteen ``products``.
+
+    They start at ``start``; NaN is above nothing.
+    """
     _check(products, peaks)
 
     def generate(context, builder, signature, arguments):
@@ -125,7 +131,10 @@ def set_peaks(typing_context, products, first, step, peaks, start):
 
 @intrinsic
 def ranked(typing_context, peaks, start, rank):
-    """The value of which so many of the sixteen from ``start`` on, ``rank``, are no smaller; none of them is NaN."""
+    """Returns the ``rank``-th largest of sixteen values from ``start`` on.
+
+    None of them is NaN.
+    """
     _check(peaks)
 
     def generate(context, builder, signature, arguments):
@@ -145,7 +154,10 @@ def ranked(typing_context, peaks, start, rank):
 
 @intrinsic
 def not_below(typing_context, products, at, bound):
-    """Which of the sixteen ``products`` from ``at`` on are not below a bound, as bits of an integer; NaN is not."""
+    """Returns which sixteen ``products`` reach a bound, as bits.
+
+    They start at ``at``; NaN does not reach it.
+    """
     _check(products)
 
     def generate(context, builder, signature, arguments):
@@ -168,7 +180,10 @@ def lowest_bit(typing_context, bits):
 
 
 def _check(*kinds):
-    """Refuses arrays that do not lie in one piece, or are of several types: their entries would be read from elsewhere."""
+    """Refuses arrays that are not contiguous or differ in type.
+
+    Their entries would be read from elsewhere.
+    """
     if any(not isinstance(kind, types.Array) or kind.layout != "C" or kind.ndim > 2 or kind.dtype != kinds[0].dtype for kind in kinds):
         raise errors.TypingError(f"contiguous arrays of one type are needed; got {', '.join(map(str, kinds))}")
 
@@ -193,7 +208,7 @@ def _store(context, builder, value, kind, values, at):
 
 
 def _folded(builder, value, joined):
-    """One value of all entries of a register, halves of which are joined."""
+    """Reduces a register to one value by joining halves."""
     lanes = value.type.count
     step = lanes // 2
     while step:

@@ -3,10 +3,11 @@
 What an object at a place says about an image is computed once for all states. Per state, work is done only where
 objects overlap. Everything is float64, and sums do not depend on the number of threads.
 
-Arguments that go together are tuples: ``model`` is (features ``(H, T, F)``, masks ``(H, T)``, variance, shape, nodes, weights), where
-shape holds height and width of canvas, template and grid of places, and nodes are empty if objects lie in depth order; ``memory`` is
-(slot of each object and place, slots in use, log density ratios, log likelihood ratios, their sums), and ``state`` is (objects, top edges,
-left edges, slots) of one state.
+Arguments that go together are tuples. ``model`` is (features ``(H, T, F)``, masks ``(H, T)``,
+variance, shape, nodes, weights). Its shape holds height and width of canvas, template and grid of
+places; nodes are empty if objects lie in depth order. ``memory`` is (slot of each object and place,
+slots in use, log density ratios, log likelihood ratios, their sums). ``state`` is (objects, top
+edges, left edges, slots) of one state.
 
 Scans slide every object over every image, in float32.
 """
@@ -51,7 +52,10 @@ def pixel_under(shape, top, left, i):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_place(image, energy, h, top, left, model, memory, slot):
-    """Fills a slot: log ratios of object and background densities, and log likelihood ratios of the object alone, entry by entry."""
+    """Fills a slot with log density and likelihood ratios, entry by entry.
+
+    They compare object and background, and the object alone.
+    """
     features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
     ratio, single, total = memory[2][slot], memory[3][slot], memory[4]
     shift = 0.5 * image.shape[1] * np.log(variance)
@@ -72,7 +76,10 @@ def _add_place(image, energy, h, top, left, model, memory, slot):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def lay_out(places, rank, image, energy, model, memory, state):
-    """Lists the objects of a state, front to back if they lie in depth order, and fills missing slots; returns their number."""
+    """Lists a state's objects and fills missing slots; returns their number.
+
+    They go front to back if they lie in depth order.
+    """
     shape, in_depth = model[3], len(model[4]) == 0
     slot_of, used = memory[0], memory[1]
     found, top, left, slots = state
@@ -109,7 +116,7 @@ def forget(memory):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def make_memory(places, num_objects, num_entries, shape):
-    """Memory for images whose states are ``(n, C, H)``, and for one state of them."""
+    """Allocates memory for images with states ``(n, C, H)`` and one state."""
     size, most = 1, 1
     for n in range(places.shape[0]):
         total = 0
@@ -136,7 +143,9 @@ _LOST = -60.0
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def shared_pixels(count, shape, state, space):
-    """Lists the pixels over which several objects of a state lie, with a bit for each of these objects; returns their number.
+    """Lists the pixels that several objects of a state cover.
+
+    Each has a bit for each of these objects; their number is returned.
 
     The first array of ``space`` is zero before and after.
     """
@@ -171,7 +180,10 @@ def shared_pixels(count, shape, state, space):
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio):
-    """Objects over a pixel: their slots and template entries, mask probabilities and log density ratios; returns their number."""
+    """Lists the objects over a pixel; returns their number.
+
+    Each has slot, template entry, mask probability and log density ratio.
+    """
     row, column = pixel // width, pixel % width
     over = 0
     for j in range(count):
@@ -186,12 +198,14 @@ def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor):
-    """Density ratio of a pixel under the objects over it: returns the logarithm of a factor and leaves the other in ``factor[0]``.
+    """Returns the log of a factor of a pixel's density ratio.
+
+    The other factor is left in ``factor[0]``. The ratio is that under the objects over it.
 
     Prior and posterior probabilities of owning the pixel go to ``share`` and ``responsibility``.
 
-    In depth order the first object whose mask is on owns the pixel; otherwise one drawn uniformly from those whose mask is on does, by a
-    Gauss-Legendre rule that is exact for their number.
+    In depth order the first object whose mask is on owns the pixel. Otherwise it is drawn uniformly
+    from those whose mask is on, by a Gauss-Legendre rule that is exact for their number.
     """
     rest, peak = 1.0, 0.0
     for j in range(over):
@@ -220,7 +234,10 @@ def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _exp(x):
-    """The exponential function of what is not positive; where it would be lost beside one, or is one, no call is made."""
+    """Returns the exponential of a non-positive number.
+
+    If the result rounds to zero or one, no call is made.
+    """
     if x == 0.0:
         return 1.0
     return np.exp(x) if x > _LOST else 0.0
@@ -228,7 +245,7 @@ def _exp(x):
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def switched_on(over, nodes, weights, alpha, share, responsibility, on):
-    """Posterior probabilities that the masks of the objects over a pixel are on, after :func:`own_pixel`."""
+    """Computes posterior mask probabilities over a pixel, after :func:`own_pixel`."""
     if over == 2 and len(nodes) > 0:
         # The integral of u is one half.
         on[0] = responsibility[0] + 0.5 * responsibility[1] * alpha[0] * alpha[1] / share[1]
@@ -296,14 +313,17 @@ def _arguments(places: Tensor, rank: Tensor | None, scene: SceneParameters, canv
 
 @functools.lru_cache(maxsize=4)
 def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss-Legendre rules on the unit interval of 1, 2, ... nodes, up to what is exact for ``most`` objects, one behind the other."""
+    """Returns Gauss-Legendre rules on the unit interval of 1, 2, ... nodes.
+
+    They go up to what is exact for ``most`` objects, one behind the other.
+    """
     rules = [np.polynomial.legendre.leggauss(number) for number in range(1, (most + 1) // 2 + 1)]
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _room(places, model, num_pixels):
-    """What a block of images needs: memory, one state of theirs, what lies over a pixel, and the pixels that objects share."""
+    """Allocates memory, one state and pixel lists for a block of images."""
     memory, state, local = make_memory(places, model[1].shape[0], model[1].shape[1], model[3])
     space = np.zeros(num_pixels, np.int64), np.empty(num_pixels, np.int64), np.empty(num_pixels, np.int64)
     return memory, state, local, space
@@ -311,7 +331,10 @@ def _room(places, model, num_pixels):
 
 @parallel_kernel(cost=HEAVY, error_model="numpy")
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
-    """Log densities ``(N, C)`` of images ``(N, D, F)`` under states: places ``(N, C, H)``, -1 for absent objects, and depth ranks."""
+    """Returns log densities ``(N, C)`` of images ``(N, D, F)`` under states.
+
+    States are places ``(N, C, H)``, -1 for absent objects, and depth ranks.
+    """
     num_data, num_candidates = places.shape[:2]
     num_blocks = min(num_data, _MAX_BLOCKS)
     constant = 0.5 * images.shape[1] * images.shape[2] * np.log(2 * np.pi)
@@ -333,7 +356,10 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
 
 @parallel_kernel(cost=HEAVY, error_model="numpy")
 def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
-    """Log densities of the pixels ``(N, C, D)``; the other arguments are those of :func:`_log_prob`, which sums them."""
+    """Returns log densities of the pixels ``(N, C, D)``.
+
+    The other arguments are those of :func:`_log_prob`, which sums them.
+    """
     num_data, num_candidates = places.shape[:2]
     num_blocks = min(num_data, _MAX_BLOCKS)
     constant = 0.5 * images.shape[2] * np.log(2 * np.pi)
@@ -353,7 +379,7 @@ def _pixel_log_prob(places, rank, images, features, masks, variance, background,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_ratios(count, model, memory, state, local, space, out):
-    """Adds log ratios of the density under a state and that of the background to its pixels."""
+    """Adds a state's log density ratios over the background to its pixels."""
     masks, shape, nodes, weights = model[1], model[3], model[4], model[5]
     found, top, left, slots = state
     member, entry, alpha, ratio, share, responsibility, _, factor = local
@@ -373,7 +399,10 @@ def _add_ratios(count, model, memory, state, local, space, out):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _correction(count, model, memory, state, local, space):
-    """What the log density of a state is above that of its objects taken one by one, from the pixels that they share."""
+    """Returns a state's log density beyond that of its single objects.
+
+    The difference comes from shared pixels.
+    """
     # Arrays are taken out of their tuples here, once: doing so costs more than the work on a pixel.
     masks, nodes, weights = model[1], model[4], model[5]
     height, width, extent = model[3][0], model[3][1], model[3][3]
@@ -399,7 +428,7 @@ def _correction(count, model, memory, state, local, space):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _collect(weight, count, model, memory, state, local, space, held, owned, switched):
-    """Adds a state's weight to its slots, and what differs from objects that lie alone where they overlap."""
+    """Adds a state's weight to its slots, with corrections at overlaps."""
     masks, nodes, weights = model[1], model[4], model[5]
     height, width, extent = model[3][0], model[3][1], model[3][3]
     ratios, singles = memory[2], memory[3]
@@ -423,7 +452,10 @@ def _collect(weight, count, model, memory, state, local, space, held, owned, swi
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_image(image, model, memory, held, owned, switched, own, sums, bits, counts):
-    """Adds what the slots of one image have collected to the sums of their objects, and empties them; ``own`` gets the objects' share."""
+    """Adds the slots of one image to object sums and empties them.
+
+    ``own`` gets the objects' share.
+    """
     masks, shape = model[1], model[3]
     for s in range(memory[1][0]):
         key = memory[1][s + 1]
@@ -443,7 +475,7 @@ def _add_image(image, model, memory, held, owned, switched, own, sums, bits, cou
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _add_pixel(pixel, share, sums):
-    """Adds a weight, the weighted colours, and the weighted square of a pixel."""
+    """Adds a pixel's weight, weighted colours, and weighted square."""
     sums[0] += share
     for f in range(len(pixel)):
         sums[f + 1] += share * pixel[f]
@@ -508,7 +540,10 @@ def scan_at(
 
 
 def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> tuple[Any, ...]:
-    """What the compiled scans take: three planes of colours, padded by what templates reach over, and the objects."""
+    """Prepares colours and objects for compiled scans.
+
+    There are three planes of colours, padded by the reach of templates.
+    """
     height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
     root, missing = (2 * scene.variance.double()).sqrt(), 3 - images.shape[-1]
     colours = torch.nn.functional.pad((scene.features.double() / root).float(), (0, missing))
@@ -567,7 +602,10 @@ def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
 
 @parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def _scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
-    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only, ``columns`` of them in a row; the result ``out`` is ``(N, K, P)``."""
+    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only.
+
+    ``columns`` places make a row. The result ``out`` is ``(N, K, P)``.
+    """
     for n in prange(len(objects)):
         for k in range(objects.shape[1]):
             h = objects[n, k]

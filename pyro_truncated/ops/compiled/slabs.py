@@ -32,7 +32,10 @@ from pyro_truncated.ops.compiled.walk import (
 
 
 def gram_of(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The dictionary by latents, which entries are observed (no rows if all are), and the Gram matrix (empty if it differs by row)."""
+    """Returns the dictionary by latents, observed entries, and Gram matrix.
+
+    The entries have no rows if all are observed. The Gram matrix is empty if it differs by row.
+    """
     scaled = scaled.detach().double()
     if observed is None:
         return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
@@ -49,7 +52,10 @@ def _dot(one, other, size):
 
 @njit(cache=True, nogil=True)
 def gram_of_row(scaled, observed, used, num_used, near, table):
-    """Writes the Gram matrix over the observed entries into ``table``, for the latents in use only."""
+    """Computes the Gram matrix over observed entries.
+
+    It goes into ``table``, for the latents in use only.
+    """
     for a in range(num_used):
         row, source = near[a], scaled[used[a]]
         for d in range(len(observed)):
@@ -76,7 +82,9 @@ _LARGE = 1e150
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Log density up to a term that does not depend on the state, float64 ``(N, C)``.
+    """Returns the log density ``(N, C)`` up to a state-independent constant.
+
+    It is float64.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -115,7 +123,9 @@ def moments(
 
 @njit(cache=True, nogil=True)
 def _factorize(linear, table, mean, deviation, active, count, factor, solution):
-    """Collapses the slabs of the active latents, written as ``mean + deviation * e`` with standard normal ``e``.
+    """Collapses the slabs of the active latents.
+
+    They are ``mean + deviation * e`` with standard normal ``e``.
 
     Leaves in ``factor`` the Cholesky factor ``L`` of ``M = I + T G T`` (``T = diag(deviation)``), the posterior precision of ``e``, and in
     ``solution`` the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the state.
@@ -178,7 +188,10 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
 
 @njit(cache=True, nogil=True)
 def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
-    """Adds a state's weighted first and (lower triangle) second moments of the slabs; ``factor`` and ``solution`` are overwritten."""
+    """Adds a state's weighted first and second moments of the slabs.
+
+    Second moments are a lower triangle. ``factor`` and ``solution`` are overwritten.
+    """
     invert(factor, count)
     for a in range(count):
         # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
@@ -234,13 +247,19 @@ NUM_VECTORS = 4
 
 @njit(cache=True, nogil=True)
 def size_of(most):
-    """Entries of the rows for states with at most so many active latents, and a column beyond them."""
+    """Returns row sizes for at most so many active latents.
+
+    A column beyond them is included.
+    """
     return padded(most + 1)
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
-    """Leaves of the active latents' covariance ``R'`` above the diagonal of ``prior``, ``R`` below that of ``lower``, ``D`` in vectors."""
+    """Computes ``R'`` and ``D`` of the active latents' covariance.
+
+    ``R'`` is above the diagonal of ``prior``, ``R`` below that of ``lower``, ``D`` in vectors.
+    """
     gather_above(covariance, active, count, size, prior)
     for a in range(count):
         clear_row(lower, a, 0, size)
@@ -259,9 +278,10 @@ def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
 def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
-    Leaves in ``prior`` and ``vectors`` the ``R'`` and ``D`` of their covariance, in ``joint`` what is not below the diagonal of the
-    precision ``M = D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it, and in ``vectors``
-    ``a - G mean``. Returns ``mean (a - G mean / 2)``.
+    It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean``
+    in ``vectors``. In ``joint`` it leaves what is not below the diagonal of the precision ``M =
+    D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it. Returns
+    ``mean (a - G mean / 2)``.
     """
     size = size_of(count)
     gather_square(table, active, count, size, joint)
@@ -289,7 +309,10 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def eliminate(joint, count, size, vectors):
-    """Eliminates what is below the pivots of ``M``, in rows of so many entries; returns the rest of the log density."""
+    """Eliminates what is below the pivots of ``M``.
+
+    Rows have so many entries. It returns the rest of the log density.
+    """
     energy, product = 0.0, 1.0
     for p in range(count):
         # The precision exceeds that of the prior, so a pivot below it is a rounding error.
@@ -308,7 +331,9 @@ def eliminate(joint, count, size, vectors):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def posterior_roots(mean, active, prior, joint, count, size, vectors):
-    """Posterior of the slabs after :func:`collapse`: their mean in ``vectors``, and their covariance ``T' F^-1 T``.
+    """Computes the slabs' posterior after :func:`collapse`.
+
+    The mean is left in ``vectors``; the covariance is ``T' F^-1 T``.
 
     Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they
     are.
@@ -337,10 +362,13 @@ def posterior(mean, active, prior, joint, count, size, vectors, covariance):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def gradients(prior, joint, count, size, vectors, spare, products):
-    """Gradients of the log density after :func:`posterior`, in the means and, twice that, in the covariances.
+    """Computes gradients of the log density after :func:`posterior`.
 
-    With ``Q = E^-1 D^-1 R^-1`` and the pivots ``F`` of ``M`` they are ``r = Q' F^-1 E^-1 R' (a - G mean)``, which the field in ``vectors``
-    becomes, and ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``, whose lower triangle is left in ``products``. In terms of the posterior's moments
+    They are those in the means and, twice that, in the covariances.
+
+    Let ``Q = E^-1 D^-1 R^-1`` and ``F`` the pivots of ``M``. The first is ``r = Q' F^-1 E^-1 R' (a
+    - G mean)``, which replaces the field in ``vectors``. The second is ``r r' + Q' F^-1 Q - R'^-1
+    D^-1 R^-1``, whose lower triangle is left in ``products``. In terms of the posterior's moments
     and ``G`` they would be small differences of large numbers where there is little noise.
     """
     for a in range(count):
@@ -368,7 +396,10 @@ def gradients(prior, joint, count, size, vectors, spare, products):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def transpose_roots(joint, count, size, roots):
-    """The columns of ``T' F^-1/2``, whose outer products add up to the posterior's covariance."""
+    """Computes the columns of ``T' F^-1/2``.
+
+    Their outer products sum up to the posterior's covariance.
+    """
     for p in range(count):
         scale = 1.0 / np.sqrt(joint[p, p])
         for a in range(count):
@@ -377,7 +408,9 @@ def transpose_roots(joint, count, size, roots):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
-    """Expected log density, up to a constant, of slabs with the posterior of these roots under another prior; ``rows`` are scratch.
+    """Returns expected log densities of slabs under another prior.
+
+    Their posterior has these roots; constants are missing, and ``rows`` are scratch.
 
     With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the roots, and times how far the means are apart.
     """
@@ -459,7 +492,9 @@ def expected_log_prior(
 
 
 def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices and vectors that a state's active latents fit in, for each block: counting references to a kernel's own takes long.
+    """Allocates matrices and vectors for active latents, for each block.
+
+    Counting references to a kernel's own takes long.
 
     The wider the states, the fewer blocks, see :func:`.count_blocks`.
     """
@@ -470,7 +505,10 @@ def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[n
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros from the beginning of a cache line on: registers that lie across two lines take twice as long to read."""
+    """Returns zeros that begin at a cache line.
+
+    Registers across two lines take twice as long to read.
+    """
     size = math.prod(shape)
     numbers = np.zeros(size + _LINE)
     start = -(numbers.ctypes.data // numbers.itemsize) % _LINE

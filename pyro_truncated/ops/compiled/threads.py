@@ -1,4 +1,7 @@
-"""Compiled loops over data points that run on as many threads as they are worth, and on one in forked children."""
+"""Compiled loops over data points on as many threads as worthwhile.
+
+Forked children use one thread.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,18 @@ _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
 
 def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function with parallel loops; called on small arrays it runs on one thread.
+    """Compiles a function with parallel loops.
+
+    On small arrays it runs on one thread.
 
     Waking threads takes longer than a small call needs, the more so where they compete with those of torch. The number of threads is
     set for the calling thread only and put back after the call, whatever happens in it. There are no more than torch has, unless the
     environment variable ``NUMBA_NUM_THREADS`` says otherwise: those beyond the cores that one is given wait for each other, and spin.
 
-    A forked child (a worker of a ``DataLoader``, a ``multiprocessing`` process of the method "fork") has none of its parent's threads, and
-    the OpenMP runtime of the GNU compiler would end it. There, functions are compiled once more, without parallel loops; their results
-    are the same. A child that was spawned has threads of its own.
+    A forked child has none of its parent's threads, and the OpenMP runtime of the GNU compiler
+    would end it. Such children are workers of a ``DataLoader``, or processes of the method "fork".
+    There, functions are compiled once more, without parallel loops; their results are the same. A
+    child that was spawned has threads of its own.
 
     Args:
         cost: work per entry of the arrays, relative to a simple kernel: arrays of fewer than ``2**14 / cost`` entries in all are small.
@@ -64,7 +70,10 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function under another name: by its name, not by its options, numba finds compiled code on disk."""
+    """Returns the same function under another name.
+
+    Numba finds compiled code on disk by its name, not by its options.
+    """
     assert isinstance(function, types.FunctionType)
     duplicate = types.FunctionType(function.__code__, function.__globals__, f"{function.__name__}_serial")
     duplicate.__qualname__ = f"{function.__qualname__}_serial"
@@ -72,7 +81,10 @@ def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _start_threads() -> None:
-    """Starts numba's threads: this resets the number of threads of the OpenMP runtime, which torch shares, so it is put back, once."""
+    """Starts numba's threads and restores the OpenMP thread count, once.
+
+    Torch shares this runtime, whose count is otherwise reset.
+    """
     num_threads = torch.get_num_threads()
     numba.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -31,7 +31,10 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 
 
 def first_beyond(words: Tensor, beyond: int) -> int:
-    """Position of the first state, counted through all rows, whose last word has any of the given bits; -1 if there is none."""
+    """Returns the first state whose last word has given bits.
+
+    States are counted through all rows; -1 if there is none.
+    """
     return _first_beyond(words.numpy(), beyond)
 
 
@@ -104,7 +107,10 @@ def _add_weights_of_bits(words, weights, out):
 
 @parallel_kernel()
 def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
-    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values; returns how many values are none of their latents'."""
+    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values.
+
+    It returns how many values are out of range.
+    """
     num_data, num_states, _ = words.shape
     num_invalid = 0
     for n in prange(num_data):
@@ -120,7 +126,10 @@ def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
 
 @parallel_kernel()
 def _draw_values(tails, word, shift, rows, seed, out):
-    """Independent latents by inversion: the value is the number of tail probabilities ``P(value > v)`` above a uniform number."""
+    """Draws independent latents by inversion.
+
+    The value is the number of tail probabilities ``P(value > v)`` above a uniform number.
+    """
     num_data, num_samples, num_words = out.shape
     for n in prange(num_data):
         state = stream(seed, rows[n])

@@ -1,4 +1,4 @@
-"""What compiled kernels share that walk over the active latents of packed states: bits, padded rows, blocks of data points."""
+"""Bits, padded rows and blocks for kernels over active latents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _ROUNDED = 1e-24
 
 
 def as_words(words: Tensor) -> np.ndarray:
-    """Packed states as a kernel takes them; states shared by all data points (an expanded tensor) stay one row."""
+    """Returns packed states as a kernel takes them.
+
+    States shared by all data points (an expanded tensor) stay one row.
+    """
     shared = words.shape[0] > 1 and words.stride(0) == 0
     return (words[:1] if shared else words).contiguous().numpy()
 
@@ -31,7 +34,9 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) -> int:
-    """How many blocks each get an accumulator and scratch of so many numbers: as many as fit a part of the memory budget, at least four.
+    """Returns the number of blocks with an accumulator and scratch.
+
+    As many as fit a part of the memory budget are used, at least four.
 
     That part is small for accumulators, which are read once more, and a quarter for scratch.
     """
@@ -42,7 +47,10 @@ def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) ->
 
 @intrinsic
 def trailing_zeros(typing_context, word):
-    """Number of zero bits below the lowest set bit of a non-zero int64, in one machine instruction."""
+    """Returns the number of zero bits below the lowest set bit.
+
+    The int64 is not zero; it takes one machine instruction.
+    """
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -52,7 +60,10 @@ def trailing_zeros(typing_context, word):
 
 @njit(cache=True, nogil=True)
 def active_latents(words, n, c, active):
-    """Writes the indices of the set bits of state ``c`` of row ``n`` into ``active``, in ascending order; returns how many there are."""
+    """Writes a state's active latents into ``active``, in ascending order.
+
+    It is state ``c`` of row ``n``. The number of latents is returned.
+    """
     count = 0
     for w in range(words.shape[2]):
         word = words[n, c, w]
@@ -65,7 +76,10 @@ def active_latents(words, n, c, active):
 
 @njit(cache=True, nogil=True)
 def least_weight(weights):
-    """What is so small beside the largest of the finite weights that it is lost when sums are rounded; zero if all are."""
+    """Returns the largest weight that rounding loses in sums.
+
+    It is relative to the largest of the finite weights, and zero if all are zero.
+    """
     largest = 0.0
     for weight in weights:
         if largest < abs(weight) < np.inf:
@@ -91,7 +105,10 @@ def most_active(words):
 
 @njit(cache=True, nogil=True)
 def ever_active(words, n, union, active):
-    """Like :func:`active_latents` for the union of all states of row ``n``; ``union`` is scratch ``(1, 1, W)``."""
+    """Like :func:`active_latents` for the union of a row's states.
+
+    ``union`` is scratch ``(1, 1, W)``.
+    """
     union[:] = 0
     for c in range(words.shape[1]):
         for w in range(words.shape[2]):
@@ -107,7 +124,7 @@ def padded(count):
 
 @njit(cache=True, nogil=True)
 def gather(row, index, count, padding, out):
-    """Copies ``row[index[:count]]`` to the front of ``out`` and pads it to whole vectors."""
+    """Copies ``row[index[:count]]`` to ``out`` and pads whole vectors."""
     for j in range(count):
         out[j] = row[index[j]]
     for j in range(count, padded(count)):
@@ -125,7 +142,10 @@ def add_to_rows(table, rows, num_rows, addend, size):
 
 @njit(cache=True, nogil=True)
 def where_observed(row, index):
-    """Writes the positions of entries that are not NaN into ``index``, one longer than the row; returns how many there are."""
+    """Writes positions of entries that are not NaN into ``index``.
+
+    It is one longer than the row. Their number is returned.
+    """
     count = 0
     for d in range(row.shape[0]):
         index[count] = d

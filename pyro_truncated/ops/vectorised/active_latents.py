@@ -1,4 +1,7 @@
-"""The active latents of packed states in plain torch: as many places for each state as the state with most of them has."""
+"""The active latents of packed states in plain torch.
+
+Each state has as many places as the state with most active latents.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class ActiveLatents(NamedTuple):
-    """The active latents of a block of states, some for every data point ``(N, c)``, or any of them, ``(M, 1)``.
+    """The active latents of a block of states.
+
+    The block has some states for every data point ``(N, c)``, or any of them, ``(M, 1)``.
 
     Attributes:
         where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
@@ -34,7 +39,7 @@ class ActiveLatents(NamedTuple):
         return values[:, self.where] if isinstance(self.where, slice) else values.reshape(-1, 1)[self.where]
 
     def put_(self, out: Tensor, values: Tensor) -> None:
-        """Writes numbers of the block's states ``(n, c)`` to their places among those of all ``(N, C)``."""
+        """Writes numbers of the block's states ``(n, c)`` to all ``(N, C)``."""
         if isinstance(self.where, slice):
             out[:, self.where] = values
         else:
@@ -45,27 +50,36 @@ class ActiveLatents(NamedTuple):
         return values[self.data.unsqueeze(-1), self.latents]
 
     def pairs(self, matrix: Tensor) -> Tensor:
-        """Of a matrix ``(1, H, H)``, or one for every data point, the entries of pairs of active latents, ``(n, c, K, K)``."""
+        """Returns entries of pairs of active latents, ``(n, c, K, K)``.
+
+        The matrix is ``(1, H, H)``, or one for every data point.
+        """
         latents = self.latents.unsqueeze(-1), self.latents.unsqueeze(-2)
         return matrix[0][latents] if len(matrix) == 1 else matrix[self.data[..., None, None], *latents]
 
     def add_rows_(self, total: Tensor, values: Tensor) -> None:
-        """Adds numbers ``(n, c, K)`` of the active latents to sums over the states, ``(N, H)``."""
+        """Adds numbers ``(n, c, K)`` of active latents to ``(N, H)``."""
         place = self.data.unsqueeze(-1) * total.shape[1] + self.latents
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
     def add_pairs_(self, total: Tensor, values: Tensor, num_latents: int) -> None:
-        """Adds numbers ``(n, c, K, K)`` of pairs of active latents to sums over the states ``(N, H H)``, or also over data ``(1, H H)``."""
+        """Adds numbers ``(n, c, K, K)`` of pairs of active latents.
+
+        They are summed over states to ``(N, H H)``, or also over data to ``(1, H H)``.
+        """
         place = self.latents.unsqueeze(-1) * num_latents + self.latents.unsqueeze(-2)
         place = place if len(total) == 1 else self.data[..., None, None] * num_latents**2 + place
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
 def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
-    """Blocks of states with their active latents; at least one, empty if need be.
+    """Yields blocks of states with their active latents.
 
-    All states have room for as many as one of them has, if that fits the budget: then nobody waits for their number where it is known
-    roughly. Else they are taken by their number, as most have far fewer, and factors take the cube of it.
+    There is at least one, empty if need be.
+
+    If it fits the budget, all states have room for as many latents as the largest has. Then nothing
+    waits for their number where it is known roughly. Else they are taken by their number, as most
+    have far fewer, and factors take the cube of it.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -100,7 +114,9 @@ def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> 
 
 
 def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
-    """States of about the same number of active latents together, in blocks that fit the budget; their numbers are waited for.
+    """Yields blocks of states with similar numbers of active latents.
+
+    They fit the budget. Their numbers are waited for.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -122,12 +138,18 @@ def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) ->
 
 
 def _bounds() -> list[int]:
-    """Numbers of places, each at most half as much again as the last: little of a matrix is left empty."""
+    """Yields numbers of places, growing by at most half each time.
+
+    Little of a matrix is then left empty.
+    """
     return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
 
 
 def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Active latents ``(n, c, most)``, which of these places are taken, and how many latents are active, ``(n, c, 1)``."""
+    """Returns active latents, used places, and their numbers.
+
+    They are ``(n, c, most)``, a mask of the same shape, and ``(n, c, 1)``.
+    """
     bits = unpack_bits(words, num_latents, torch.bool)
     number = bits.sum(-1, keepdim=True)
     # Idle latents all go to one place more, which is left out.

@@ -15,7 +15,9 @@ _TENSORS = 4
 
 
 def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of candidates: where they are, and their states ``(N, c, H)``; at least one block, empty if need be.
+    """Yields blocks of candidates: their places and states ``(N, c, H)``.
+
+    There is at least one block, empty if need be.
 
     Args:
         words: packed states, ``(N, C, W)``.

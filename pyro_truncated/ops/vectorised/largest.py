@@ -25,7 +25,10 @@ def largest_of_groups(
     asked: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_groups`: one table of all functions of the groups that are looked at."""
+    """See :func:`pyro_truncated.ops.largest.largest_of_groups`.
+
+    It makes one table of all functions of the evaluated groups.
+    """
     sizes = torch.bincount(group, minlength=num_groups).tolist()
     members, width, looked_at = group.argsort(stable=True), max(sizes), asked.shape[1]
     starts = torch.tensor([0, *itertools.accumulate(sizes)], device=asked.device)

@@ -45,7 +45,10 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
+    """See :func:`pyro_truncated.ops.maximum_statistics`.
+
+    Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
+    """
     is_small = are_few(words, weight.numel() + len(weight))
     return (_statistics_of_all if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
 
@@ -84,7 +87,10 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
 
 
 def _terms(block: ActiveLatents, weight: Tensor) -> Tensor:
-    """What the active latents of some states contribute, ``(n, c, K, D)``; zero in places that are not taken."""
+    """Returns contributions of active latents, ``(n, c, K, D)``.
+
+    They are zero in places that are not taken.
+    """
     return weight.mT[block.latents] * block.is_taken.unsqueeze(-1)
 
 
@@ -126,7 +132,7 @@ def slab_gibbs(
     rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sweeps over the selected causes of every data point, each time in another random order.
+    """Sweeps over each data point's selected causes, in random orders.
 
     Args:
         value: data, ``(N, D)``.
@@ -172,7 +178,10 @@ def slab_gibbs(
 
 
 def log_likelihood(value: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
-    """Log density ``(*batch)`` of the observed entries of data ``(*batch, D)`` around their mean."""
+    """Returns log densities ``(*batch)`` of observed entries around their mean.
+
+    Data are ``(*batch, D)``.
+    """
     normal = torch.distributions.Normal(mean, precision.rsqrt(), validate_args=False)
     return torch.where(value.isnan(), 0.0, normal.log_prob(value.nan_to_num(0.0))).sum(-1)
 

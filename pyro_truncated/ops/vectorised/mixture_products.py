@@ -1,4 +1,8 @@
-"""Vectorised torch form of :mod:`pyro_truncated.ops.mixture_products`, for any device; the reference of the compiled kernels in tests."""
+"""Products of Gaussian bumps beside constants in plain torch.
+
+It is the reference of the compiled kernels in tests; see
+:mod:`pyro_truncated.ops.mixture_products`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,10 @@ def products(factors: Factors, num_sharp: int, summed: bool) -> Tensor:
 
 
 def gradients(factors: Factors, num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of ``sum(weight * products)`` in all seven factors; a weight ``(P,)`` stands for all rows."""
+    """Returns gradients of ``sum(weight * products)`` in all seven factors.
+
+    A weight ``(P,)`` stands for all rows.
+    """
     del num_sharp
     found = tuple(torch.zeros_like(factor) for factor in factors)
     weight = weight.reshape(-1, weight.shape[-1])
@@ -38,7 +45,10 @@ def gradients(factors: Factors, num_sharp: int, weight: Tensor) -> tuple[Tensor,
 
 
 def _blocks(factors: Factors) -> Iterator[tuple[slice, slice, Factors]]:
-    """Rows and columns whose ``(Q, rows, columns)`` temporaries fit the budget, and the factors restricted to them."""
+    """Yields rows and columns within the budget, with their factors.
+
+    Temporaries are ``(Q, rows, columns)``.
+    """
     (num_rows, num_dims), num_columns = factors[0].shape, factors[4].shape[1]
     entries = rows_per_block(8 * factors[0].element_size() * max(1, num_dims))
     width = min(num_columns, entries)

@@ -1,7 +1,9 @@
-"""The counter-based random numbers of :mod:`pyro_truncated.ops.compiled.random` in plain torch, bit by bit the same on any device.
+"""Counter-based random numbers in plain torch.
 
-They are 64-bit words in signed integers: sums and products wrap around as those of unsigned ones do, and a mask cuts off what a shift
-brings in from the sign.
+They equal those of :mod:`pyro_truncated.ops.compiled.random` bit by bit, on any device.
+
+They are 64-bit words in signed integers. Sums and products wrap around as those of unsigned ones
+do, and a mask removes the sign bits of a shift.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ def drawn(seed: int, rows: Tensor, count: int) -> Tensor:
 
 
 def several(rows: Tensor, seeds: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The streams of data points by several seeds, and the first words of each, as many as counted: all in one go."""
+    """Returns data points' streams by several seeds, and first words.
+
+    The counts say how many words of each; all are drawn together.
+    """
     keys = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(rows.device, non_blocking=True)
     streams = mix(_scrambled(rows).unsqueeze(1) + keys)
     owner, steps = _places(tuple(counts), rows.device)
@@ -55,7 +60,7 @@ def several(rows: Tensor, seeds: Sequence[int], counts: Sequence[int]) -> Iterat
 
 @functools.lru_cache(maxsize=64)
 def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each word, the stream that it is of, and how far its state is from that stream's first one."""
+    """Returns each word's stream and its distance from the first state."""
     owner = [number for number, count in enumerate(counts) for _ in range(count)]
     steps = [step for count in counts for step in range(1, count + 1)]
     return torch.tensor(owner, dtype=torch.int64, device=device), torch.tensor(steps, dtype=torch.int64, device=device) * STEP
@@ -78,7 +83,10 @@ def states_of(streams: Tensor, count: int) -> Tensor:
 
 
 def strides(streams: Tensor, number: int, size: int) -> Tensor:
-    """Streams ``(N, number)``, each of which begins ``size`` steps after the one before; the first is the given one."""
+    """Returns streams ``(N, number)``, each ``size`` steps after the previous.
+
+    The first is the given one.
+    """
     return streams.unsqueeze(-1) + torch.arange(number, device=streams.device) * _signed((size * STEP) % 2**64)
 
 
@@ -92,7 +100,9 @@ _CACHED = 2**24
 
 
 def blocks(streams: Tensor, count: int) -> Iterator[slice]:
-    """Slices of successive data points, for which so many random words each, and what is made of them, fit the memory budget.
+    """Yields slices of data points whose random words fit the budget.
+
+    Each needs so many words, and results of them.
 
     On the CPU they about fit its caches, which every operation on larger blocks would have to fill anew.
     """
@@ -119,7 +129,11 @@ def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
 
 
 def shuffle_step(order: Tensor, i: int, words: Tensor) -> Tensor:
-    """One step of a shuffle of rows ``(N, K)``, in place: brings to place ``i`` what random words ``(N, 1)`` choose; returns that."""
+    """Makes one step of a shuffle of rows ``(N, K)``.
+
+    Random words ``(N, 1)`` choose what moves to place ``i``, in place. The chosen entries are
+    returned.
+    """
     place = i + below(words, order.shape[1] - i)
     here, there = order[:, i : i + 1].clone(), order.gather(1, place)
     order.scatter_(1, place, here)

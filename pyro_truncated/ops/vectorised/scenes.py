@@ -89,7 +89,10 @@ def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, 
 def _layers(
     places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, canvas: Canvas
 ) -> tuple[Tensor, Tensor]:
-    """Mask probabilities and log ratios of object and background densities, pixel by pixel, ``(N, C, H, D)``; zero off the objects."""
+    """Returns mask probabilities and log density ratios, ``(N, C, H, D)``.
+
+    Ratios are those of object and background, pixel by pixel; zero off the objects.
+    """
     present = (places >= 0).unsqueeze(-1)
     under = canvas.pixels_on(places.device)[places.clamp(min=0).long()]
     row = torch.arange(len(images), device=images.device)[:, None, None, None]
@@ -99,7 +102,10 @@ def _layers(
 
 
 def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Prior probabilities that each object owns a pixel, ``(N, C, H, D)``, and that none does, ``(N, C, D)``."""
+    """Returns prior probabilities of owners, ``(N, C, H, D)`` and ``(N, C, D)``.
+
+    The latter are those that no object owns a pixel.
+    """
     off = 1 - alpha
     if rank is not None:
         return alpha * _front(off, rank, torch.cumprod, 1.0), off.prod(2)
@@ -111,7 +117,10 @@ def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _switched_on(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tensor | None) -> Tensor:
-    """Posterior probabilities that masks are on; ``ratio`` is that of the object's and the pixel's density."""
+    """Returns posterior probabilities that masks are on.
+
+    ``ratio`` is that of the object's and the pixel's density.
+    """
     responsibility = share * ratio
     if rank is not None:
         return responsibility + alpha * _front(responsibility, rank, torch.cumsum, 0.0)
@@ -131,7 +140,7 @@ def _mixture(share: Tensor, rest: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Tensor], start: float) -> Tensor:
-    """Sum or product of what lies in front of each object, over the dimension of objects."""
+    """Returns sums or products over the objects in front of each."""
     order = rank.argsort(2).unsqueeze(-1).expand_as(values)
     sorted_values = values.gather(2, order)
     before = torch.cat([torch.full_like(sorted_values[:, :, :1], start), accumulate(sorted_values, 2)[:, :, :-1]], 2)
@@ -139,7 +148,10 @@ def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Ten
 
 
 def _rule(num_objects: int) -> list[tuple[float, float]]:
-    """Nodes and weights of a Gauss-Legendre rule on the unit interval that is exact for so many objects."""
+    """Returns a Gauss-Legendre rule on the unit interval.
+
+    It is exact for so many objects.
+    """
     nodes, weights = np.polynomial.legendre.leggauss((num_objects + 1) // 2)
     return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
 

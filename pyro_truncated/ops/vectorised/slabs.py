@@ -64,7 +64,9 @@ _CORRELATED_MATRICES = 20
 
 
 class _Collapsed(NamedTuple):
-    r"""What comes of integrating out the slabs :math:`z = \mu + T e` of the active latents alone.
+    r"""The result of integrating out the active latents' slabs.
+
+    They are :math:`z = \mu + T e`.
 
     Attributes:
         energy: the log density up to terms that do not depend on the state, ``(N, c)``.
@@ -167,7 +169,7 @@ def _gradient(slabs: _Collapsed) -> tuple[Tensor, Tensor]:
 
 
 def _of_active(block: ActiveLatents, covariance: Tensor) -> Tensor:
-    """The covariance of the active latents, and the identity in places that are not taken."""
+    """Returns the active latents' covariance, the identity in free places."""
     return _outer(block.is_taken) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_taken)
 
 

@@ -1,4 +1,4 @@
-"""From packed states to values and back in plain torch, for any device."""
+"""Unpacking and marginals in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def first_beyond(words: Tensor, beyond: int) -> int:
-    """Position of the first state, counted through all rows, whose last word has any of the given bits; -1 if there is none."""
+    """Returns the first state whose last word has given bits.
+
+    States are counted through all rows; -1 if there is none.
+    """
     found = (words[..., -1] & beyond).flatten().nonzero()
     return int(found[0]) if len(found) else -1
 
