@@ -87,7 +87,7 @@ def add(tensors: Sequence[Tensor]) -> list[Tensor]:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     flat = _flat(tensors)
     is_small = flat.numel() <= _PAYLOAD
-    header = _exchange(_ADD, flat.numel(), _fingerprint(shapes), flat if is_small else None)
+    header = _exchange(_ADD, flat.numel(), zlib.crc32(repr(shapes).encode()), flat if is_small else None)
     if bool((header[:, 1:3] != header[0, 1:3]).any()):
         shapes = _common_shapes(gather(shapes))
         flat = _flat([tensor.expand(shape) for tensor, shape in zip(tensors, shapes, strict=True)])
@@ -213,17 +213,13 @@ def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None =
         messages: list[Any] = [None] * size()
         with _reaching():
             dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-        _raise_failed(messages)
+        told = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
+        raise OtherProcessError("; ".join(told))
     if bool((header[:, 0] != verb).any()):
         raise OtherProcessError(
             "the processes of this run are no longer doing the same: each must take the same steps, in the same order, with the same model"
         )
     return header
-
-
-def _raise_failed(messages: list[str | None]) -> None:
-    told = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
-    raise OtherProcessError("; ".join(told))
 
 
 def _all_reduce(flat: Tensor) -> None:
@@ -260,10 +256,6 @@ def _common_shapes(shapes: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]
     except RuntimeError as error:
         differing = sorted({str(column) for column in zip(*shapes, strict=True) if len(set(column)) > 1})
         raise ValueError(f"the processes sum tensors of different shapes: {', '.join(differing)}") from error
-
-
-def _fingerprint(shapes: Sequence[tuple[int, ...]]) -> int:
-    return zlib.crc32(repr(list(shapes)).encode())
 
 
 def _device() -> torch.device:

@@ -193,7 +193,9 @@ class ClosedForm(Described, PyroOptim):
         elif self.minibatch == "online":
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
-            self._add(total(self._instead_of_expected(new if old is None else _difference(new, old), indices, num_data)))
+            change = new if old is None else {name: value - old[name] for name, value in new.items()}
+            change, held = total(self._instead_of_expected(change, indices, num_data)), self.statistics
+            self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
@@ -222,10 +224,6 @@ class ClosedForm(Described, PyroOptim):
         rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)
         old = self.statistics or {}
         self.statistics = {name: rate * scale * value + ((1 - rate) * old[name] if old else 0.0) for name, value in new.items()}
-
-    def _add(self, change: Statistics) -> None:
-        total = self.statistics
-        self.statistics = change if total is None else {name: total[name] + value for name, value in change.items()}
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """The M-step; called by SVI in the place of a gradient step."""
@@ -281,10 +279,6 @@ def _all_or_nothing(model: Any) -> Iterator[None]:
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
         raise
-
-
-def _difference(new: Statistics, old: Statistics) -> Statistics:
-    return {name: value - old[name] for name, value in new.items()}
 
 
 def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> Statistics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import NotPositiveDefiniteError
 from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
 class Minimum(NamedTuple):
@@ -29,18 +30,6 @@ class Minimum(NamedTuple):
 
 class OutOfTimeError(Exception):
     """Ends an optimiser in the middle of a line search."""
-
-
-def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of tensors, such as parameters or the values of a ``state_dict()``."""
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-@torch.no_grad()
-def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Gives tensors, in place, the values that :func:`snapshot` took."""
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
 
 
 def minimize(

@@ -51,17 +51,14 @@ class MetData:
     def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
         """Takes in a batch; returns where its rows are."""
         rows = rows_of(inputs, indices)
-        self._grow(int(rows.max()) + 1 if len(rows) else 0)
-        self.inputs[rows], self.marginals[rows] = inputs, marginals
-        self.visits[rows] += 1
-        return rows
-
-    def _grow(self, size: int) -> None:
-        more = size - len(self.visits)
+        more = (int(rows.max()) + 1 if len(rows) else 0) - len(self.visits)
         if more > 0:
             self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
             self.marginals = torch.cat([self.marginals, self.marginals.new_zeros(more, self.marginals.shape[1])])
             self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
+        self.inputs[rows], self.marginals[rows] = inputs, marginals
+        self.visits[rows] += 1
+        return rows
 
 
 def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
@@ -230,20 +227,18 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._first_position, self._is_spread = 0, False
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
-        return self._memory is not None and self._memory.holds(data, _num_options(batch), batch.population.indices)
+        options = options_of(batch.space, batch.population.words.device)
+        num_options = len(options) if batch.marginals is None else batch.marginals.shape[1]
+        return self._memory is not None and self._memory.holds(data, num_options, batch.population.indices)
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
-        rows = self._store(data, batch)
-        assert self._memory is not None
-        visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
-        self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
-        self._shared.take(self._memory.marginals[self._trained_on])
-
-    def _store(self, data: Tensor, batch: SearchBatch) -> Tensor:
         marginals = _marginals(batch)
         if self._memory is None:
             self._memory = MetData.like(data, marginals)
-        return self._memory.store(data, marginals, batch.population.indices)
+        rows = self._memory.store(data, marginals, batch.population.indices)
+        visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
+        self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
+        self._shared.take(self._memory.marginals[self._trained_on])
 
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> Tensor:
         return self._predict(data, rows_of(data, batch.population.indices))
@@ -401,10 +396,6 @@ def _marginals(batch: SearchBatch) -> Tensor:
     population = batch.population
     options = options_of(population.space, population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
-
-
-def _num_options(batch: SearchBatch) -> int:
-    return len(options_of(batch.space, batch.population.words.device)) if batch.marginals is None else batch.marginals.shape[1]
 
 
 def _filled(inputs: Tensor, centre: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ class NeighbourSearch(Search):
 
     def propose(self, batch: SearchBatch) -> Population:
         """Neighbours and random components, repetitions included; ``parents * num_neighbours + num_random`` of them."""
-        own = self._components(batch.population)
+        self.check_space(batch.space)
+        own = batch.population.states(torch.int64)[..., 0]
         lists = self._lists(batch.space, own.device)
         best = batch.population.log_joint.topk(min(self.parents, own.shape[1])).indices
         near = lists[own.gather(1, best)].flatten(1)
@@ -105,10 +106,6 @@ class NeighbourSearch(Search):
         if not batch.is_new:
             self._learn(torch.cat([own, tried], 1), torch.cat([batch.population.log_joint, found.log_joint], 1))
         return found
-
-    def _components(self, population: Population) -> Tensor:
-        self.check_space(population.space)
-        return population.states(torch.int64)[..., 0]
 
     def _lists(self, space: StateSpace, device: torch.device) -> Tensor:
         if self.neighbours is None or len(self.neighbours) != space.size:

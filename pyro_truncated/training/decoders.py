@@ -15,8 +15,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_unit, put
+from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_unit
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Call = tuple[torch.nn.Module, Any, Any]
 # Rounding error of scaled and shifted outputs.
@@ -77,11 +78,11 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         if decoder is None or not (unit := _unit_of(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
             continue
         means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
-        before = [parameter.detach().clone() for parameter in network.parameters()]
+        before = snapshot(network.parameters())
         is_fitted = fit_unit_by_unit(decoder, targets_of(guide.population(), means, arguments[0].dtype))
         is_better = is_fitted and _free_energy(guide, y) >= float(guide.population().free_energy().sum())
         if is_fitted and not is_better:
-            put(network.parameters(), before)
+            load_snapshot(network.parameters(), before)
         return is_better
     return False
 

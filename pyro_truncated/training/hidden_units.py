@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 # L-BFGS: first steps, steps after each new unit, evaluations per step, history.
 _FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
@@ -188,13 +189,6 @@ class FittedUnits:
         return sum(penalties, self._targets.rest + error)
 
 
-@torch.no_grad()
-def put(parameters: Iterable[torch.nn.Parameter], values: Sequence[Tensor]) -> None:
-    """Gives parameters values in place."""
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
-
-
 def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     """Fits a network to states and redraws its least useful units.
 
@@ -210,7 +204,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     Returns:
         Whether the square error has fallen; otherwise the network is as it was.
     """
-    before = [value.detach().clone() for value in decoder.network.parameters()]
+    before = snapshot(decoder.network.parameters())
     units = FittedUnits(decoder, targets)
     if not units.learned:
         return False
@@ -221,18 +215,18 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     units = FittedUnits(decoder, targets)
     lowest, failed = units.fit(_REFITTING), 0
     while failed < decoder.last.in_features and units.evaluations < min(_MOST, _MOST_WORK / work):
-        kept = [value.detach().clone() for value in units.learned]
+        kept = snapshot(units.learned)
         units.redraw(int(units.worth().argsort()[failed]))
         reached = units.fit(_REFITTING)
         if reached < (1 - _LITTLE) * lowest:
             lowest, failed = reached, 0
         else:
-            put(units.learned, kept)
+            load_snapshot(units.learned, kept)
             failed += 1
     units.put_last_layer()
     has_fallen = units.square_error() < error
     if not has_fallen:
-        put(decoder.network.parameters(), before)
+        load_snapshot(decoder.network.parameters(), before)
     return has_fallen
 
 

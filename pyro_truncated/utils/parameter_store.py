@@ -35,6 +35,18 @@ class Parameter(NamedTuple):
     tensor: Tensor
 
 
+def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of tensors, such as parameters or the values of a ``state_dict()``."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Gives tensors, in place, the values that :func:`snapshot` took."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
 def modules_of(*programs: Any) -> list[torch.nn.Module]:
     """Yields the modules of Pyro programs.
 

@@ -187,7 +187,8 @@ class Naming:
         """Names the dimensions of observed sites and unobserved arguments."""
         self.used |= set(map(variable_name, arguments))
         for tensor in tensors:
-            sites = [name for name, node in self.draws.nodes.items() if _holds(node, tensor.value)]
+            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if is_data(node)]
+            sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
             for name in sites:
                 self._add_site(name, tensor.axes)
             if not sites:
@@ -240,10 +241,6 @@ class Naming:
     def _label(self, dim: str, axis: Axis) -> None:
         if axis.labels is not None:
             self.labels.coords.setdefault(dim, axis.labels)
-
-
-def _holds(node: Any, value: Tensor) -> bool:
-    return is_data(node) and torch.is_tensor(node["value"]) and is_same(node["value"], value)
 
 
 Dims = Mapping[str, Sequence[str]]

@@ -375,14 +375,10 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
     if any(is_computed(node) for node in log_joint.nodes.values()):
-        draws.computed = _computed(model, draws, args, kwargs)
+        traces = _traces_of(model, draws, args, kwargs)
+        runs = (sample_nodes(trace).items() for trace in traces)
+        draws.computed = _stacked({name: node["value"] for name, node in run if is_computed(node)} for run in runs)
     return draws
-
-
-def _computed(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
-    """Values that the model computes from each draw of the states."""
-    traces = _traces_of(model, draws, args, kwargs)
-    return _stacked({name: node["value"] for name, node in sample_nodes(trace).items() if is_computed(node)} for trace in traces)
 
 
 def _traces_of(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
@@ -412,21 +408,17 @@ def draw_jointly(
 ) -> Draws:
     """Draws states and other latents; populations are scored for each draw."""
     gathered: _Gathered | None = None
+    own = {*part.layout.sites, part.index_name}
     for _ in range(num_draws):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        log_joint = part.log_joint_of(*args, values=_given(part, guide_trace), **kwargs)
+        others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
+        log_joint = part.log_joint_of(*args, values=others, **kwargs)
         refuse_subsamples(log_joint.nodes)
         if gathered is None:
             gathered = _Gathered(model, part, log_joint, args, kwargs, num_draws)
         gathered.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
     assert gathered is not None
     return gathered.result()
-
-
-def _given(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
-    """What the guide drew beside the states."""
-    own = {*part.layout.sites, part.index_name}
-    return {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
 
 
 class _Gathered:

@@ -74,7 +74,8 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
 def certificate(log_joint: LogJoint, population: Population, num_parents: int | None = None) -> Tensor:
     """:func:`covered_mass` of scored populations."""
     moves = Moves(population.space, population.words.device, MOST_MOVES)
-    parents = _best(population, num_parents or population.num_states)
+    best = population.log_joint.topk(min(num_parents or population.num_states, population.num_states), -1).indices
+    parents = population.take(best)
     free_energy = population.free_energy()
     missing = torch.full_like(free_energy, -torch.inf)
     for rows in log_joint.row_blocks(population.num_states + parents.shape[1] * moves.count):
@@ -84,12 +85,6 @@ def certificate(log_joint: LogJoint, population: Population, num_parents: int | 
             new = is_new[:, columns.start * moves.count : columns.stop * moves.count]
             missing[rows] = torch.logaddexp(missing[rows], scores.masked_fill(~new, -torch.inf).logsumexp(-1))
     return (free_energy - torch.logaddexp(free_energy, missing)).exp()
-
-
-def _best(population: Population, count: int) -> Tensor:
-    """The most probable states ``(N, P, W)``."""
-    chosen = population.log_joint.topk(min(count, population.num_states), -1).indices
-    return population.take(chosen)
 
 
 def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:
@@ -180,9 +175,10 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     part, log_joint, population = scored_populations(guide, args, kwargs)
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
+    positions = torch.arange(len(population), device=population.words.device) if population.indices is None else population.indices
     searched, doubled = [], []
     for rows in log_joint.row_blocks(3 * size):
-        known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
+        known = Population(population.space, population.words[rows], population.log_joint[rows], positions[rows])
         shown = {name: value[rows] for name, value in observations.items()}
         # A search that has learned from its training data keeps what it knows.
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
@@ -196,11 +192,6 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         doubled.append(large.free_energy())
         searched.append(small.merge(large).free_energy())
     return Growth(plain(population.free_energy()), plain(torch.cat(searched)), plain(torch.cat(doubled)))
-
-
-def _positions(population: Population, rows: slice) -> Tensor:
-    everything = torch.arange(len(population), device=population.words.device) if population.indices is None else population.indices
-    return everything[rows]
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -85,13 +84,18 @@ class Split:
         return split_weights(len(self.indices), self.num_active, num_data, like)
 
 
-class Splits(abc.ABC):
-    """A strategy that splits the data into minibatches with active sets.
+class UniformSplits:
+    """Uniformly random active sets, as in the paper.
 
-    It makes the splits of one epoch at a time.
+    An epoch is a random partition of the data; the first points of a part are active.
 
-    The estimate of the objective is unbiased for the strategy's own distribution over active sets.
-    The rest is always drawn evenly from the other data points.
+    A last part too small to have points beside its active set is filled up with others. The estimate of the objective is unbiased, as
+    the rest is drawn evenly from the other data points.
+
+    Example:
+        >>> splits = UniformSplits(1000, 200, 50)
+        >>> [len(split.active) for split in splits.epoch(0)]
+        [50, 50, 50, 50, 50]
 
     Args:
         num_data: number of data points ``N``.
@@ -116,33 +120,12 @@ class Splits(abc.ABC):
         split_weights(self.batch_size, size, self.num_data)
         return size
 
-    @abc.abstractmethod
-    def epoch(self, number: int = 0) -> Iterator[Split]:
-        """The minibatches of an epoch."""
-
-    def _permutation(self, size: int) -> Tensor:
-        return torch.randperm(size, generator=self.generator)
-
-
-class UniformSplits(Splits):
-    """Uniformly random active sets, as in the paper.
-
-    An epoch is a random partition of the data; the first points of a part are active.
-
-    A last part too small to have points beside its active set is filled up with others.
-
-    Example:
-        >>> splits = UniformSplits(1000, 200, 50)
-        >>> [len(split.active) for split in splits.epoch(0)]
-        [50, 50, 50, 50, 50]
-    """
-
     def epoch(self, number: int = 0) -> Iterator[Split]:
         """Yields the minibatches of an epoch.
 
         Each data point is in one of them, or in two if the last had to be filled up.
         """
-        order, size = self._permutation(self.num_data), self._size(number)
+        order, size = torch.randperm(self.num_data, generator=self.generator), self._size(number)
         for part in order.split(self.batch_size):
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
 

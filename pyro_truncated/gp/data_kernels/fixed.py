@@ -102,17 +102,14 @@ class FixedKernel(DataKernel):
             self._owner = self._slot[:0].clone()
             self._used = self._slot[:0].clone()
         self._clock += 1
-        self._touch(index)
+        slots = self._slot[index]
+        self._used[slots[slots >= 0]] = self._clock
         missing = index[self._slot[index] < 0].unique()
         if len(missing):
             slots = self._make_room(len(missing))
             self._slot[missing], self._owner[slots], self._used[slots] = slots, missing, self._clock
             self._store[slots] = self._numbers(self.base_columns(missing)).mT
         return self._store[self._slot[index]].mT
-
-    def _touch(self, index: Tensor) -> None:
-        slots = self._slot[index]
-        self._used[slots[slots >= 0]] = self._clock
 
     def _make_room(self, needed: int) -> Tensor:
         """Returns slots for new columns.

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
-from pyro_truncated.gp.optimization import FitRecord, FitSettings, load_snapshot, minimize, snapshot
+from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
 from pyro_truncated.gp.subset.exact_regression import fit_exactly
 from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_of
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
 class RowSample(NamedTuple):

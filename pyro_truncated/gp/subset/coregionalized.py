@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
-from pyro_truncated.gp.optimization import FitRecord, FitSettings, load_snapshot, snapshot
+from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
     SCOUTED,
@@ -35,6 +35,7 @@ from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -265,7 +264,7 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
 def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     with torch.enable_grad():
         square, noise = basis.square(), noise_of(log_noise)
-        blocks = list(_blocks(len(targets), len(basis)))
+        blocks = torch.arange(len(targets)).split(rows_per_block(16 * len(basis)))
         # One block keeps its graph; several are evaluated twice to save memory.
         first = basis.columns() if len(blocks) == 1 else None
         diagonal = basis.kernel.diag().double()
@@ -338,10 +337,6 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
         padded[kept[:, None], kept] = for_square
         for_square = padded
     return _Terms(float(value), for_columns, for_square, float(d_noise))
-
-
-def _blocks(n: int, m: int) -> Iterator[Tensor]:
-    yield from torch.arange(n).split(rows_per_block(16 * m))
 
 
 class LeftOut(NamedTuple):

@@ -14,7 +14,7 @@ from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
+from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
@@ -22,6 +22,7 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
 STARTS = ("pca", "random")

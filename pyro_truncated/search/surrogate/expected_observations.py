@@ -59,13 +59,14 @@ class ExpectedObservations:
         size, num_values = self._sums.shape
         for rows in blocks_of_rows(len(moments.words), 16 * size + 24 * num_values):
             # In single precision: of zeros and ones all products are exact.
-            terms = self._terms(space.unpack(moments.words[rows]).float())
+            states = space.unpack(moments.words[rows]).float()
+            terms = torch.cat([torch.ones_like(states[:, :1]), states, states[:, self._one] * states[:, self._other]], 1)
             self._products += terms.mT @ terms
             self._sums += terms.mT @ (moments.mean[rows] - self._centre).float()
             self._variances += moments.variance[rows].sum(0, dtype=torch.float64)
         if not len(self._axes):
             some = moments.mean[:: max(1, len(moments.mean) // 512)]
-            self._axes = _principal_axes((some - self._centre) / self.scale, self.rank)
+            self._axes = principal_axes((some - self._centre) / self.scale, self.rank)
         self._effects = None
 
     def fade(self) -> None:
@@ -104,10 +105,6 @@ class ExpectedObservations:
         found._products, found._sums = state["products"].clone(), state["sums"].clone()
         found._variances, found._axes, found._centre = state["variances"].clone(), state["axes"].clone(), state["centre"].clone()
         return found
-
-    def _terms(self, states: Tensor) -> Tensor:
-        """A one, the latents, and the products of pairs, ``(M, P)``."""
-        return torch.cat([torch.ones_like(states[:, :1]), states, states[:, self._one] * states[:, self._other]], 1)
 
 
 class ApproximateLikelihoods(NamedTuple):
@@ -164,7 +161,7 @@ class ApproximateLikelihoods(NamedTuple):
         return self.observed.unsqueeze(1) - states @ self.linear - 0.5 * among
 
 
-def _principal_axes(values: Tensor, rank: int) -> Tensor:
+def principal_axes(values: Tensor, rank: int) -> Tensor:
     """The first principal axes of values ``(M, D)``, ``(D, R)``."""
     some = values - values.mean(0)
     number = min(rank, *some.shape)

@@ -89,12 +89,9 @@ class LearnedFlips(AffinitySearch):
         # Every latent may be flipped, so that every state can be reached.
         disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=0.02)
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))
-        children[:, 0] = self._predicted(batch, prediction)
+        # One is drawn from the predicted marginals.
+        children[:, 0] = batch.space.pack((ops.uniform(shape=prediction.shape[1:], **batch.draws(self.generator)) < prediction).long())
         return batch.scored(children)
-
-    def _predicted(self, batch: SearchBatch, prediction: Tensor) -> Tensor:
-        """States ``(N, W)`` drawn from the predicted marginals."""
-        return batch.space.pack((ops.uniform(shape=prediction.shape[1:], **batch.draws(self.generator)) < prediction).long())
 
     def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
         """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""

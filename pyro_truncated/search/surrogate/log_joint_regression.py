@@ -126,10 +126,14 @@ class LogJointRegression:
 
     def fit(self, trials: Trials, iterations: int = 8) -> None:
         r"""Steps towards the shared effects of these trials, and towards :math:`\tau`."""
-        self._compare(trials)
+        change = max(trials.change_of_flip() or self.change or _FLIP, _LEAST)
+        if self.change == 0:
+            self.variance = torch.full_like(self.variance, max(_OWN * change, _LEAST) ** 2)
+        self.change = max(self.change, change)
         belief = Belief(trials, self)
         found = list(self.effects)
-        residual = _less(belief.transposed(trials.target), self._normal(belief, self.effects))
+        normal = self._normal(belief, self.effects)
+        residual = [value - image for value, image in zip(belief.transposed(trials.target), normal, strict=True)]
         scale = self._diagonal(belief)
         direction = ready = [r / s for r, s in zip(residual, scale, strict=True)]
         length = first = _dot(residual, ready)
@@ -161,13 +165,6 @@ class LogJointRegression:
         regression.effects = Effects(state["linear"].clone(), state["pairs"].clone())
         regression.variance, regression.change = state["variance"].clone(), float(state["change"])
         return regression
-
-    def _compare(self, trials: Trials) -> None:
-        """Learns the change of a flip and the first own deviations."""
-        change = max(trials.change_of_flip() or self.change or _FLIP, _LEAST)
-        if self.change == 0:
-            self.variance = torch.full_like(self.variance, max(_OWN * change, _LEAST) ** 2)
-        self.change = max(self.change, change)
 
     def _ridge(self) -> float:
         return (_SHARED * self.change) ** -2
@@ -255,10 +252,6 @@ def _products(states: Tensor, weight: Tensor) -> Tensor:
     flat = states.flatten(0, 1)
     products: Tensor = 0.5 * flat.mT @ (flat * weight.flatten().unsqueeze(-1))
     return products
-
-
-def _less(one: Effects, other: list[Tensor]) -> list[Tensor]:
-    return [a - b for a, b in zip(one, other, strict=True)]
 
 
 def _dot(one: list[Tensor], other: list[Tensor]) -> Tensor:

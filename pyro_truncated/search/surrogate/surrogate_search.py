@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch, flat_observations
 from pyro_truncated.search.sampling import drawn_by_weight
-from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations
+from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations, principal_axes
 from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, Belief, LogJointRegression, Trials
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.population import Population
@@ -150,7 +150,10 @@ class SurrogateSearch(Search):
         if likelihoods is None:
             found = batch.scored(batch.space.pack(functions.best_unseen(functions.climbed(start), scored.space, scored.words).long()))
         else:
-            children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], self._of_others(trials, batch)], 1))
+            # Half of the children start from another data point's best state.
+            uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
+            others = trials.best[(uniform.double() * len(trials.best)).long(), 0]
+            children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], others], 1))
             found = self._scored_and_learned(children, batch)
             self._surprise = _surprise(likelihoods, trials, children.double(), found.log_joint)
         self._scored = scored.with_more(found)
@@ -227,11 +230,6 @@ class SurrogateSearch(Search):
             self.expected.take(moments, batch.space)
         return self.expected.likelihoods(observations)
 
-    def _of_others(self, trials: Trials, batch: SearchBatch) -> Tensor:
-        """Returns another data point's best state for half of the children."""
-        uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
-        return trials.best[(uniform.double() * len(trials.best)).long(), 0]
-
     def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
         """Returns the best unscored states near optima reached from a start."""
         assert self._scored is not None
@@ -271,8 +269,7 @@ class PrincipalComponents(NamedTuple):
         """Those of inputs ``(n, D)``."""
         centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         known = torch.where(inputs.isnan(), centre, inputs) - centre
-        axes = torch.linalg.svd(known, full_matrices=False)[2]
-        components = cls(centre, axes[: min(rank, max(1, len(inputs) // 2))].mT)
+        components = cls(centre, principal_axes(known, min(rank, max(1, len(inputs) // 2))))
         scale = components(inputs)[:, :-1].square().mean().sqrt()
         return components._replace(axes=components.axes / torch.where(scale > 0, scale, 1.0))
 
