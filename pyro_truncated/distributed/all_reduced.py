@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.owned_rows import ending_together, is_left_to_owners
-from pyro_truncated.distributed.shards import portion_of
+from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.utils.console import Described
 
 # SVI shows its optimiser to nobody.
@@ -131,16 +131,11 @@ class SummedELBO(Described, ELBO):
         """
         with ending_together((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
-            scaled = own * (world.size() if _is_part(args, kwargs) else 1)
+            scaled = own * (world.size() if is_spread(args, dict(kwargs)) else 1)
             return scaled + (self._total(float(own.detach()), args, kwargs) - scaled.detach())
 
     def _total(self, own: float, args: Any, kwargs: Any) -> float:
-        return float(world.add([torch.tensor(own, dtype=torch.float64)])[0]) if _is_part(args, kwargs) else own
+        return float(world.add([torch.tensor(own, dtype=torch.float64)])[0]) if is_spread(args, dict(kwargs)) else own
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
-
-
-def _is_part(args: Any, kwargs: Any) -> bool:
-    portion = portion_of((args, dict(kwargs)))
-    return portion is not None and portion.is_part

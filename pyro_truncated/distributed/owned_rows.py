@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.shards import Portion, Shard, portion_of
+from pyro_truncated.distributed.shards import Portion, Shard, is_spread
 
 _left: Any = WeakIdKeyDictionary()
 
@@ -56,7 +56,7 @@ def rows_of_owners(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
 
 def rows_of_everyone(own: Tensor, y: Any) -> Tensor:
     """Gathers rows of all processes in order, unless data are whole."""
-    return torch.cat(world.gather(own.detach().clone())) if isinstance(y, Shard) and y.portion.is_part else own
+    return torch.cat(world.gather(own.detach().clone())) if is_spread(y) else own
 
 
 def as_shard_of(values: Tensor, y: Any) -> Tensor:
@@ -76,8 +76,7 @@ def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
 
 def ending_together(arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors end all processes, if arguments hold shards."""
-    portion = portion_of(arguments)
-    return world.failing_together() if portion is not None and portion.is_part else nullcontext()
+    return world.failing_together() if is_spread(arguments) else nullcontext()
 
 
 class _RowsOfOwners(Function):

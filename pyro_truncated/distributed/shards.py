@@ -175,6 +175,12 @@ def portion_of(arguments: Any) -> Portion | None:
     return next(iter(found), None)
 
 
+def is_spread(*arguments: Any) -> bool:
+    """Whether other processes hold more rows of shards among arguments."""
+    portion = portion_of(arguments)
+    return portion is not None and portion.is_part
+
+
 def total_rows(y: Any) -> int:
     """The number of data points that all processes have.
 

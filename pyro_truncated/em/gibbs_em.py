@@ -13,9 +13,9 @@ from pyro.infer.enum import get_importance_trace
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_truncated.distributed import world
 from pyro_truncated.distributed.launch import start_as_first
-from pyro_truncated.distributed.shards import draw_alike, portion_of, positions_of, sums_of, total_rows
+from pyro_truncated.distributed.owned_rows import ending_together
+from pyro_truncated.distributed.shards import draw_alike, is_spread, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.ops import draw_seed, soon, together
@@ -106,9 +106,8 @@ class GibbsEM(ELBO):
         closed_form = ClosedForm.driving(model)
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
-        portion = portion_of(y)
-        is_part = portion is not None and portion.is_part
-        with world.failing_together() if is_part else nullcontext():
+        with ending_together(y):
+            is_part = is_spread(y)
             if is_part and self._known_guide is not guide:
                 start_as_first(model, guide, self.search)
                 draw_alike(self.generator)

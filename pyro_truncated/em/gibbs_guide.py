@@ -13,7 +13,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed.shards import portion_of, positions_of
+from pyro_truncated.distributed.shards import is_spread, portion_of, positions_of
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
@@ -249,7 +249,7 @@ class GibbsGuide(PyroModule):
             self.probabilities[rows].clone(),
             is_new,
             first_position=0 if portion is None else portion.first,
-            is_spread=portion is not None and portion.is_part,
+            is_spread=is_spread(y),
         )
 
     def _prepare(self, y: Tensor, num_selected: int, num_draws: int, is_whole: bool, generator: torch.Generator | None) -> None:

@@ -91,7 +91,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
         self._visits = self._first_position = 0
-        self._is_spread = self._has_fitted = False
+        self._is_spread = self._has_drawn = False
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
@@ -103,9 +103,6 @@ class PlaceRegression(LearnedAffinity[Candidates]):
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))
-
-    def _has_drawn(self) -> bool:
-        return self._has_fitted
 
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> Candidates:
         assert self._influence is not None
@@ -157,8 +154,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         if self.regression is None:
             self._images, self._first_position, self._is_spread = data, batch.first_position, batch.is_spread
             self.regression = self._new_regression()
-        self._has_fitted = self._visits % self.refit_every == 0
-        if self._has_fitted:
+        self._has_drawn = self._visits % self.refit_every == 0
+        if self._has_drawn:
             self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))
             self._influence = None
         self._visits += 1

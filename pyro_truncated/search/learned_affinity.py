@@ -37,6 +37,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     regression: LeaveOneOutRegression | None
     _is_of_new_data: bool
+    # Whether it drew a seed when it took in the last batch.
+    _has_drawn: bool = True
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -121,14 +123,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """Predicts met data points, or those of which it could not learn."""
         if not self._has_met or (batch.is_new and not self._is_of_new_data):
             return self._predict_new(data)
-        if self._has_drawn():
+        if self._has_drawn:
             # The seed that it has fitted with: what comes after it is drawn as if it had learned here.
             ops.draw_seed(batch.source(self.generator))
         return self._predict_known(data, batch)
-
-    def _has_drawn(self) -> bool:
-        """Whether it drew a seed when it took in the last batch."""
-        return True
 
     @abc.abstractmethod
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> T:

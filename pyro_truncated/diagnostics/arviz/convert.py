@@ -27,8 +27,9 @@ from pyro_truncated.diagnostics.arviz.dataset import (
     without_labels,
 )
 from pyro_truncated.diagnostics.arviz.draws import Draws, conditional_likelihoods, draw, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.truncation.scoring import gathered, is_spread
+from pyro_truncated.diagnostics.truncation.scoring import gathered
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.isolation import spare_random_numbers

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
-from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_spread, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, plain, scored_populations
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population

@@ -18,7 +18,8 @@ from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_ev
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
 from pyro_truncated.diagnostics.truncation.product_report import ProductReport, check_product
-from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_on_product, is_spread, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_on_product, plain, scored_populations
+from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.search import Search
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.shards import Shard, portion_of
+from pyro_truncated.distributed.shards import Shard
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import rescored_over_draws
 from pyro_truncated.program.call import Call
@@ -97,12 +97,6 @@ class AllData:
     guide: AutoTruncated
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-
-def is_spread(*arguments: Any) -> bool:
-    """Whether a model's data are a shard of several processes' data."""
-    portion = portion_of(arguments)
-    return portion is not None and portion.is_part
 
 
 def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:

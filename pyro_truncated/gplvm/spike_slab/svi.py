@@ -14,8 +14,9 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.shards import draw_alike, portion_of, sums_of
-from pyro_truncated.distributed.world import agree, failing_together
+from pyro_truncated.distributed.owned_rows import ending_together
+from pyro_truncated.distributed.shards import draw_alike, is_spread, portion_of, sums_of
+from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
@@ -45,12 +46,6 @@ class Minibatch:
     scale: float
     share: float = 1.0
     total: Callable[[Sequence[Tensor]], list[Tensor]] = list
-
-
-def is_part(views: Sequence[Tensor]) -> bool:
-    """Whether other processes have the rest of the data."""
-    portion = portion_of(views)
-    return portion is not None and portion.is_part
 
 
 def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
@@ -212,8 +207,8 @@ def fit_minibatches(
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []
-    with failing_together() if is_part(views) else nullcontext():
-        if is_part(views):
+    with ending_together(views):
+        if is_spread(views):
             model.load_state_dict(agree(model.state_dict()))
             draw_alike(generator)
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
@@ -230,7 +225,7 @@ def fit_minibatches(
                 estimates.append(_step(model, batch, views, rate * decay, optimizer))
             if callback is not None:
                 callback(step, estimates[-1])
-        if is_part(views):
+        if is_spread(views):
             latents_of_owners(model, views)
     return estimates
 
