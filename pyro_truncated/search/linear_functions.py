@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,20 +14,46 @@ from pyro_truncated.ops.component_sums import as_integers, check_below
 from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
 from pyro_truncated.utils.counts import check_count
 
-# Up to so many functions, and for fewer data points per function, all are looked at.
-_FEW, _ROWS_PER_FUNCTION = 3000, 10
-# Of the rest: the groups that are looked at first, and at most; the neighbours of each function; and of how many of the best functions
-# these are looked at, and of how many where the best is known.
-_FIRST, _LOOKED_AT, _NEIGHBOURS, _DEPTH, _DEPTH_WHERE_KNOWN = 2, 16, 32, 2, 1
-# Of the data points so many parts, but no smaller ones, look further in turn, until of a part fewer than this share gains. Where of the
-# first data points, such a part of a block, most have looked further, all others look at all these groups at once.
-_PARTS, _SMALLEST, _GAINING, _FIRST_PART, _MOST_LOOKED = 32, 256, 0.02, 8, 0.5
-# Neighbours are looked for in more groups, once for all data; everywhere if these groups are more than a share of all.
-_LOOKED_AT_FOR_NEIGHBOURS, _MOST = 60, 0.3
-_ROWS = 2**14
 # Values and numbers of functions, ``(N, S)`` both.
 Found = tuple[Tensor, Tensor]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much :class:`LinearFunctions` looks at.
+
+    Attributes:
+        few: number of functions up to which all are looked at.
+        rows_per_function: data points per function below which all are looked at.
+        first_groups: groups that are looked at first.
+        groups: groups that are looked at for data points whose largest function is low.
+        neighbours: functions that are largest where a function belongs, of each.
+        depth: how many of the best functions have their neighbours looked at.
+        depth_where_known: the same where the best function is known.
+        parts: parts of a block of data points that look further in turn.
+        smallest_part: data points of a part at least.
+        gaining: share of a part that must gain, for the next one to look further.
+        first_part: the first data points are this part of a block.
+        most_looked: share of these that look further above which all others look at all groups at once.
+        groups_for_neighbours: groups in which neighbours are looked for.
+        most_groups: share of all groups above which neighbours are looked for everywhere.
+    """
+
+    few: int = 3000
+    rows_per_function: int = 10
+    first_groups: int = 2
+    groups: int = 16
+    neighbours: int = 32
+    depth: int = 2
+    depth_where_known: int = 1
+    parts: int = 32
+    smallest_part: int = 256
+    gaining: float = 0.02
+    first_part: int = 8
+    most_looked: float = 0.5
+    groups_for_neighbours: int = 60
+    most_groups: float = 0.3
 
 
 class LinearFunctions:
@@ -59,10 +87,13 @@ class LinearFunctions:
 
     Attributes:
         are_few: whether all are looked at, so that it is no use to know large ones.
+        EFFORT: how much is looked at, in numbers.
 
     Raises:
         ValueError: if there are no functions, coefficients and features have different shapes, or the number of data points is negative.
     """
+
+    EFFORT: ClassVar[Effort] = Effort()
 
     def __init__(
         self,
@@ -79,7 +110,7 @@ class LinearFunctions:
         self.coefficients, self.features = coefficients, features
         self._find_group, self._find_offset = group, offset
         self._looks_at_all: bool | None = None
-        self.are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
+        self.are_few = len(coefficients) <= self.EFFORT.few or num_data < self.EFFORT.rows_per_function * len(coefficients)
 
     def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
         """Returns the ``number`` largest functions at features ``(N, F)``.
@@ -108,7 +139,7 @@ class LinearFunctions:
         first = self._of_first_groups(features, number)
         is_held = (known == first[1][:, :1]).any(1)
         held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
-        index[held] = self._walked(features[held], _of(first, held), _DEPTH_WHERE_KNOWN, known[held])[1]
+        index[held] = self._walked(features[held], _of(first, held), self.EFFORT.depth_where_known, known[held])[1]
         index[lacking], _ = self._sought(features[lacking], _of(first, lacking), known[lacking])
         return index
 
@@ -129,12 +160,12 @@ class LinearFunctions:
         The first data points decide how to search.
         """
         if self._looks_at_all is None:
-            some, rest = features.tensor_split([max(_SMALLEST, len(features) // _FIRST_PART)])
+            some, rest = features.tensor_split([max(self.EFFORT.smallest_part, len(features) // self.EFFORT.first_part)])
             index, share = self._sought(some, self._of_first_groups(some, number))
-            self._looks_at_all = share > _MOST_LOOKED if len(rest) else None
+            self._looks_at_all = share > self.EFFORT.most_looked if len(rest) else None
             return torch.cat([index, self._found(rest, number)]) if len(rest) else index
         if self._looks_at_all:
-            return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH)[1]
+            return self._walked(features, self._of_groups(features, number, self.EFFORT.groups), self.EFFORT.depth)[1]
         return self._sought(features, self._of_first_groups(features, number))[0]
 
     def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
@@ -142,15 +173,15 @@ class LinearFunctions:
 
         Also returns the share that took more groups.
         """
-        value, index = self._walked(features, first, _DEPTH, known)
+        value, index = self._walked(features, first, self.EFFORT.depth, known)
         offset, looked = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
-        for rows in order.split(max(_SMALLEST, -(-len(order) // _PARTS))):
+        for rows in order.split(max(self.EFFORT.smallest_part, -(-len(order) // self.EFFORT.parts))):
             best, some = index[rows, 0], features[rows]
-            more = self._of_groups(some, first[1].shape[1], _LOOKED_AT)
-            index[rows] = self._walked(some, more, _DEPTH, index[rows])[1]
+            more = self._of_groups(some, first[1].shape[1], self.EFFORT.groups)
+            index[rows] = self._walked(some, more, self.EFFORT.depth, index[rows])[1]
             looked += len(rows)
-            if (index[rows, 0] != best).sum() < _GAINING * len(rows):
+            if (index[rows, 0] != best).sum() < self.EFFORT.gaining * len(rows):
                 break
         return index, looked / max(1, len(order))
 
@@ -160,13 +191,13 @@ class LinearFunctions:
     def _are_apart(self, number: int) -> bool:
         """Whether the searched groups leave most functions out, yet hold enough."""
         sizes = self._sizes.sort().values
-        looked_at = min(_LOOKED_AT, len(sizes))
-        return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
+        looked_at = min(self.EFFORT.groups, len(sizes))
+        return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, self.EFFORT.neighbours)))
 
     def _of_first_groups(self, features: Tensor, number: int) -> Found:
         """Searches two groups, or as many as surely hold enough functions."""
         too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
-        return self._of_groups(features, number, max(_FIRST, too_few + 1))
+        return self._of_groups(features, number, max(self.EFFORT.first_groups, too_few + 1))
 
     def _of_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
         """The largest of the groups that are largest on average."""
@@ -196,10 +227,10 @@ class LinearFunctions:
     @functools.cached_property
     def _neighbours(self) -> Tensor:
         """What is largest where each function belongs, ``(K, W)``."""
-        if _MOST * len(self._sizes) < _LOOKED_AT_FOR_NEIGHBOURS:
-            return largest_of_all(self.features, self.coefficients, _NEIGHBOURS)[1]
-        parts = self.features.split(_ROWS)
-        return torch.cat([self._of_groups(some, _NEIGHBOURS, _LOOKED_AT_FOR_NEIGHBOURS)[1] for some in parts])
+        if self.EFFORT.most_groups * len(self._sizes) < self.EFFORT.groups_for_neighbours:
+            return largest_of_all(self.features, self.coefficients, self.EFFORT.neighbours)[1]
+        parts = self.features.split(2**14)
+        return torch.cat([self._of_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 
 def _of(found: Found, rows: Tensor) -> Found:

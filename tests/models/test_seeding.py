@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.models import GaussianMixture, seeding
 from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
-from pyro_truncated.search import LinearFunctions, linear_functions
+from pyro_truncated.search import LinearFunctions
 from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
@@ -132,8 +133,7 @@ def test_the_rows_for_a_thousand_components_are_drawn_one_by_one(monkeypatch: py
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand functions are looked for in groups, for any number of data."""
-    monkeypatch.setattr(linear_functions, "_FEW", 1000)
-    monkeypatch.setattr(linear_functions, "_ROWS_PER_FUNCTION", 0)
+    monkeypatch.setattr(LinearFunctions, "EFFORT", dataclasses.replace(LinearFunctions.EFFORT, few=1000, rows_per_function=0))
 
 
 @pytest.mark.usefixtures("few_are_many")
@@ -199,7 +199,7 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
     missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert 0 < sum(looked) < 3000
-    monkeypatch.setattr(linear_functions, "_LOOKED_AT", 2)
+    monkeypatch.setattr(LinearFunctions, "EFFORT", dataclasses.replace(LinearFunctions.EFFORT, groups=2))
     missed_before = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert missed_before > 30
     assert missed < missed_before / 4

@@ -13,9 +13,6 @@ from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import blocks_of_rows
 
-# Ridges, in numbers of states that say something of an effect: that of pairs, and that of latents and of the constant.
-_RIDGE, _RIDGE_OF_LATENTS = 0.5, 0.05
-
 
 class ExpectedObservations:
     r"""Regresses means of observations on binary states, for all data points.
@@ -84,8 +81,9 @@ class ExpectedObservations:
         """Those of data points with these observations ``(n, D)``."""
         axes = self._axes / self.scale.unsqueeze(1)
         if self._effects is None:
-            ridge = torch.full_like(self._products[0], _RIDGE)
-            ridge[: 1 + self.num_latents] = _RIDGE_OF_LATENTS
+            # In numbers of states that say something of an effect.
+            ridge = torch.full_like(self._products[0], 0.5)
+            ridge[: 1 + self.num_latents] = 0.05
             factor = torch.linalg.cholesky(self._products + torch.diag(ridge))
             self._effects = torch.cholesky_solve(self._sums @ axes, factor)
         effects = self._effects

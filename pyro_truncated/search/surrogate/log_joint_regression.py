@@ -9,13 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Deviation of a score from the quadratic function, in nats, and its share in how far the score lies below the best one.
-_NOISE, _SHARE = 1.0, 0.4
-# Deviations of a data point's own effects before anything is known, the most that they become, and those of shared effects: all in what a
-# flip changes. The least that the first become, in nats.
-_OWN, _MOST, _SHARED, _LEAST = 0.5, 4.0, 0.16, 1.0
-# What a flip changes, in nats, where no two scores show it; scores further below the best one are of impossible states.
-_FLIP, IMPOSSIBLE = 200.0, 1e20
+# Nats below the best score beyond which a state is impossible.
+IMPOSSIBLE = 1e20
+# The least deviation of a data point's own effects, in nats.
+_LEAST = 1.0
 
 
 class Effects(NamedTuple):
@@ -54,7 +51,7 @@ class Trials:
         put(self, "gap", best - self.log_joint)
         put(self, "target", -self.gap if self.explained is None else self.explained.gather(1, at) - self.explained - self.gap)
         put(self, "steps", self.states - self.best)
-        put(self, "variance", _NOISE**2 + (_SHARE * self.gap).square())
+        put(self, "variance", 1.0 + (0.4 * self.gap).square())
 
     best: Tensor = dataclasses.field(init=False)
     gap: Tensor = dataclasses.field(init=False)
@@ -126,9 +123,10 @@ class LogJointRegression:
 
     def fit(self, trials: Trials, iterations: int = 8) -> None:
         r"""Steps towards the shared effects of these trials, and towards :math:`\tau`."""
-        change = max(trials.change_of_flip() or self.change or _FLIP, _LEAST)
+        # Where no two scores show what a flip changes, 200 nats.
+        change = max(trials.change_of_flip() or self.change or 200.0, _LEAST)
         if self.change == 0:
-            self.variance = torch.full_like(self.variance, max(_OWN * change, _LEAST) ** 2)
+            self.variance = torch.full_like(self.variance, max(0.5 * change, _LEAST) ** 2)
         self.change = max(self.change, change)
         belief = Belief(trials, self)
         found = list(self.effects)
@@ -150,7 +148,7 @@ class LogJointRegression:
             direction = [r + length / before * d for r, d in zip(ready, direction, strict=True)]
         self.effects = belief.effects = Effects(*found)
         squares = self._inflation(trials) * belief.mean_squares()
-        self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2, max=(_MOST * self.change) ** 2)
+        self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2, max=(4.0 * self.change) ** 2)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that was learned."""
@@ -167,7 +165,7 @@ class LogJointRegression:
         return regression
 
     def _ridge(self) -> float:
-        return (_SHARED * self.change) ** -2
+        return (0.16 * self.change) ** -2
 
     def _inflation(self, trials: Trials) -> Tensor:
         """Returns the factors ``(H,)`` for fitted shared effects."""
