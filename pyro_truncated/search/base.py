@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -159,7 +159,12 @@ class Search(Described, Stateful, abc.ABC):
         >>> y = linear_bars(20, 4, mean_active=2.0).data
         >>> model = BinarySparseCoding(16, 8).initialize(y)
         >>> guide = AutoTruncated(model, num_states=16).infer(y, Neighbours() + EvolutionarySearch(4, 3), steps=2)
+
+    Attributes:
+        binary_only: whether it refuses latents of more than two values.
     """
+
+    binary_only: ClassVar[bool] = False
 
     @property
     def takes_activity(self) -> bool:
@@ -186,6 +191,8 @@ class Search(Described, Stateful, abc.ABC):
         Raises:
             ValueError: naming the search and the space.
         """
+        if self.binary_only and not space.is_binary:
+            raise ValueError(f"{type(self).__name__} is for binary latents; the model has {space}")
 
     def meet(self, batch: SearchBatch) -> None:
         """Learns from shards of data, once for all; every process calls it.

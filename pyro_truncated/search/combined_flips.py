@@ -9,7 +9,6 @@ from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import options_of
 from pyro_truncated.states.population import Population, join
-from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
@@ -46,14 +45,11 @@ class CombinedFlips(Search):
         ValueError: if a number is no positive integer; when searching, if a latent has more than two values.
     """
 
+    binary_only = True
+
     @names_arguments
     def __init__(self, num_selected: int = 6, rounds: int = 2) -> None:
         self.num_selected, self.rounds = check_count("num_selected", num_selected), check_count("rounds", rounds)
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses latents of more than two values."""
-        if not space.is_binary:
-            raise ValueError(f"CombinedFlips is for binary latents; the model has {space}")
 
     def most_proposed(self, num_states: int) -> int:
         """All combinations of all rounds."""

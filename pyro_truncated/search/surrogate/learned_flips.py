@@ -15,7 +15,6 @@ from pyro_truncated.search.gp_select import RegressionAffinity
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.search.sampling import drawn_by_weight
 from pyro_truncated.states.population import Population
-from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
@@ -57,6 +56,7 @@ class LearnedFlips(AffinitySearch):
     """
 
     affinity: RegressionAffinity
+    binary_only = True
 
     @names_arguments
     def __init__(
@@ -76,11 +76,6 @@ class LearnedFlips(AffinitySearch):
         self.mean_flips = mean_flips
         self.generator = generator
         self.affinity = RegressionAffinity(kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, generator=generator)
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses latents of more than two values."""
-        if not space.is_binary:
-            raise ValueError(f"LearnedFlips is for binary latents; the model has {space}")
 
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``; repetitions are possible."""

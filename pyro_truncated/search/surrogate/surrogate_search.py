@@ -85,6 +85,7 @@ class SurrogateSearch(Search):
     """
 
     MAX_LATENTS: ClassVar[int] = 64
+    binary_only = True
 
     @names_arguments
     def __init__(
@@ -115,11 +116,6 @@ class SurrogateSearch(Search):
     def takes_moments(self) -> bool:
         """Whether moments help: few enough latents, and likelihoods not found wrong."""
         return not self._is_misled and all(len(known.variance) <= self.MAX_LATENTS for known in self.regressions.values())
-
-    def check_space(self, space: StateSpace) -> None:
-        """Refuses latents of more than two values."""
-        if not space.is_binary:
-            raise ValueError(f"SurrogateSearch is for binary latents; the model has {space}")
 
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``."""
