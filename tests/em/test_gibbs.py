@@ -97,7 +97,7 @@ def test_gp_select_regresses_on_the_marginals() -> None:
     guide.update_(search, y)
     marginals = guide.marginals().clone()
     guide.update_(search, y)
-    torch.testing.assert_close(search.affinity._memory.marginals, marginals)
+    torch.testing.assert_close(search.affinity.state_dict()["memory"]["rows"]["marginals"], marginals)
 
 
 def test_singletons_are_scored_exactly_and_others_refused() -> None:

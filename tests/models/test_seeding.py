@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.models import GaussianMixture, seeding
 from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import LinearFunctions, linear_functions
 from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
@@ -190,13 +190,13 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
-    nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], LinearFunctions._of_groups
+    nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], linear_functions.largest_of_groups
 
-    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
-        looked.append(len(features) * (looked_at == 16))
-        return of_groups(self, features, number, looked_at)
+    def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
+        looked.append(len(features) * (asked.shape[1] == 16))
+        return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
+    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
     missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert 0 < sum(looked) < 3000
     monkeypatch.setattr(LinearFunctions, "EFFORT", dataclasses.replace(LinearFunctions.EFFORT, groups=2))
@@ -212,13 +212,13 @@ def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
-    looked, of_groups = [], LinearFunctions._of_groups
+    looked, of_groups = [], linear_functions.largest_of_groups
 
-    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
-        looked.append((looked_at, len(features)))
-        return of_groups(self, features, number, looked_at)
+    def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
+        looked.append((asked.shape[1], len(features)))
+        return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
+    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
     functions.largest(features, 4)
     # The first 750 data points try it, two groups first.
     assert looked[0] == (2, 750)
@@ -233,13 +233,13 @@ def test_small_groups_are_looked_at_in_such_numbers_that_they_have_enough_functi
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     # Groups of 2, 3 and 4 functions, and of some 30.
     group = torch.cat([torch.repeat_interleave(torch.arange(3), torch.tensor([2, 3, 4])), 3 + torch.arange(1491) % 50])
-    looked, of_groups = [], LinearFunctions._of_groups
+    looked, of_groups = [], linear_functions.largest_of_groups
 
-    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
-        looked.append(looked_at)
-        return of_groups(self, features, number, looked_at)
+    def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
+        looked.append(asked.shape[1])
+        return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
+    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
     functions = LinearFunctions(coefficients, own, lambda: group, 300)
     found = functions.largest(own[:300], 8, torch.arange(8).repeat(300, 1))
     assert looked[0] == 3

@@ -318,7 +318,8 @@ def test_regression_serves_new_images_and_refuses_to_start_with_a_part() -> None
     with pytest.raises(ValueError, match="learns from a batch of all data in order"):
         fresh(part)
     fresh(batch)
-    targets = fresh._targets.to_dense().double()
+    learned = fresh.state_dict()["memory"]["targets"]
+    targets = torch.sparse_coo_tensor(learned["entries"], learned["values"], learned["shape"]).to_dense().double()
     found = fresh(part)
     expected = fresh.regression.predict(batch.observations["y"][:5].flatten(1), targets)[0].reshape(5, NUM_OBJECTS, NUM_PLACES)
     torch.testing.assert_close(found.scores[..., 0].double(), expected.max(-1).values, rtol=1e-3, atol=1e-4)
@@ -334,7 +335,7 @@ def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() ->
     assert affinity.regression is learned
     affinity(SearchBatch(batch.population, batch.score, shuffled))
     assert affinity.regression is not learned
-    assert torch.equal(affinity._images, shuffled["y"])
+    assert torch.equal(affinity.state_dict()["memory"]["rows"]["images"], shuffled["y"])
     PlacementSelection(RefinedPlaces(affinity, PlaceScan(lambda: None, canvas), 2), 2).forget()
     assert affinity.regression is None
 
@@ -367,7 +368,7 @@ def test_regression_goes_on_learning_from_new_images_if_it_knows_no_others() -> 
     affinity(new)
     emptied = Population(batch.space, torch.zeros_like(batch.population.words), batch.population.log_joint)
     affinity(SearchBatch(emptied, batch.score, batch.observations, is_new=True))
-    assert affinity._targets._nnz() == 0
+    assert not len(affinity.state_dict()["memory"]["targets"]["values"])
 
 
 def test_in_sample_predictions_mostly_repeat_the_posteriors() -> None:
