@@ -143,7 +143,7 @@ def _level_of_windows(windows: Tensor, level: float) -> float:
         Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
     """
     points = windows.flatten(1).double()
-    texture, limit = _texture(windows).double(), _limit(windows)
+    texture, limit = texture_of(windows).double(), _limit(windows)
     for _ in range(_STEPS):
         flat = points[texture < limit * level**2]
         if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
@@ -153,7 +153,7 @@ def _level_of_windows(windows: Tensor, level: float) -> float:
     return level
 
 
-def _texture(windows: Tensor) -> Tensor:
+def texture_of(windows: Tensor) -> Tensor:
     """The squared differences of neighbours in windows ``(N, *sides)``, added up."""
     differences = (windows.diff(dim=dim).square().flatten(1).sum(1) for dim in range(1, windows.dim()))
     return torch.stack(list(differences)).sum(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.restoration.channels import root_mean_square
-from pyro_truncated.restoration.first_guesses import deviation, noise_level, whole_windows
+from pyro_truncated.restoration.first_guesses import deviation, noise_level, texture_of, whole_windows
 
 # The offset of Anscombe's transform, and what is below the transformed zero.
 OFFSET = 3 / 8
@@ -25,10 +25,13 @@ MIN_STABLE, MAX_STABLE = 0.7, 1.5
 MANY_PHOTONS = 4.0
 
 # Classes of brightness between which noise is compared, and the share of all windows in each, at least that many.
-NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE = 4, 0.02, 150, 0.01
+NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE, QUANTILE_OF_TEXTURE = 4, 0.02, 150, 0.01, 0.1
 # Noise that grows by these ratios, from the first and from the second class on, follows the brightness; of clipped noise the second
 # stays near one.
 MIN_GROWTH, MIN_GROWTH_FROM_SECOND = 1.5, 1.2
+# Of counts the brightest class has this many times the mean of the darkest at least, and their stabilised noise differs by this ratio
+# at most; equal noise would fall to 0.58.
+MIN_RATIO_OF_BRIGHTNESS, MIN_RATIO_OF_STABLE = 3.0, 0.75
 # Noise below this share of the signal's deviation is not told from fine texture.
 MIN_SHARE_OF_SIGNAL = 0.05
 
@@ -96,12 +99,18 @@ def gain_of(counts: Tensor) -> float:
         raise ValueError(
             f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: take nothing off before, or give a level"
         )
+    return _gain(counts) or 1.0
+
+
+def _gain(counts: Tensor) -> float | None:
+    """Returns one for whole numbers, else the least distance of values that are all its multiples, or ``None``."""
+    values = counts[~counts.isnan()].double()
     if bool((values == values.round()).all()):
         return 1.0
     levels = torch.cat([values.new_zeros(1), values]).unique()
     gain = float(levels.diff().min())
     multiples = levels / gain
-    return gain if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()) else 1.0
+    return gain if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()) else None
 
 
 def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
@@ -117,37 +126,74 @@ def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
             f"noise='poisson' expects photon counts, whose variance is their mean; here it is about {level**2:.3g} times the mean. "
             f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored.",
             VaryingNoiseWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
 def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
     """Warns if the noise grows with the brightness.
 
-    Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class is the root of the mean of the
-    lower quarter of its principal variances.
+    Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
+    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second, single
+    edges in few windows the first.
 
-    Warns: VaryingNoiseWarning: if the brightest class has at least 1.5 times the noise of the
-        darkest, and 1.2 times that of the second.
+    Warns:
+        VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
+            darkest, and a fifth more than in the second. Or if the values are multiples of one
+            number, and have the noise of counts.
     """
-    windows = whole_windows(image / levels, num_dims).flatten(1)
+    found = _classes_of_brightness(image / levels, num_dims)
+    if found is None:
+        return
+    noise, texture = (torch.stack([estimate(part) for part in found]) for estimate in (_principal_noise, _lower_texture))
+    is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
+    if is_large and all(
+        bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
+    ):
+        growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
+        advice = "Of photon counts say noise='poisson'; else make the noise equal first, as by a logarithm."
+    elif is_large and _have_noise_of_counts(image, num_dims):
+        growth, advice = "it is that of photon counts", "Say noise='poisson'."
+    else:
+        return
+    warnings.warn(
+        f"the noise grows with the brightness: {growth}, and one level is taken off everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
+    )
+
+
+def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
+    """Returns windows ``(N, *sides)`` of evenly spaced brightnesses, the darkest first; ``None`` if there are too few."""
+    windows = whole_windows(image, num_dims)
     number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
     if len(windows) < NUM_CLASSES * number:
-        return
-    brightness, order = windows.mean(1).double().sort()
+        return None
+    brightness, order = windows.flatten(1).mean(1).double().sort()
     low, high = brightness[[round(QUANTILE * len(order)), round((1 - QUANTILE) * len(order)) - 1]].tolist()
     middles = torch.searchsorted(brightness, torch.linspace(low, high, NUM_CLASSES).to(brightness))
     starts = (middles - number // 2).clamp(0, len(order) - number).tolist()
-    parts = [windows[order[start : start + number]].double() for start in starts]
-    variances = [torch.linalg.eigvalsh(part.mT.cov())[: windows.shape[1] // 4].mean().clamp(min=0.0) for part in parts]
-    noise = torch.stack(variances).sqrt()
-    if float(noise[-1]) * root_mean_square(levels) < MIN_SHARE_OF_SIGNAL * float(deviation(image)):
-        return
-    if bool(noise[-1] > MIN_GROWTH * noise[0]) and bool(noise[-1] > MIN_GROWTH_FROM_SECOND * noise[1]):
-        warnings.warn(
-            f"the noise grows with the brightness: in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the "
-            "darkest, and one level is taken off everywhere. Of photon counts say noise='poisson'; else make the noise equal first, "
-            "as by a logarithm.",
-            VaryingNoiseWarning,
-            stacklevel=4,
-        )
+    return [windows[order[start : start + number]].double() for start in starts]
+
+
+def _principal_noise(windows: Tensor) -> Tensor:
+    """Returns the root of the mean of the lower quarter of principal variances."""
+    points = windows.flatten(1)
+    return torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
+
+
+def _lower_texture(windows: Tensor) -> Tensor:
+    """Returns the root of the lowest tenth of the squared differences in windows."""
+    return texture_of(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
+
+
+def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
+    """Returns whether values are counts, but for a gain, whose stabilised noise is one where it is dark and where it is bright."""
+    gain = _gain(image)
+    if gain is None or float(image.nan_to_num(0.0).min()) < 0:
+        return False
+    counts = image / gain
+    classes = _classes_of_brightness(counts, num_dims)
+    if classes is None or not MIN_STABLE < noise_level(stabilise(counts), num_dims) < MAX_STABLE:
+        return False
+    dark, bright = classes[0], classes[-1]
+    is_wide = float(bright.mean()) > MIN_RATIO_OF_BRIGHTNESS * float(dark.mean())
+    return is_wide and bool(_principal_noise(stabilise(bright)) > MIN_RATIO_OF_STABLE * _principal_noise(stabilise(dark)))

@@ -83,6 +83,39 @@ def test_noise_that_grows_with_brightness_is_told(kind):
         warn_of_varying_noise(noisy[kind], 2, noise_levels(noisy[kind], 2))
 
 
+def scene(kind: str) -> torch.Tensor:
+    """An image from 5 to 255: ``edges``, whose bright windows nearly all lie at one; ``texture``, rows of leaves in front of a bright sky."""
+    place = torch.arange(96).double() - 47.5
+    rows, columns = place.unsqueeze(1), place
+    if kind == "edges":
+        image = torch.full((96, 96), 5.0).double()
+        image[(rows / 42).square() + (columns / 36).square() < 1] = 65.0
+        image[((rows - 15) / 8).square() + ((columns + 12) / 8).square() < 1] = 225.0
+        return image
+    image = torch.where(rows < 0, 240.0, 60 + 40 * torch.rand(96, 96, generator=generator(5), dtype=torch.float64)) + 0 * columns
+    image[70:] = 14.0
+    return image
+
+
+@pytest.mark.parametrize("kind", ["edges", "texture"])
+@pytest.mark.parametrize("photons", [10, 30])
+def test_counts_of_scenes_with_edges_and_texture_are_told(kind, photons):
+    noisy = torch.poisson(scene(kind) / 255 * photons, generator=generator()) * 255 / photons
+    with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
+        warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))
+
+
+@pytest.mark.parametrize("kind", ["edges", "texture"])
+@pytest.mark.parametrize("level", [0.0, 5.0, 12.0])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_equal_noise_of_scenes_with_edges_and_texture_is_not_told(kind, level, is_rounded):
+    noisy = 20 + scene(kind) + level * torch.randn(96, 96, generator=generator(), dtype=torch.float64)
+    noisy = noisy.round().clamp(min=0) if is_rounded else noisy
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))
+
+
 @pytest.mark.parametrize("level", [2.0, 10.0])
 def test_equal_noise_is_not_told(level):
     noise = level * torch.randn(64, 64, generator=generator(), dtype=torch.float64)
