@@ -94,7 +94,7 @@ def gain_of(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: take nothing off before, or give a level"
+            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
         )
     if bool((values == values.round()).all()):
         return 1.0
@@ -145,9 +145,8 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
         return
     if bool(noise[-1] > MIN_GROWTH * noise[0]) and bool(noise[-1] > MIN_GROWTH_FROM_SECOND * noise[1]):
         warnings.warn(
-            f"the noise grows with the brightness: in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the "
-            "darkest, and one level is taken off everywhere. Of photon counts say noise='poisson'; else make the noise equal first, "
-            "as by a logarithm.",
+            f"the noise grows with the brightness, to {float(noise[-1] / noise[0]):.1f} times that of the darkest windows, but one level "
+            "is removed everywhere. For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm.",
             VaryingNoiseWarning,
             stacklevel=4,
         )
