@@ -10,7 +10,7 @@ from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
-from pyro_truncated.guide.seen_data import ChangedDataWarning
+from pyro_truncated.guide.data_fingerprint import ChangedDataWarning
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
     if name in _MOVED:
-        warnings.warn(f"{name} is pyro_truncated.extend.{name} since version 0.3", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{name} has moved: import it from pyro_truncated.extend", DeprecationWarning, stacklevel=2)
         value = globals()[name] = getattr(importlib.import_module("pyro_truncated.extend"), name)
         return value
     if name == "__version__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated
-from pyro_truncated.program.nesting import nesting_with_room, room_for_events
+from pyro_truncated.program.plate_nesting import nesting_with_room, room_for_events
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
@@ -210,8 +210,8 @@ class Layout(SiteLayout):
         if not nodes:
             others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
             raise ValueError(
-                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
-                f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
+                f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
+                "the discrete sites in this call, first call guide.setup(*args) with arguments for which it does not."
             )
         refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
         for node in nodes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.restoration.channels import root_mean_square
-from pyro_truncated.restoration.first_guesses import deviation, noise_level, texture_of, whole_windows
+from pyro_truncated.restoration.noise_estimation import deviation, noise_level, texture_of, whole_windows
 
 # The offset of Anscombe's transform, and what is below the transformed zero.
 OFFSET = 3 / 8
@@ -97,7 +97,7 @@ def gain_of(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: take nothing off before, or give a level"
+            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
         )
     return _gain(counts) or 1.0
 
@@ -151,13 +151,13 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
     ):
         growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
-        advice = "Of photon counts say noise='poisson'; else make the noise equal first, as by a logarithm."
+        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
     elif is_large and _have_noise_of_counts(image, num_dims):
-        growth, advice = "it is that of photon counts", "Say noise='poisson'."
+        growth, advice = "it is that of photon counts", "Pass noise='poisson'."
     else:
         return
     warnings.warn(
-        f"the noise grows with the brightness: {growth}, and one level is taken off everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
+        f"the noise grows with the brightness: {growth}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
     )
 
 

@@ -104,9 +104,9 @@ class PlacementSelection(AffinitySearch):
         found = self.affinity(batch)
         expected = (len(batch.population), num_objects)
         if found.scores.shape[:2] != expected or found.places.shape != found.scores.shape or bool(found.scores.isnan().any()):
-            raise ValueError(f"the affinity must return numbers of shape {(*expected, 'C')}; got {tuple(found.scores.shape)}, or NaN")
+            raise ValueError(f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(found.scores.shape)}")
         if self.num_selected > num_objects:
-            raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
+            raise ValueError(f"num_selected must be at most the number of objects, {num_objects}: cannot select {self.num_selected}")
         draws, shape = batch.draws(self.generator), (self.num_selected,)
         scores = found.scores[..., 0]
         number = (self.explore * self.num_selected + ops.uniform(shape=(1,), **draws)).floor()
@@ -116,7 +116,7 @@ class PlacementSelection(AffinitySearch):
         keys, again = ops.uniform(shape=scores.shape[1:], **draws), ops.uniform(shape=shape, **draws)
         lottery = keys.scatter(1, best, again.masked_fill(is_kept, -1.0))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
-        places = ops.take(found.places, objects)
+        places = ops.gather_states(found.places, objects)
         is_random = ops.uniform(shape=shape, **draws) < self.explore_places
         random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
@@ -288,9 +288,9 @@ class PlacementMoves(Search):
         population, space = batch.population, batch.space
         num_places = scene_sizes(space)[1]
         if self.grid[0] * self.grid[1] != num_places:
-            raise ValueError(f"a grid of {self.grid} does not have the {num_places} places of the positions")
+            raise ValueError(f"grid must have as many places as positions have values, {num_places}; got {self.grid}")
         if population.num_states < self.parents:
-            raise ValueError(f"cannot select {self.parents} parents from populations of {population.num_states} states")
+            raise ValueError(f"parents must be at most the states of a population, {population.num_states}: cannot select {self.parents}")
         draws = batch.draws(self.generator)
         chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
         parents = population.take(chosen)
