@@ -196,6 +196,10 @@ class WholeModelGuide(AutoGuide):
         """The nodes of the model's factor graph if each has a set of states, ``None`` if populations hold whole states."""
         return self._product
 
+    def _stored_sets(self) -> list[Tensor]:
+        """The sets of all nodes, where each has one."""
+        raise NotImplementedError
+
     def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer | ChainScorer:
         """A scorer of states for the data points that a call of the model selects.
 
@@ -221,7 +225,7 @@ class WholeModelGuide(AutoGuide):
         if isinstance(self._product, ChainLayout):
             return ChainScorer(call, self._product, values)
         if self._product is not None:
-            return ProductScorer(call, self._product, values)
+            return ProductScorer.on_sets(call, self._product, values, self._stored_sets())
         return LogJoint(
             call,
             self.layout,
