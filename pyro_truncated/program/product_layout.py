@@ -167,7 +167,8 @@ class ProductLayout:
 
         The states lie in the dimension of the group's colour. Nodes with sites of one kind are unpacked together.
         """
-        group, found = self.groups[number], {}
+        group = self.groups[number]
+        found: dict[str, Tensor] = {}
         colour, plates = self.tree.colours[group.nodes[0]], group.layouts[0].spread(sizes, self.layout.depth)
         levels = group.space.unpack(words).unflatten(0, (len(group.nodes), -1)).transpose(1, 2)
         levels = levels.reshape(*levels.shape[:2], *(1,) * colour, *plates, levels.shape[-1])

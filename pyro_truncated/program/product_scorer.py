@@ -62,20 +62,20 @@ class _Known(torch.autograd.Function):
     """A number whose gradient with respect to a tensor is known."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return weight * gradient, None, None
 
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
     """Returns a number as a function of the entries of tables, whose gradient has been computed."""
-    return _Known.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-any-return, no-untyped-call]
+    return _Known.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
 
 
 class ProductScorer(Probe):
