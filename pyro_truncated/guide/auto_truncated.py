@@ -175,6 +175,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """Whether populations of whole states have been loaded."""
         return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 
+    def _stored_sets(self) -> list[Tensor]:
+        return [store.words for store in self.populations.stores]
+
     def _start_product(self, product: ProductLayout | ChainLayout) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyro.poutine as poutine
 import torch
@@ -19,6 +19,7 @@ from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,12 @@ class ProductBatch:
                     f"sizes {sizes}. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
                 )
             own.check_indices(self.scorer.rows_of(number))
-        self.populations.seen.compare(self.scorer)
+        seen, scorer = self.populations.seen, self.scorer
+        if scorer.is_plain or seen.knows(scorer.call):
+            seen.compare(scorer)
+        else:
+            with torch.no_grad(), spare_random_numbers():
+                seen.compare(ProductScorer(scorer.call, scorer.product, scorer.values))
 
     # --- the sets ---
 
@@ -95,21 +101,16 @@ class ProductBatch:
         sets = self.sets()
         return self._populations(sets, self.scorer.messages(sets))
 
-    def _populations(self, sets: list[Tensor], messages: Messages) -> list[Population]:
+    def _populations(self, sets: Sequence[Tensor], messages: Messages) -> list[Population]:
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
         product, scorer = self.scorer.product, self.scorer
-        beliefs = messages.beliefs()
-        evidence = product.evidence_by_node(messages)
-        roots = set(product.roots)
-        found = []
+        beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
         for number, (population, words) in enumerate(zip(self._stored(), sets, strict=True)):
-            rows = []
-            for node in product.groups[number].nodes:
-                log_q = beliefs[node] + messages.weights[node] - evidence[node]
-                log_joint = log_q + evidence[node] if node in roots else log_q
-                log_joint = log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
-                rows.append(product.rows(node, log_joint, scorer.sizes_of(node)))
-            found.append(dataclasses.replace(population, words=words, log_joint=torch.cat(rows)))
+            sizes = scorer.sizes_of(product.groups[number].nodes[0])
+            added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
+            log_q = added + weights - total
+            log_joint = torch.where(product.is_root(number).repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
+            found.append(dataclasses.replace(population, words=words, log_joint=log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)))
         return found
 
     def rescore_(self) -> list[Population]:
@@ -158,16 +159,14 @@ class ProductBatch:
         scorer, sets = self.scorer, self.sets()
         number = particles if scorer.layout.other_latents else 1
         with torch.enable_grad():
-            tables = scorer.tables(sets)
-            weights = scorer.weights(sets)
-            tempered = [(scope, table / temperature) for scope, table in tables] if temperature != 1.0 else tables
-            evidence = scorer.evidence(scorer.product.tree.collect(tempered, weights))
-            outside = self.outside()
-            objective = temperature * scorer.scaled(evidence) + outside
+            tables, weights, outside = scorer.tables(sets), scorer.weights(sets), self.outside()
+            value, messages = scorer.summed(tables, weights, temperature)
+            objective = value + outside
             if objective.requires_grad:
                 (-objective / number).backward()
         with torch.no_grad():
-            messages = scorer.product.tree.collect([(scope, table.detach()) for scope, table in tables], weights)
+            if temperature != 1.0:
+                messages = scorer.product.tree.collect(tables.parts, weights)
             self.populations.store_(self._populations(sets, messages))
             return -float(scorer.scaled(scorer.evidence(messages)) + outside)
 
@@ -190,8 +189,8 @@ class ProductBatch:
         check_search(search)
         self.populations.seen.is_new |= is_new
         with poutine.block():
-            sets = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
-            populations = self._populations(sets, self.scorer.messages(sets))
+            found = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
+            populations = self._populations(found.sets, found.messages)
             self.populations.store_(populations)
         return populations
 

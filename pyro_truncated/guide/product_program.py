@@ -5,7 +5,6 @@ Messages draw a joint state, and the sites are set to it.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -45,8 +44,8 @@ class ProductProgramRun(ProgramRun):
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
-            drawn = product.tree.collect(tables, scorer.weights(sets)).draw(count)
-            dtype = functools.reduce(torch.promote_types, (table.dtype for _, table in tables))
+            drawn = product.tree.collect(tables.parts, scorer.weights(sets)).draw(count)
+            dtype = tables.dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):

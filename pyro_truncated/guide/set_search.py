@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,87 @@ _BLOCKS_PER_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoredSets:
+    """Sets of states of all nodes with the tables of their densities.
+
+    Attributes:
+        scorer: a run of the model.
+        sets: the words ``(rows, S, num_words)`` of each group.
+        tables: log densities over the sets, with the nodes that they are of.
+    """
+
+    scorer: ProductScorer
+    sets: Sequence[Tensor]
+    tables: Sequence[tuple[tuple[int, ...], Tensor]]
+
+    @classmethod
+    def of(cls, scorer: ProductScorer, sets: Sequence[Tensor]) -> ScoredSets:
+        """Sets, scored in a run of the model."""
+        return cls(scorer, list(sets), scorer.tables(sets).parts)
+
+    @cached_property
+    def messages(self) -> Messages:
+        """The messages on these sets."""
+        return self.collect(self.scorer.weights(self.sets))
+
+    def collect(self, weights: dict[int, Tensor], *, maximum: bool = False) -> Messages:
+        """Messages with some log weights of the states."""
+        return self.scorer.product.tree.collect(self.tables, weights, maximum=maximum)
+
+    def joined(self, others: ScoredSets, number: int) -> ScoredSets:
+        """Returns the sets of a group joined with others, which the tables of all other groups are shared with."""
+        dim, nodes = self._place(number)
+        sets = list(self.sets)
+        sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
+        tables = [
+            (scope, _concatenated(own, other, dim) if nodes.intersection(scope) else own)
+            for (scope, own), (_, other) in zip(self.tables, others.tables, strict=True)
+        ]
+        return dataclasses.replace(self, sets=sets, tables=tables)
+
+    def taken(self, positions: Mapping[int, Tensor]) -> ScoredSets:
+        """Returns the states at some positions.
+
+        Args:
+            positions: by group, ``(rows, S)``.
+        """
+        scorer, product = self.scorer, self.scorer.product
+        sets, spread = list(self.sets), {}
+        for number, own in positions.items():
+            sets[number] = ops.gather_states(self.sets[number], own)
+            for node, rows in zip(product.groups[number].nodes, scorer.nodes_of(own, number), strict=True):
+                spread[node] = product.spread(node, rows, scorer.sizes_of(node))
+        tables = []
+        for scope, table in self.tables:
+            for node in spread.keys() & set(scope):
+                dim = product.tree.dim(node)
+                table = torch.take_along_dim(table, spread[node], dim=dim) if table.shape[dim] > 1 else table
+            tables.append((scope, table))
+        return dataclasses.replace(self, sets=sets, tables=tables)
+
+    def log_weights(self, number: int) -> Tensor:
+        """Log weights ``(rows, S)`` of a group's states."""
+        return self.scorer.log_weights(self.sets[number], number)
+
+    def rows(self, tables: Mapping[int, Tensor], number: int) -> Tensor:
+        """The rows of the tables of a group's nodes."""
+        return self.scorer.product.group_rows(number, tables, self.scorer.sizes_of(self.scorer.product.groups[number].nodes[0]))
+
+    def _place(self, number: int) -> tuple[int, set[int]]:
+        nodes = self.scorer.product.groups[number].nodes
+        return self.scorer.product.tree.dim(nodes[0]), set(nodes)
+
+
+def _concatenated(one: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Two tables, one after the other; one that does not vary with the state stays as it is."""
+    if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
+        return one
+    shape = list(torch.broadcast_shapes(one.select(dim, 0).shape, other.select(dim, 0).shape))
+    place = dim % one.dim()
+    return torch.cat([own.expand(*shape[:place], own.shape[dim], *shape[place:]) for own in (one, other)], dim)
+
+
+@dataclasses.dataclass(frozen=True)
 class SetSearch:
     r"""Improves the sets of the nodes of a factor graph.
 
@@ -40,6 +122,8 @@ class SetSearch:
     2. blocks: a few latents take all their joint values at all nodes at once, around the most probable joint state. What is wrong over a
        stretch of a sequence is mended where no change of a single node helps.
 
+    The model is run for candidates only: tables of states that are kept are taken from those of old and new states.
+
     Attributes:
         scorer: densities of a run of the model as tables over sets.
         random: the seeds of this search.
@@ -50,64 +134,52 @@ class SetSearch:
     random: ops.Stream
     is_new: bool = False
 
-    def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> list[Tensor]:
+    def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
         """Returns the sets after some steps.
 
         Those that hold all states stay as they are.
         """
-        found = list(sets)
+        scored = ScoredSets.of(self.scorer, sets)
         groups = self.scorer.product.groups
-        open_ = [number for number, group in enumerate(groups) if found[number].shape[1] < group.space.size]
+        open_ = [number for number, group in enumerate(groups) if scored.sets[number].shape[1] < group.space.size]
         for _ in range(steps):
             for number in open_:
-                found = self._search_group(search, found, number)
+                scored = self._search_group(search, scored, number)
             for _ in range(_BLOCKS_PER_STEP if open_ else 0):
-                found = self._search_block(found, open_)
-        return found
+                scored = self._search_block(scored, open_)
+        return scored
 
     # --- proposals for one group ---
 
-    def _search_group(self, search: Search, sets: list[Tensor], number: int) -> list[Tensor]:
-        scorer = self.scorer
-        messages = scorer.messages(sets)
-        rows = scorer.rows_of(number)
-        known = Population(scorer.product.groups[number].space, sets[number], self._scores(messages, number), rows)
-        proposed = search.propose(SearchBatch(known, NodeScores(scorer, sets, number), {}, is_new=self.is_new, random=self.random))
-        words, is_free = _best_new(known, proposed)
-        return self._exchanged(sets, {number: (words, is_free)}, messages) if bool(is_free.any()) else sets
-
-    def _scores(self, messages: Messages, number: int) -> Tensor:
-        """Returns what the states of a group add to the evidence.
-
-        The evidence is that of their component, ``(rows, S)``; what is impossible adds nothing.
-        """
-        product, beliefs = self.scorer.product, messages.beliefs()
-        nodes = product.groups[number].nodes
-        return torch.cat([product.rows(node, beliefs[node] + messages.weights[node], self.scorer.sizes_of(node)) for node in nodes])
+    def _search_group(self, search: Search, scored: ScoredSets, number: int) -> ScoredSets:
+        scorer, messages = self.scorer, scored.messages
+        beliefs = messages.beliefs()
+        # What is impossible adds nothing.
+        adds = scored.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
+        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, scorer.rows_of(number))
+        scores = NodeScores(scored, number)
+        proposed = search.propose(SearchBatch(known, scores, {}, is_new=self.is_new, random=self.random))
+        places, is_free = _best_new(known, proposed)
+        if not bool(is_free.any()):
+            return scored
+        return self._exchanged(scored, scored.joined(scores.taken(proposed.words, places), number), {number: is_free})
 
     # --- proposals that are coherent over many nodes ---
 
-    def _search_block(self, sets: list[Tensor], open_: Sequence[int]) -> list[Tensor]:
+    def _search_block(self, scored: ScoredSets, open_: Sequence[int]) -> ScoredSets:
         scorer, product = self.scorer, self.scorer.product
-        spaces = {product.groups[number].space for number in open_}
-        best = scorer.messages(sets, maximum=True).draw(None)
-        proposals = {}
-        for space in spaces:
+        best = scored.collect(scorer.weights(scored.sets), maximum=True).draw(None)
+        joined, is_free = list(scored.sets), {}
+        for space in {product.groups[number].space for number in open_}:
             block = self._draw_block(space)
             for number in open_:
                 if product.groups[number].space == space:
-                    state = self._members(best, sets[number], number)
-                    words = _with_block(space, state, block)
-                    is_free = ~ops.repeated(torch.cat([sets[number], words], 1))[:, sets[number].shape[1] :]
-                    proposals[number] = words, is_free
-        return self._exchanged(sets, proposals, scorer.messages(sets), look_ahead=True)
-
-    def _members(self, drawn: dict[int, tuple[Tensor, Tensor]], words: Tensor, number: int) -> Tensor:
-        """The states ``(rows, num_words)`` of a group that a drawn joint state has."""
-        scorer, product = self.scorer, self.scorer.product
-        nodes = product.groups[number].nodes
-        place = torch.cat([product.rows(node, drawn[node][0][0], scorer.sizes_of(node)) for node in nodes])
-        return ops.gather_states(words, place).squeeze(1)
+                    own = scored.sets[number]
+                    place = scored.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
+                    words = _with_block(space, ops.gather_states(own, place).squeeze(1), block)
+                    joined[number] = torch.cat([own, words], 1)
+                    is_free[number] = ~ops.repeated(joined[number])[:, own.shape[1] :]
+        return self._exchanged(scored, ScoredSets.of(scorer, joined), is_free, look_ahead=True)
 
     def _draw_block(self, space: StateSpace) -> list[int]:
         """Latents at random, as many as have few enough joint values."""
@@ -119,102 +191,110 @@ class SetSearch:
 
     # --- selection ---
 
-    def _exchanged(
-        self, sets: list[Tensor], proposals: dict[int, tuple[Tensor, Tensor]], before: Messages, *, look_ahead: bool = False
-    ) -> list[Tensor]:
+    def _exchanged(self, scored: ScoredSets, joined: ScoredSets, is_free: Mapping[int, Tensor], *, look_ahead: bool = False) -> ScoredSets:
         """Returns the best of old and new states.
 
         They are chosen for one node after the other, of each component that does not lose by it.
 
         Args:
-            sets: the sets as they are.
-            proposals: by group, candidates ``(rows, C, num_words)``, and which of them are new.
-            before: the messages of the sets as they are.
+            scored: the sets as they are.
+            joined: the sets with candidates.
+            is_free: by group, which candidates are new.
             look_ahead: whether nodes that are still to come count with their candidates, so that these find partners.
         """
         scorer, product = self.scorer, self.scorer.product
-        joined = list(sets)
-        for number, (words, _) in proposals.items():
-            joined[number] = torch.cat([sets[number], words], 1)
-        weights, limits = scorer.weights(joined), {}
-        for number, (_, is_free) in proposals.items():
-            size = sets[number].shape[1]
-            allowed = scorer.log_weights(joined[number], number)
-            allowed[:, size:].masked_fill_(~is_free, -math.inf)
+        weights, limits = scorer.weights(joined.sets), {}
+        for number, own in is_free.items():
+            size = scored.sets[number].shape[1]
+            allowed = joined.log_weights(number)
+            allowed[:, size:].masked_fill_(~own, -math.inf)
             for node, rows in zip(product.groups[number].nodes, scorer.nodes_of(allowed, number), strict=True):
                 limits[node] = rows
                 start = rows.clamp(min=IMPOSSIBLE)
                 if not look_ahead:
                     start[:, size:] = IMPOSSIBLE
                 weights[node] = product.spread(node, start, scorer.sizes_of(node))
-        messages = product.tree.collect(scorer.tables(joined), weights)
+        messages = joined.collect(weights)
         chosen: dict[int, Tensor] = {}
 
         def choose(node: int, belief: Tensor) -> Tensor | None:
             if node not in limits:
                 return None
             limit = limits[node]
-            size = sets[product.place[node][0]].shape[1]
+            size = scored.sets[product.place[node][0]].shape[1]
             scores = product.rows(node, belief, scorer.sizes_of(node)) + limit
             best = chosen[node] = scores.topk(size, -1).indices
             kept = torch.full_like(limit, IMPOSSIBLE).scatter(1, best, limit.gather(1, best).clamp(min=IMPOSSIBLE))
             return product.spread(node, kept, scorer.sizes_of(node))
 
         messages.select(choose)
-        found = list(sets)
-        for number in proposals:
-            found[number] = ops.gather_states(joined[number], torch.cat([chosen[node] for node in product.groups[number].nodes]))
-        return self._accepted(sets, found, proposals, before)
+        positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in is_free}
+        return self._accepted(scored, joined, positions)
 
-    def _accepted(
-        self, sets: list[Tensor], found: list[Tensor], changed: Sequence[int] | dict[int, tuple[Tensor, Tensor]], before: Messages
-    ) -> list[Tensor]:
+    def _accepted(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor]) -> ScoredSets:
         """Returns the new sets where the evidence does not fall.
 
         It might fall where members of one plate change together.
         """
-        scorer, product = self.scorer, self.scorer.product
-        old, new = product.evidence_by_node(before), product.evidence_by_node(scorer.messages(found))
-        for number in changed:
-            keep = []
-            for node in product.groups[number].nodes:
-                is_better = (new[node] >= old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double()
-                keep.append(product.rows(node, is_better, scorer.sizes_of(node)).squeeze(-1) > 0)
-            found[number] = torch.where(torch.cat(keep)[:, None, None], found[number], sets[number])
-        return found
+        product, found = self.scorer.product, joined.taken(positions)
+        old, new = product.evidence_by_node(scored.messages), product.evidence_by_node(found.messages)
+        losing = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
+        is_worse = False
+        for number, own in positions.items():
+            loses = scored.rows({node: losing[node] for node in product.groups[number].nodes}, number) > 0
+            is_worse |= bool(loses.any())
+            positions[number] = torch.where(loses, torch.arange(own.shape[1], device=own.device), own)
+        return joined.taken(positions) if is_worse else found
 
 
-@dataclasses.dataclass(frozen=True)
 class NodeScores:
     """Scores candidate states of a group of nodes.
 
     The sets of all nodes are given.
 
-    Attributes:
-        scorer: densities of a run of the model as tables over sets.
-        sets: the sets of all groups.
+    Args:
+        scored: the sets of all groups.
         number: the group.
     """
 
-    scorer: ProductScorer
-    sets: Sequence[Tensor]
-    number: int
+    def __init__(self, scored: ScoredSets, number: int) -> None:
+        self._scored, self._number = scored, number
+        self._runs: list[ScoredSets] = []
 
     def __call__(self, words: Tensor) -> Tensor:
         """What candidates ``(rows, C, num_words)`` add to the evidence of their component, ``(rows, C)``."""
-        scorer, number, product = self.scorer, self.number, self.scorer.product
-        nodes, size = product.groups[number].nodes, self.sets[number].shape[1]
-        joined = [*self.sets[:number], torch.cat([self.sets[number], words], 1), *self.sets[number + 1 :]]
-        weights = scorer.weights(joined)
-        for node in nodes:
-            weights[node].narrow(product.tree.dim(node), size, words.shape[1]).fill_(IMPOSSIBLE)
-        beliefs = product.tree.collect(scorer.tables(joined), weights).beliefs()
-        scores = torch.cat([product.rows(node, beliefs[node], scorer.sizes_of(node)) for node in nodes])
-        return scores[:, size:] + scorer.log_weights(joined[number], number)[:, size:]
+        scored, number, tree = self._scored, self._number, self._scored.scorer.product.tree
+        candidates = self._run(words)
+        self._runs.append(candidates)
+        joined = scored.joined(candidates, number)
+        weights, size = scored.scorer.weights(joined.sets), scored.sets[number].shape[1]
+        for node in scored.scorer.product.groups[number].nodes:
+            is_member = torch.arange(joined.sets[number].shape[1], device=words.device) < size
+            shape = [1] * tree.num_dims
+            shape[tree.dim(node)] = len(is_member)
+            weights[node] = torch.where(is_member.view(shape), weights[node], IMPOSSIBLE)
+        scores = scored.rows(joined.collect(weights).beliefs(), number)
+        return scores[:, size:] + joined.log_weights(number)[:, size:]
+
+    def taken(self, words: Tensor, places: Tensor) -> ScoredSets:
+        """Returns some of the candidates, from the run in which they were scored if they are all of it.
+
+        Args:
+            words: candidates ``(rows, C, num_words)``.
+            places: positions of those that are taken, ``(rows, S)``.
+        """
+        if len(self._runs) == 1 and torch.equal(self._runs[0].sets[self._number], words):
+            return self._runs[0].taken({self._number: places})
+        return self._run(ops.gather_states(words, places))
+
+    def _run(self, words: Tensor) -> ScoredSets:
+        sets = list(self._scored.sets)
+        sets[self._number] = words
+        return ScoredSets.of(self._scored.scorer, sets)
 
 
 def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
-    """Returns the best proposals of each row.
+    """Returns the positions of the best proposals of each row.
 
     There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
     """
@@ -222,7 +302,7 @@ def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
     is_new = ~ops.repeated(every)[:, known.num_states :]
     scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
     best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
-    return ops.gather_states(proposed.words, best), is_new.gather(1, best)
+    return best, is_new.gather(1, best)
 
 
 def _with_block(space: StateSpace, words: Tensor, block: Sequence[int]) -> Tensor:

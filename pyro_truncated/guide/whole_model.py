@@ -210,6 +210,10 @@ class WholeModelGuide(AutoGuide):
         """
         return self._product
 
+    def _stored_sets(self) -> list[Tensor]:
+        """The sets of all nodes, where each has one."""
+        raise NotImplementedError
+
     def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer | ChainScorer:
         """Returns a scorer for the data points that a call selects.
 
@@ -235,7 +239,7 @@ class WholeModelGuide(AutoGuide):
         if isinstance(self._product, ChainLayout):
             return ChainScorer(call, self._product, values)
         if self._product is not None:
-            return ProductScorer(call, self._product, values)
+            return ProductScorer.on_sets(call, self._product, values, self._stored_sets())
         return LogJoint(
             call,
             self.layout,

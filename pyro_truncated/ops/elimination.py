@@ -6,6 +6,7 @@ A bucket tree says the order; tables may have plates.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -50,15 +51,21 @@ class BucketTree:
         for node in self.order:
             if (parent := parents[node]) is not None:
                 children[parent].append(node)
+        roots: dict[int, int] = {}
+        for node in reversed(self.order):
+            parent = parents[node]
+            roots[node] = node if parent is None else roots[parent]
         object.__setattr__(self, "place", place)
+        object.__setattr__(self, "roots", roots)
         object.__setattr__(self, "parents", parents)
         object.__setattr__(self, "children", children)
 
     place: Mapping[int, int] = dataclasses.field(init=False, repr=False)
     parents: Sequence[int | None] = dataclasses.field(init=False, repr=False)
     children: Sequence[Sequence[int]] = dataclasses.field(init=False, repr=False)
+    roots: Mapping[int, int] = dataclasses.field(init=False, repr=False)
 
-    @property
+    @functools.cached_property
     def num_dims(self) -> int:
         """Number of dimensions of every table."""
         return max(self.colours) + 1 + self.depth
@@ -114,6 +121,8 @@ class Messages:
         self._counts: list[Tensor | None] = [None] * len(sums)
         self._impossible: list[Tensor | None] = [None] * len(sums)
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
+        parts = [part.detach().amin() for part in [*sums, *{id(own): own for own in weights.values()}.values()] if part is not None]
+        self._may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
     def _sum(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
@@ -136,10 +145,11 @@ class Messages:
         if parent is None:
             self._sent[node] = message
             return
-        is_impossible = message.detach() < IMPOSSIBLE / 2
         count = None
-        if bool(is_impossible.any()):
-            message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
+        if self._may_be_impossible:
+            is_impossible = message.detach() < IMPOSSIBLE / 2
+            if bool(is_impossible.any()):
+                message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
         beyond = self._beyond(node)
         self._sums[parent] = _replaced(self._sums[parent], self._sent[node], message, beyond)
         self._counts[parent] = _replaced(self._counts[parent], self._impossible[node], count, beyond)
@@ -162,10 +172,10 @@ class Messages:
         assert found is not None
         return found
 
-    def belief(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns what a variable's states weigh, and the message from above.
+    def clique(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns what joint states of a clique weigh, and the message from above.
 
-        The variable's own weights are left out.
+        The weights of the variable that is eliminated are left out.
 
         Args:
             node: the variable.
@@ -182,9 +192,42 @@ class Messages:
             rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent] + above[parent]
             gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
             down = self._reduce(rest, gone, keepdim=True) if gone else rest
-        clique = self._sum(node) + down
-        others = [tree.dim(other) for other in tree.separators[node]]
-        return self._reduce(clique, others, keepdim=True) if others else clique, down
+        return (self._sum(node) if parent is None else self._sum(node) + down), down
+
+    def _belief(self, node: int, clique: Tensor) -> Tensor:
+        others = [self.tree.dim(other) for other in self.tree.separators[node]]
+        return self._reduce(clique, others, keepdim=True) if others else clique
+
+    @functools.cached_property
+    def cliques(self) -> dict[int, Tensor]:
+        """What joint states of each variable's clique weigh, without the variable's own weights."""
+        found: dict[int, Tensor] = {}
+        above: dict[int, Tensor] = {}
+        for node in reversed(self.tree.order):
+            found[node], above[node] = self.clique(node, above)
+        return found
+
+    def posterior(self, scopes: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        r"""Returns the posterior :math:`q_f(s_{v \in f})` of the states of each table.
+
+        It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
+
+        Args:
+            scopes: the variables that each table is of.
+            shapes: the shapes of the tables.
+        """
+        tree, found = self.tree, []
+        joint: dict[int, Tensor] = {}
+        for scope, shape in zip(scopes, shapes, strict=True):
+            node = tree.bucket_of(scope)
+            if node not in joint:
+                evidence = self.evidence(tree.roots[node])
+                own = (self.cliques[node] + self.weights[node] - evidence).exp()
+                joint[node] = own.masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self._may_be_impossible else own
+            own = joint[node]
+            beyond = [dim for dim, (size, wanted) in enumerate(zip(own.shape, shape, strict=True)) if size != wanted]
+            found.append(own.sum(beyond, keepdim=True) if beyond else own)
+        return found
 
     def beliefs(self) -> dict[int, Tensor]:
         r"""Returns, by variable, what each state adds to :math:`e^F`.
@@ -193,11 +236,7 @@ class Messages:
 
         Where a set of states is searched, this is the fitness of a candidate.
         """
-        found: dict[int, Tensor] = {}
-        above: dict[int, Tensor] = {}
-        for node in reversed(self.tree.order):
-            found[node], above[node] = self.belief(node, above)
-        return found
+        return {node: self._belief(node, clique) for node, clique in self.cliques.items()}
 
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
         """Visits the variables one after the other.
@@ -215,8 +254,8 @@ class Messages:
             while stack:
                 node, is_done = stack.pop()
                 if not is_done:
-                    belief, above[node] = self.belief(node, above)
-                    weights = choose(node, belief)
+                    clique, above[node] = self.clique(node, above)
+                    weights = choose(node, self._belief(node, clique))
                     if weights is not None:
                         self.weights[node] = weights
                     stack.append((node, True))

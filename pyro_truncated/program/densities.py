@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
@@ -48,7 +49,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     if terms is None:
         log_prob: Tensor = fn.log_prob(value)
         return log_prob
-    shape = torch.broadcast_shapes(base.batch_shape, value.shape)
+    shape = torch.Size(broadcast_shape(base.batch_shape, value.shape))
     total = sum(factor * _summed(term, shape, num_summed) for factor, term in terms)
     assert isinstance(total, Tensor)
     return total.expand(shape[: len(shape) - num_summed])

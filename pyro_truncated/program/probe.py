@@ -71,7 +71,7 @@ class Probe:
     def __init__(self, call: Call, layout: Layout, values: Mapping[str, Any] | None = None) -> None:
         self.call, self.layout = call, layout
         given = dict(values or {})
-        trace = self.run(given)
+        trace = self.first_run(given)
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
         self._check_structure()
@@ -94,6 +94,10 @@ class Probe:
         self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
         self.hidden = [name for name in masks if name not in self.idle]
         self.known = self._known_levels()
+
+    def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
+        """The run that says what the model selects and observes."""
+        return self.run(values)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run with given values of sites and subsamples of plates.

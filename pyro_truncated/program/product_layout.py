@@ -87,6 +87,11 @@ class ProductLayout:
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
     @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Types of the sites' values in the prototype run."""
+        return {name: site.dtype for name, site in self.layout.sites.items()}
+
+    @cached_property
     def place(self) -> Mapping[int, tuple[int, int]]:
         """By node, its group and its position there."""
         return {node: (number, at) for number, group in enumerate(self.groups) for at, node in enumerate(group.nodes)}
@@ -98,18 +103,27 @@ class ProductLayout:
         """
         return max(component, key=self.tree.place.__getitem__)
 
-    @property
+    @cached_property
     def roots(self) -> list[int]:
         """The last node of each component."""
         return [self.root(component) for component in self.graph.components]
+
+    def is_root(self, number: int) -> Tensor:
+        """Which nodes of a group are the last of their components, ``(nodes,)``."""
+        return torch.tensor([self.tree.roots[node] == node for node in self.groups[number].nodes])
+
+    @cached_property
+    def inner_plates(self) -> Mapping[str, frozenset[int]]:
+        """By factor, the plate dimensions that some node of it lies in."""
+        plates = self.tree.plates
+        return {name: frozenset().union(*(plates[node] for node in scope)) for name, scope in self.graph.factors.items()}
 
     def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
         """Returns, by node, the evidence of its component.
 
         It has the dimensions of a table.
         """
-        pairs = zip(self.graph.components, self.roots, strict=True)
-        return {node: messages.evidence(root) for component, root in pairs for node in component}
+        return {node: messages.evidence(root) for node, root in self.tree.roots.items()}
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Spreads what belongs to a node's states, ``(rows, S)``.
@@ -131,23 +145,44 @@ class ProductLayout:
 
         The table varies with the states and plates of one node only.
         """
-        own, tree = self.node_layouts[node], self.tree
-        shape = [1] * tree.num_dims
-        shape[tree.dim(node)] = table.shape[tree.dim(node)]
-        for dim, size in zip(own.dims, sizes, strict=True):
-            shape[dim] = size
-        states = table.shape[tree.dim(node)]
-        return table.expand(shape).movedim(tree.dim(node), -1).reshape(-1, states)
+        return self._rows(node, table.unsqueeze(0), table.shape[self.tree.dim(node)], sizes)
 
-    def values(self, node: int, words: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Returns site values of a node's states ``(rows, S, num_words)``.
+    def group_rows(self, number: int, tables: Mapping[int, Tensor], sizes: Sequence[int]) -> Tensor:
+        """Returns the :meth:`rows` of the tables of all nodes of a group, one node after the other."""
+        nodes = self.groups[number].nodes
+        dim = self.tree.dim(nodes[0])
+        num_states = max(tables[node].shape[dim] for node in nodes)
+        shape = torch.broadcast_shapes(*{tables[node].shape for node in nodes})
+        return self._rows(nodes[0], torch.stack([tables[node].expand(shape) for node in nodes]), num_states, sizes)
 
-        The states lie in the dimension of its colour.
+    def _rows(self, node: int, tables: Tensor, num_states: int, sizes: Sequence[int]) -> Tensor:
+        shape, dim = [1] * self.tree.num_dims, self.tree.dim(node)
+        shape[dim] = num_states
+        for plate, size in zip(self.node_layouts[node].dims, sizes, strict=True):
+            shape[plate] = size
+        return tables.expand(-1, *shape).movedim(dim, -1).reshape(-1, num_states)
+
+    def values(self, number: int, words: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Returns site values of the states ``(rows, S, num_words)`` of a group's nodes.
+
+        The states lie in the dimension of the group's colour. Nodes with sites of one kind are unpacked together.
         """
-        own, tree = self.node_layouts[node], self.tree
-        levels = own.space.unpack(words).transpose(0, 1)
-        batch = (levels.shape[0], *(1,) * (tree.colours[node]), *own.spread(sizes, self.layout.depth))
-        return own.decode(levels.reshape(*batch, levels.shape[-1]), len(batch) - 1, dtypes)
+        group = self.groups[number]
+        found: dict[str, Tensor] = {}
+        colour, plates = self.tree.colours[group.nodes[0]], group.layouts[0].spread(sizes, self.layout.depth)
+        levels = group.space.unpack(words).unflatten(0, (len(group.nodes), -1)).transpose(1, 2)
+        levels = levels.reshape(*levels.shape[:2], *(1,) * colour, *plates, levels.shape[-1])
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for place, own in enumerate(group.layouts):
+            kinds[tuple((site.as_kind(), dtypes[name]) for name, site in own.sites.items())].append(place)
+        for places in kinds.values():
+            chosen = levels if len(places) == len(group.nodes) else levels[places]
+            first = group.layouts[places[0]]
+            decoded = first.decode(chosen, chosen.dim() - 1, dtypes)
+            for position, values in enumerate(decoded.values()):
+                names = (list(group.layouts[place].sites)[position] for place in places)
+                found.update(zip(names, values.unbind(0), strict=True))
+        return found
 
     def summary(self, num_states: int) -> list[str]:
         """Returns a line for each kind of node.

@@ -5,15 +5,19 @@ There is one set for each node of its factor graph.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import pyro
+import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
@@ -31,6 +35,49 @@ _STATES_TRIED = 3
 Sets = Sequence[Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Log densities of sample sites over the states of their nodes.
+
+    Attributes:
+        scopes: by table, the nodes that it is of.
+        shapes: by table, its shape.
+        entries: those of all tables, one table after the other, in float64; impossible ones are finite.
+        dtype: the type that the model computes them in.
+    """
+
+    scopes: Sequence[tuple[int, ...]]
+    shapes: Sequence[torch.Size]
+    entries: Tensor
+    dtype: torch.dtype
+
+    @cached_property
+    def parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The tables with their nodes, without gradients."""
+        parts = self.entries.detach().split([shape.numel() for shape in self.shapes])
+        return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradient with respect to a tensor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return weight * gradient, None, None
+
+
+def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a number as a function of the entries of tables, whose gradient has been computed."""
+    return _Known.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
+
+
 class ProductScorer(Probe):
     r"""Tables :math:`\psi_f(s_{v \in f})` of a run of the model.
 
@@ -39,18 +86,24 @@ class ProductScorer(Probe):
     The model is run once on the sets of all nodes: the states of a node lie in the dimension of its colour, left of all plates, and
     nodes that share a density have different colours. Everything else that the run draws is held fixed.
 
+    A run that finds out which rows the model selects is a second one. Where sets of all rows are given, and the model selects all of
+    them and observes none of the latents, their tables are those of the first.
+
     Args:
         call: the Pyro model and its arguments.
         product: the nodes of its factor graph.
         values: fixed values by site name: other latents, subsamples of plates.
+        sets: the sets of all rows, for the first run.
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
     """
 
-    def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None) -> None:
-        super().__init__(call, product.layout, values)
+    def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
         self.product = product
+        self._first_sets = None if sets is None else [words.clone() for words in sets]
+        self._first_tables: Tables | None = None
+        super().__init__(call, product.layout, values)
         self._frames = {f.name: f for name in product.layout.sites for f in self.nodes[name]["cond_indep_stack"] if f.vectorized}
         self._refuse_shared_subsamples()
         if self.is_vectorized:
@@ -58,6 +111,41 @@ class ProductScorer(Probe):
                 "sets of states for each node take one draw of the other latents at a time: use num_particles without vectorize_particles, "
                 "and Predictive without parallel=True, or AutoTruncated(..., whole_states=True)"
             )
+
+        if self._first_sets is not None:
+            self._has_graph = torch.is_grad_enabled()
+            self._first_tables = self._tables_of(self.nodes)
+
+    @classmethod
+    def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, sets: Sets) -> ProductScorer:
+        """Returns the scorer of a run on sets of all rows, or of a plain run where the model does not select them."""
+        frames = [frame for site in product.layout.sites.values() for frame in site.frames]
+        if not any(frame.full_size is not None and frame.full_size != frame.size for frame in frames):
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+                scorer = cls(call, product, values, sets)
+                if scorer._selects(sets):
+                    return scorer
+        return cls(call, product, values)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the first run drew one value of each latent."""
+        return self._first_sets is None
+
+    def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
+        """The run that says what the model selects, on the sets if some are given."""
+        if self._first_sets is None:
+            return self.run(values)
+        sizes = [group.layouts[0].full_sizes for group in self.product.groups]
+        states = self._values(self._first_sets, sizes, self.product.dtypes)
+        with pyro.validation_enabled(False):
+            return self.run({**values, **states})
+
+    def _selects(self, sets: Sets) -> bool:
+        """Whether the first run is one of these sets: of all rows, with what is known in them."""
+        return not self.uncovered and all(
+            self.rows_of(number) is None and torch.equal(self.put_known_into(words, number), words) for number, words in enumerate(sets)
+        )
 
     def _refuse_shared_subsamples(self) -> None:
         graph = self.product.graph
@@ -157,7 +245,7 @@ class ProductScorer(Probe):
 
     # --- tables and sums ---
 
-    def tables(self, sets: Sets) -> list[tuple[tuple[int, ...], Tensor]]:
+    def tables(self, sets: Sets) -> Tables:
         """Returns the log density of each sample site as a table.
 
         The sites depend on discrete latents; a table is over the states of their nodes.
@@ -165,29 +253,46 @@ class ProductScorer(Probe):
         Raises:
             ValueError: if a log density is NaN or ``+inf``; the message names the site.
         """
-        product, values = self.product, dict(self.values)
-        for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
-            for node, own in zip(group.nodes, self.nodes_of(words, number), strict=True):
-                values.update(product.values(node, own, self.sizes_of(node), self.dtypes))
-        return self._tables_of(values)
+        if (first := self._taken_from_first_run(sets)) is not None:
+            return first
+        states = self._values(sets, [self.sizes_of(group.nodes[0]) for group in self.product.groups], self.dtypes)
+        return self._run_tables({**self.values, **states})
 
-    def _tables_of(self, values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Tensor]]:
+    def _taken_from_first_run(self, sets: Sets) -> Tables | None:
+        """Returns the tables of the first run if they are of these sets; once, as a gradient goes through a run once."""
+        known, tables = self._first_sets, self._first_tables
+        if known is None or tables is None or not all(map(torch.equal, known, sets)):
+            return None
+        if torch.is_grad_enabled():
+            self._first_tables = None
+        return tables if self._has_graph or not torch.is_grad_enabled() else None
+
+    def _values(self, sets: Sets, sizes: Sequence[tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        found = {}
+        for number, (words, own) in enumerate(zip(sets, sizes, strict=True)):
+            found.update(self.product.values(number, words, own, dtypes))
+        return found
+
+    def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
-            nodes = sample_nodes(self.run(values))
-            found = {
-                name: self._table(nodes[name], scope)
-                for name, scope in self.product.graph.factors.items()
-                if name in nodes and name not in self.uncovered
-            }
-        self._check_finite(found)
-        return [(self.product.graph.factors[name], table) for name, table in found.items()]
+            return self._tables_of(sample_nodes(self.run(values)))
+
+    def _tables_of(self, nodes: Mapping[str, Any]) -> Tables:
+        factors = self.product.graph.factors
+        names = [name for name in factors if name in nodes and name not in self.uncovered]
+        with pyro.validation_enabled(False):
+            found = [self._table(nodes[name], factors[name]) for name in names]
+        held = torch.cat([table.flatten() for table in found])
+        entries = held.double()
+        lowest, highest = entries.detach().aminmax()
+        if not bool(highest < math.inf):
+            self._refuse_infinite(dict(zip(names, found, strict=True)))
+        if bool(lowest < IMPOSSIBLE):
+            entries = entries.clamp(min=IMPOSSIBLE)
+        return Tables([factors[name] for name in names], [table.shape for table in found], entries, held.dtype)
 
     @staticmethod
-    def _check_finite(tables: Mapping[str, Tensor]) -> None:
-        # One look at all of them: each would cost as much as a message.
-        highest = torch.cat([table.detach().flatten() for table in tables.values()]).amax() if tables else torch.zeros(())
-        if bool(highest < math.inf):
-            return
+    def _refuse_infinite(tables: Mapping[str, Tensor]) -> None:
         name = next(name for name, table in tables.items() if not bool((table < math.inf).all()))
         kind = "NaN" if bool(tables[name].isnan().any()) else "+inf"
         raise ValueError(
@@ -205,8 +310,8 @@ class ProductScorer(Probe):
             # What depends on an impossible value may be anything.
             log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
-        plates = frozenset().union(*(product.tree.plates[member] for member in scope))
-        inner = sorted({frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - plates)
+        plates = product.inner_plates[node["name"]]
+        inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
         return table.sum(inner, keepdim=True) if inner else table
 
     def _log_prob(self, node: Any) -> Tensor:
@@ -233,17 +338,23 @@ class ProductScorer(Probe):
     def weights(self, sets: Sets) -> dict[int, Tensor]:
         """Returns, by node, the log weights of its states.
 
-        They have the dimensions of a table.
+        They have the dimensions of a table, or broadcast to them.
         """
-        found = {}
-        for number, (group, words) in enumerate(zip(self.product.groups, sets, strict=True)):
+        found, product = {}, self.product
+        for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
+            if all(levels is None for levels in self.known_sets[number]):
+                shape = [1] * product.tree.num_dims
+                shape[product.tree.dim(group.nodes[0])] = words.shape[1]
+                found.update(dict.fromkeys(group.nodes, torch.zeros(shape, dtype=torch.float64, device=words.device)))
+                continue
             for node, rows in zip(group.nodes, self.nodes_of(self.log_weights(words, number), number), strict=True):
-                found[node] = self.product.spread(node, rows, self.sizes_of(node))
+                found[node] = product.spread(node, rows, self.sizes_of(node))
         return found
 
+    @torch.no_grad()
     def messages(self, sets: Sets, *, maximum: bool = False) -> Messages:
         """The messages of a run of the model on the sets."""
-        return self.product.tree.collect(self.tables(sets), self.weights(sets), maximum=maximum)
+        return self.product.tree.collect(self.tables(sets).parts, self.weights(sets), maximum=maximum)
 
     def evidence(self, messages: Messages) -> list[Tensor]:
         """Returns, by component, the log of the sum over its sets.
@@ -261,7 +372,26 @@ class ProductScorer(Probe):
 
         It is differentiable in whatever the model is, and leaves out what is outside.
         """
-        return self.scaled(self.evidence(self.messages(sets)))
+        return self.summed(self.tables(sets), self.weights(sets))[0]
+
+    def summed(self, tables: Tables, weights: Mapping[int, Tensor], temperature: float = 1.0) -> tuple[Tensor, Messages]:
+        r"""Returns the scaled free energy at a temperature, :math:`\tau \mathcal F(\psi^{1/\tau})`, and its messages.
+
+        Its gradient with respect to a table is the posterior of its states.
+        """
+        with torch.no_grad():
+            parts = tables.parts if temperature == 1.0 else [(scope, table / temperature) for scope, table in tables.parts]
+            messages = self.product.tree.collect(parts, weights)
+            value = temperature * self.scaled(self.evidence(messages))
+            if not tables.entries.requires_grad:
+                return value, messages
+            posterior = messages.posterior(tables.scopes, tables.shapes)
+            scales = [self.scale_of(scope[0]) for scope in tables.scopes]
+            if any(scale is not scales[0] and bool(scale != scales[0]) for scale in scales):
+                posterior = [scale * table for scale, table in zip(scales, posterior, strict=True)]
+                scales = [1.0]
+            gradient = scales[0] * torch.cat([table.flatten() for table in posterior])
+        return with_gradient(value, tables.entries, gradient), messages
 
     def scaled(self, evidence: Sequence[Tensor]) -> Tensor:
         """Returns the scaled sum of the evidence of all components.
@@ -290,12 +420,15 @@ class ProductScorer(Probe):
                 single = own.gather(1, chosen.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
                 levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.sizes_of(node), self.dtypes)
         try:
-            together, singly = self.tables(sets), self._tables_of({**self.values, **levels})
+            together, singly = self.tables(sets), self._run_tables({**self.values, **levels})
         except (RuntimeError, IndexError, ValueError):
             return False
-        return all(self._agree(scope, table, expected[1], places) for (scope, table), expected in zip(together, singly, strict=True))
+        return all(
+            self._agree(scope, table, expected[1], places, singly.dtype)
+            for (scope, table), expected in zip(together.parts, singly.parts, strict=True)
+        )
 
-    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor]) -> bool:
+    def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtype: torch.dtype) -> bool:
         tree = self.product.tree
         others = {tree.dim(node) for node in self.product.tree.order} - {tree.dim(node) for node in scope}
         if table.dim() != tree.num_dims or any(table.shape[dim] != 1 for dim in others):
@@ -304,7 +437,7 @@ class ProductScorer(Probe):
             if table.shape[tree.dim(node)] > 1:
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         finite = expected[expected.isfinite()].abs()
-        tolerance = 1e3 * torch.finfo(expected.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
+        tolerance = 1e3 * torch.finfo(dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
         shape = torch.broadcast_shapes(table.shape, expected.shape)
         return torch.allclose(table.expand(shape), expected.expand(shape), rtol=0.0, atol=tolerance)
 

@@ -63,6 +63,10 @@ class DiscreteSite:
         """Number of event dimensions of the value Pyro sees."""
         return len(self.event_shape) + (self.kind == "one_hot")
 
+    def as_kind(self) -> tuple[Any, ...]:
+        """What says how levels become values: equal for sites that can be decoded together."""
+        return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
+
     def seen_from(self, plates: Collection[str]) -> DiscreteSite:
         """The same site seen from a member of data plates.
 

@@ -14,6 +14,7 @@ from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.program.call import Call
 from tests.foreign import structured_networks, structured_plates, structured_sequences  # noqa: F401
 from tests.foreign.test_structured import check
 
@@ -195,3 +196,42 @@ def test_masked_steps_multiply_nothing():
     losses = [float(objective.loss_and_grads(model, guide, y, lengths)) for _ in range(5)]
     expected = exact_loss(model, y, lengths)
     assert expected - 1e-5 <= losses[-1] < expected + 0.01
+
+
+def count_runs(monkeypatch):
+    """Counts the runs of the model."""
+    runs, usual = [], Call.trace
+
+    def trace(self):
+        runs.append(self)
+        return usual(self)
+
+    monkeypatch.setattr(Call, "trace", trace)
+    return runs
+
+
+def test_a_step_at_full_sets_runs_the_model_once(monkeypatch):
+    y = torch.randn(2, 6)
+    guide, objective = AutoTruncated(chain, num_states=3), Truncated_ELBO()
+    objective.loss_and_grads(chain, guide, y)
+    runs = count_runs(monkeypatch)
+    for step in range(1, 4):
+        objective.loss_and_grads(chain, guide, y)
+        assert len(runs) == step
+
+
+def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch):
+    def model(y):
+        z = torch.tensor(0)
+        for t in pyro.markov(range(len(y))):
+            logits = -0.3 * (torch.arange(12) - z.unsqueeze(-1)).double().square()
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+            pyro.sample(f"y_{t}", dist.Normal(z.double(), 0.7), obs=y[t])
+
+    y = torch.randn(8, dtype=torch.float64) + 5
+    guide, objective = AutoTruncated(model, num_states=4), Truncated_ELBO(EvolutionarySearch(2, 2, generations=1))
+    objective.loss_and_grads(model, guide, y)
+    runs = count_runs(monkeypatch)
+    objective.loss_and_grads(model, guide, y)
+    # Two runs of the sets, before and after the search; then one for each group, and one for each of two blocks.
+    assert len(runs) <= 2 + len(guide.product.groups) + 2

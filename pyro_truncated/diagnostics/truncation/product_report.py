@@ -22,7 +22,7 @@ from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import free_energy_of
-from pyro_truncated.guide.set_search import NodeScores
+from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.program.call import Call
 from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.moves import Moves
@@ -135,9 +135,10 @@ def check_product(
         nodes = [_node_report(batch, sets, number) for number in range(len(sets))]
         certified = _certified(batch, free_energy, nodes)
         seek = batch.set_search(is_new=True)
-        searched_sets = seek.improve(sets, search, steps)
+        searched_sets = seek.improve(sets, search, steps).sets
         searched = torch.maximum(free_energy_of(batch, searched_sets), free_energy)
-        doubled_sets = seek.improve([_doubled(batch, words, number) for number, words in enumerate(searched_sets)], search, steps)
+        start = [_doubled(batch, words, number) for number, words in enumerate(searched_sets)]
+        doubled_sets = seek.improve(start, search, steps).sets
         doubled = torch.maximum(free_energy_of(batch, doubled_sets), searched)
         product = batch.scorer.product
         size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
@@ -201,10 +202,10 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
         best = population.take(population.weights().topk(1, -1).indices)
         neighbours = moves.neighbours(best)
         is_new = ~ops.repeated(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
-        scores = NodeScores(scorer, sets, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
-        evidence = scorer.product.evidence_by_node(scorer.messages(sets))
-        rows = [scorer.product.rows(node, evidence[node], scorer.sizes_of(node)).expand(-1, 1) for node in group.nodes]
-        addition = torch.nn.functional.softplus(scores - torch.cat(rows).squeeze(-1))
+        scored = ScoredSets.of(scorer, sets)
+        scores = NodeScores(scored, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
+        evidence = scored.rows(scorer.product.evidence_by_node(scored.messages), number).squeeze(-1)
+        addition = torch.nn.functional.softplus(scores - evidence)
     effective = population.effective_states().double()
     sites = tuple(name for layout in group.layouts for name in layout.sites)
     return NodeReport(sites, sets[number].shape[1], group.space.readable_size, is_exact, plain(effective), plain(addition))
