@@ -17,7 +17,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.learning import DisagreeingStartsWarning, learn
+from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
 from pyro_truncated.training.temperature import cooling
@@ -34,6 +34,7 @@ __all__ = [
     "ChangedDataWarning",
     "ClosedForm",
     "ClosedFormModel",
+    "ConvergenceWarning",
     "DisagreeingStartsWarning",
     "EvolutionarySearch",
     "ExhaustiveSearch",

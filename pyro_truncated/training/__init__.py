@@ -3,14 +3,17 @@
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.checkpoint import CheckpointWarning
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.learning import DisagreeingStartsWarning, learn
+from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
+from pyro_truncated.training.report import LearnReport
 from pyro_truncated.training.restarts import Restarts, fit_restarts
 from pyro_truncated.training.temperature import cooling
 
 __all__ = [
     "CheckpointWarning",
+    "ConvergenceWarning",
     "DisagreeingStartsWarning",
+    "LearnReport",
     "Restarts",
     "Training",
     "Truncated_ELBO",

@@ -17,7 +17,7 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 _UNUSUAL = 0.01
 # Tolerances by which data points differ between different optima.
 _UNLIKE = 3.0
-_STANDARD_ERRORS = 3.0
+STANDARD_ERRORS = 3.0
 # Restarts from which on the best may lead by chance.
 _FEWEST = 3
 # Values too few for a correlation; degree of the trend; largest correlation told from a trend.
@@ -31,19 +31,23 @@ class Reached(NamedTuple):
         free_energy: its value.
         noise: difference of two runs in one optimum: overfit of redundant latents, or the error of a mean over draws.
         each: the free energies of the data points, ``(N,)``, where they are known.
-        rise: what its last five steps have raised it by, if they were not at rest.
+        rise: what its last five steps have raised it by, if it has not converged.
+        remaining: what it will still gain with more steps, if it has not converged beside continuous latents.
+        steps: how many it has taken.
     """
 
     free_energy: float
     noise: float = 0.0
     each: Tensor | None = None
     rise: float = 0.0
+    remaining: float = 0.0
+    steps: int = 0
 
 
 def reached_on_average(values: Sequence[float]) -> Reached:
     """Returns the mean of noisy values and three standard errors."""
     spread = torch.tensor(values, dtype=torch.float64).std(correction=1) if len(values) > 1 else torch.zeros(())
-    return Reached(sum(values) / len(values), _STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
+    return Reached(sum(values) / len(values), STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
 def reached_on_a_curve(values: Sequence[float]) -> Reached:
@@ -66,7 +70,7 @@ def reached_on_a_curve(values: Sequence[float]) -> Reached:
     free = number - degree - 1
     spread = math.sqrt(float(residuals.square().sum()) / free) if free > 0 else 0.0
     error = spread / math.sqrt(number) * math.sqrt(_inflation(residuals))
-    return Reached(sum(values) / number, _STANDARD_ERRORS * error)
+    return Reached(sum(values) / number, STANDARD_ERRORS * error)
 
 
 def _inflation(residuals: Tensor) -> float:
@@ -83,11 +87,15 @@ def _inflation(residuals: Tensor) -> float:
 
 
 def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
-    """Whether the best two reached one free energy, within tolerance and noise."""
+    """Whether the best two reached one free energy, within tolerance and noise.
+
+    Both must have converged: what they will still gain lies in the tolerance.
+    """
     if len(reached) < 2:
         return False
     best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
-    return abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
+    have_converged = max(best.remaining, second.remaining) <= tolerance
+    return have_converged and abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
 
 
 def hardly_pays(reached: Sequence[Reached]) -> bool:

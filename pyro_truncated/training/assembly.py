@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.changed_roles import changed_roles
 from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.report import Moves
 from pyro_truncated.training.starts import Start
 
 # Most badly fitting latents beside which a redundant one is tried.
@@ -30,6 +31,7 @@ class Assembly:
         settle: trains the model a little, in ever smaller steps, from where a member is.
         fit: trains its parameters alone, for the likeliest states of a member.
         generator: source of randomness.
+        moves: counts what is tried and accepted.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Assembly:
         settle: Callable[[Member], Start],
         fit: Callable[[Member], Start],
         generator: torch.Generator | None = None,
+        moves: Moves | None = None,
     ) -> None:
+        self._moves = Moves() if moves is None else moves
         self._recombinations, self._settle, self._fit, self._generator = recombinations, settle, fit, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
@@ -99,7 +103,7 @@ class Assembly:
         before = self._best
         self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
         for group in self._recombinations:
-            self._best = self._better(group, self._best, group.cross(self._best, lesser))
+            self._best = self._better("crossover", group, self._best, group.cross(self._best, lesser))
         return self._best is not before
 
     def _gains_by(self, change: Callable[[Member], Member]) -> bool:
@@ -114,7 +118,7 @@ class Assembly:
     def _untangle(self, best: Member) -> Member:
         """Replaces difference codes by the causes where this is better."""
         for group in self._recombinations:
-            best = self._better(group, best, group.untangled(best))
+            best = self._better("replacement of difference codes", group, best, group.untangled(best))
         return best
 
     def _turn(self, before: Member) -> Member:
@@ -129,7 +133,9 @@ class Assembly:
             for latent, share in group.mostly_on(before, upright).items():
                 turned = group.turned(best, latent)
                 settled = self._settled(self._member(self._fit(turned), near=turned))
-                if settled.free_energy > best.free_energy + group.tolerance:
+                is_better = settled.free_energy > best.free_energy + group.tolerance
+                self._moves.count("complement", is_better)
+                if is_better:
                     best = settled
                     upright.clear()
                 else:
@@ -144,11 +150,13 @@ class Assembly:
         for values, latents in itertools.permutations(self._recombinations, 2):
             for population in changed_roles(values.latents, latents.latents, before.population):
                 settled = self._settled(self._member(self._fit(before._replace(population=population))))
-                if settled.free_energy > before.free_energy + values.tolerance:
+                is_better = settled.free_energy > before.free_energy + values.tolerance
+                self._moves.count("swap of sites", is_better)
+                if is_better:
                     return settled
         return before
 
-    def _better(self, group: Recombination, parent: Member, child: Member) -> Member:
+    def _better(self, name: str, group: Recombination, parent: Member, child: Member) -> Member:
         """Returns the better of parent and child, trained if that helps.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
@@ -157,8 +165,10 @@ class Assembly:
         if child is parent:
             return parent
         settled = self._settled(child)
+        is_better = not child.beside or settled.free_energy > parent.free_energy + group.tolerance
+        self._moves.count(name, is_better)
         if child.beside:
-            return settled if settled.free_energy > parent.free_energy + group.tolerance else parent
+            return settled if is_better else parent
         return max(child, settled, key=attrgetter("free_energy"))
 
     def _settled(self, member: Member) -> Member:
@@ -197,7 +207,9 @@ class Assembly:
         need = group.badly_explained(member).masked_fill(spare, -math.inf)
         for other in need.topk(min(_MOST_TRIED, int((~spare).sum()))).indices.tolist():
             settled = self._settled(group.beside(member, int(spare.nonzero()[0]), other, self._generator))
-            if settled.free_energy > member.free_energy + group.tolerance:
+            is_better = settled.free_energy > member.free_energy + group.tolerance
+            self._moves.count("use of redundant latents", is_better)
+            if is_better:
                 return settled
         return member
 

@@ -12,9 +12,9 @@ from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.model_parameters import copies, put_back
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.resting import trained
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -84,7 +84,7 @@ def best_start(
     with undriven(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(trained(Run(model, part, settings, temperature), part, steps).free_energy)
+            reached.append(train(Run(model, part, settings, temperature), part, fixed(steps)).free_energy)
             if reached[-1] == max(reached):
                 best = copies(model, part)
         put_back(model, part, best)

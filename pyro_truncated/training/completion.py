@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.exchanges import recombinations_of
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back
 from pyro_truncated.training.model_runs import Run, Settings, offer
 from pyro_truncated.training.recombination import Member
-from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start
 
 # Gain that an exchange of latents needs, relative to the tolerance.
@@ -56,7 +56,7 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
         member = recombination.complete(member, recombination.known(other.parameters, cast("Tensor", other.states)))
     if member is first:
         return best
-    found = _rested(model, y, settings, member, steps)
+    found = _converged(model, y, settings, member, steps)
     return found if found.reached.free_energy > best.reached.free_energy else best
 
 
@@ -93,15 +93,15 @@ def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: f
     member = recombinations[0].untangled(first)
     if member is first:
         return start
-    found = _rested(model, y, settings, member, steps)
+    found = _converged(model, y, settings, member, steps)
     return found if found.reached.free_energy > start.reached.free_energy else start
 
 
-def _rested(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+def _converged(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
     put_back(model, y, member.parameters)
     with forgetting_guides(model, y):
         run = Run(model, y, settings)
         offer(run, y, member.population.states())
-        reached = rested(run, y, steps)
+        reached = train(run, y, to_convergence(run, steps))
         assert run.truncated is not None
         return Start(reached, copies(model, y), run.truncated.population().states())

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
+from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import ConditionalModel
 from pyro_truncated.training.model_parameters import forgetting_guides, layers_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, default_search, offer
 from pyro_truncated.training.recombination import Member, Recombination
-from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start, start_of
 
 
@@ -35,7 +35,7 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
     with forgetting_guides(model, y):
         run = _run_from(model, y, settings.slowing(steps), member)
         offer(run, y, member.population.states())
-        return start_of(run, model, y, trained(run, y, steps))
+        return start_of(run, model, y, train(run, y, fixed(steps)))
 
 
 def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
@@ -45,7 +45,7 @@ def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int
         words, scorer = member.population.mode().unsqueeze(1), run.scorer(y)
         assert run.truncated is not None
         run.truncated.populations.store_(scorer.score(words), None, words)
-        return start_of(run, model, y, trained(run, y, steps))
+        return start_of(run, model, y, train(run, y, fixed(steps)))
 
 
 class AsTheyAre(Search):

@@ -13,10 +13,10 @@ from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.completion import can_complete, mended
+from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.model_parameters import copies, put_back, tensors_of
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, offer
 from pyro_truncated.training.redundancy import gained_from_noise, is_spare, least_missed, losses_and_stand_ins
-from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start, start_of, states_of
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.parameter_store import empty_store
@@ -56,15 +56,15 @@ def grown_start(
         shrinking = _Shrinking(larger, y, settings, temperature)
         shrinking.take(steps)
         if is_many:
-            return shrinking.start(rested(shrinking.run, y, max(1, steps // 2)))
+            return shrinking.start(train(shrinking.run, y, to_convergence(shrinking.run, max(1, steps // 2), tolerance)))
         shrinking.to(model.num_latents)
         asked = shrinking.start(Reached(-math.inf))
         if not can_complete(model):
-            reached = rested(shrinking.run, y, steps)
+            reached = train(shrinking.run, y, to_convergence(shrinking.run, steps, tolerance))
             noise = gained_from_noise(shrinking.losses()[0], shrinking.num_parameters, total_rows(y))
-            return shrinking.start(reached._replace(noise=noise))
+            return shrinking.start(reached._replace(noise=reached.noise + noise))
         kept = shrinking.to_what_is_needed()
-        reached = rested(shrinking.run, y, steps)
+        reached = train(shrinking.run, y, to_convergence(shrinking.run, steps, tolerance))
         found = mended(shrinking.model, y, settings, shrinking.start(reached), tolerance, steps)
         return found if len(kept) == model.num_latents else _filled_up(shrinking.model, y, found, asked, kept)
 

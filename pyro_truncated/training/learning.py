@@ -20,6 +20,8 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.convergence import finish
 from pyro_truncated.training.model_kinds import (
     ConditionalModel,
     StartingModel,
@@ -29,10 +31,9 @@ from pyro_truncated.training.model_kinds import (
     starts_near_the_end,
 )
 from pyro_truncated.training.model_parameters import parameters_of, put_back
-from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.product_restarts import learn_on_product
-from pyro_truncated.training.resting import finished
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
@@ -51,8 +52,8 @@ _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
 _LITTLE = 0.5
 # Gain of five steps in nats per data point that ends other closed-form training.
 _LITTLE_OF_ALL = 0.001
-# Steps on all data. Continuous latents make gradients noisy: 100 steps ended 0.004 to 0.12 nats lower.
-_STEPS, _STEPS_BESIDE, _LAST_RATE_BESIDE = 100, 200, 0.01
+# Steps on all data; the most beside continuous latents, where training ends at convergence.
+_STEPS, _STEPS_BESIDE = 100, 2000
 # Learning rate with a conditional guide, which must follow the model: at larger rates no restarts agreed.
 _RATE, _RATE_OF_CONDITIONALS = 0.1, 0.02
 # First temperature and tolerance. Mixture components that a high temperature makes equal do not separate.
@@ -61,6 +62,8 @@ _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
 _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 _DEFAULTS_NEAR_THE_END = 1.0, 0.05
+# Beside continuous latents the free energy bounds the evidence, where a nat in all tells models apart.
+_DEFAULTS_BESIDE = 1.0, 0.01
 # Tolerance for all data together: with one posterior, restarts in one optimum differed by up to 0.15 nats.
 _NEAR_OF_ALL = 0.5
 
@@ -72,6 +75,22 @@ class DisagreeingStartsWarning(UserWarning):
         >>> y = linear_bars(100, 3, mean_active=2.0).data
         >>> with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):  # a run that may be stuck is an error
         ...     guide = learn(BinarySparseCoding(9, 6), y, steps=10, num_states=16, tolerance=10.0, progress=False)
+    """
+
+
+class ConvergenceWarning(UserWarning):
+    """The training has ended before it has converged.
+
+    Example:
+        >>> def model(y):
+        ...     loc = pyro.sample("loc", dist.Normal(0.0, 9.0).expand([2]).to_event(1))
+        ...     with pyro.plate("data", len(y)):
+        ...         z = pyro.sample("z", dist.Categorical(torch.ones(2)))
+        ...         pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     guide = learn(model, torch.randn(20), starts=1, short_steps=5, steps=5, progress=False)
+        >>> [warning.category.__name__ for warning in caught]
+        ['ConvergenceWarning']
     """
 
 
@@ -111,21 +130,25 @@ def learn(
         y: data, ``(N, ...)``; several arrays side by side, ``torch.cat([x, y], 1)``.
         search: default: the model's own, else one that fits the space of states.
         num_states: states per data point; default: 64, or 16 for more than 64 mixture components.
-        steps: training steps on all data, with closed-form M-steps at most; default: 100, or 200 beside continuous latents.
+        steps: training steps on all data; default: 100. With closed-form M-steps they are a maximum; beside continuous latents, too
+            (default: 2000).
         starts: most restarts; default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         short_steps: steps of a restart; more follow until convergence.
         temperature: first temperature; default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
-        tolerance: largest difference in nats per data point of restarts that agree; default: 0.05, 0.01 for mixtures.
+        tolerance: largest difference in nats per data point of restarts that agree; default: 0.05; 0.01 for mixtures,
+            and beside continuous latents.
         lr: learning rate of gradient steps, in units of a parameter's root mean square; default: 0.1.
         max_count: largest value of count sites, one number or by site name.
         generator: source of randomness; default: torch's global one.
         progress: whether to show a progress bar; default: if the output is a terminal.
 
     Returns:
-        The trained guide. Its ``starts`` are the free energies per data point of the restarts, ``steps`` the training steps.
+        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.training.LearnReport`, ``starts`` are the free energies per
+        data point of the restarts, ``steps`` the training steps.
 
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.
+        ConvergenceWarning: if training beside continuous latents ends before it has converged.
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
@@ -156,7 +179,7 @@ def learn(
     is_shared = posteriors < total_rows(y)
     is_all = is_shared or total_rows(y) <= number
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
-    first_temperature, nearness = _defaults(model, space)
+    first_temperature, nearness = _DEFAULTS_BESIDE if is_beside else _defaults(model, space)
     nearness = max(nearness, _NEAR_OF_ALL / posteriors) if tolerance is None else tolerance
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
     plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None)
@@ -173,21 +196,25 @@ def learn(
         with starting(model):
             found = SeveralStarts(model, part, settings, plan)
             found.make(bar)
-            doubts = found.doubts()
+            doubts = found.rule.doubts(found.pool)
             found.complete()
-        put_back(model, part, found.best.parameters)
-        bar.total, run = bar.n + steps, Run(model, y, settings.slowing(steps, _LAST_RATE_BESIDE if is_beside else LAST_RATE))
-        run.take_over(found.best.beside, y)
-        if found.best.states is not None and is_all:
-            offer(run, y, own_rows(found.best.states, y))
+        put_back(model, part, found.pool.best.parameters)
+        bar.total, run = bar.n + steps, Run(model, y, settings if is_beside else settings.slowing(steps))
+        run.take_over(found.pool.best.beside, y)
+        if found.pool.best.states is not None and is_all:
+            offer(run, y, own_rows(found.pool.best.states, y))
         else:
             bar.set_description_str("finding states")
             run.find_states(y)
         bar.set_description_str("training")
-        run.guide.steps = finished(run, y, steps, _little(model, run, found.best.reached.noise))
+        last = finish(run, y, steps, _little(model, run, found.pool.best.reached.noise), nearness)
     if doubts is not None:
         _warn(doubts)
-    run.guide.starts = found.energies
+    if last.remaining > nearness:
+        _warn_of_gain(last)
+    run.guide.steps, run.guide.starts = last.steps, found.pool.energies
+    chosen = {"search": type(run.search).__name__, "num_states": num_states, "temperature": falling(0), "tolerance": nearness, "lr": lr}
+    run.guide.learn_report = found.report(doubts, last, chosen | {"num_data": total_rows(part)})
     return run.guide
 
 
@@ -246,6 +273,13 @@ def _little(model: Any, run: Run, noise: float) -> float:
         return noise * _LITTLE
     # Gibbs chains and continuous latents make the free energy noisy.
     return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
+
+
+def _warn_of_gain(reached: Reached) -> None:
+    gain = "" if math.isinf(reached.remaining) else f": more may raise the free energy per data point by {reached.remaining:.2g}"
+    warnings.warn(
+        f"training has not converged in {reached.steps} steps{gain}. Try more steps, or a larger lr.", ConvergenceWarning, stacklevel=5
+    )
 
 
 def _show(bar: ProgressBar, free_energy: float) -> None:

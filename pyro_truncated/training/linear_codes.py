@@ -13,12 +13,12 @@ from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.automatic import is_of_many
+from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.decoders import observed_numbers
 from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.linear_causes import LinearCauses
 from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
-from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start
 from pyro_truncated.utils.devices import device_of
 
@@ -99,4 +99,4 @@ def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -
         assert run.truncated is not None
         words = run.truncated.space.pack(code.unsqueeze(1))
         run.truncated.populations.store_(run.scorer(y).score(words), None, words)
-        trained(run, y, steps)
+        train(run, y, fixed(steps))

@@ -125,13 +125,28 @@ class Run:
         self._parts = parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model)) if is_divisible else None
         self._steps_each = 1 if self._parts is None else self._parts.number
         lrd = settings.lrd ** (1 / self._steps_each)
-        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, lrd, least_size(y), self.is_in_parts)))
+        self._rate = 1.0
+
+        def options(name: str) -> dict[str, float]:
+            return rate_of(settings.lr * self._rate, lrd, least_size(y), self.is_in_parts, name)
+
+        optim = self._driver or ClippedAdam(cast("Any", options))
         self._svi = SVI(model, self.guide, optim, elbo)
 
     @property
     def is_by_gradients(self) -> bool:
         """Whether the model has no M-steps of its own."""
         return self._driver is None
+
+    @property
+    def has_companion(self) -> bool:
+        """Whether a guide of continuous latents is trained beside the truncated one."""
+        return self.truncated is not None and self.guide is not self.truncated
+
+    @property
+    def search(self) -> Any:
+        """What fills the populations, or selects latents."""
+        return self._elbo.search
 
     @property
     def is_in_parts(self) -> bool:
@@ -144,8 +159,7 @@ class Run:
     @property
     def beside(self) -> dict[str, Tensor]:
         """Returns learned states of continuous latents by name."""
-        has_others = self.truncated is not None and self.guide is not self.truncated
-        return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
+        return cast("dict[str, Tensor]", self.guide[0].state_dict()) if self.has_companion else {}
 
     @torch.no_grad()
     def see(self, y: Tensor) -> None:
@@ -191,6 +205,13 @@ class Run:
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
                 group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
+
+    def set_rate(self, rate: float) -> None:
+        """Multiplies the first learning rate, of what has been trained or will be."""
+        for optimizer in self._svi.optim.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["lr"] *= rate / self._rate
+        self._rate = rate
 
     def look_closely(self) -> bool:
         """Searches more thoroughly from now on, and says whether it does.

@@ -7,12 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-# Largest lead of the best restart in tolerances, for any number of restarts.
-_FARTHEST = 4
-# Nats per observed number by which agreeing networks may differ: a noise larger by a fiftieth.
-# Two networks that found all bars differed by 0.006 at most, random networks by up to 0.08.
-_GAP_OF_A_NUMBER = 0.02
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -41,16 +35,3 @@ class Plan:
     is_of_gains: bool = False
     is_shared: bool = False
     are_compared: bool = False
-
-    def lead(self, number: int) -> float:
-        """How far apart the best two of so many starts may be."""
-        return self.tolerance * (min(number / 2, _FARTHEST) if self.is_of_gains else 1)
-
-    def gap(self, size: int) -> float:
-        """Returns the largest difference of two agreeing networks.
-
-        It is proportional to the numbers of a data point.
-
-        The weights of one may have ended in a worse optimum than the other's.
-        """
-        return max(self.tolerance, _GAP_OF_A_NUMBER * size)

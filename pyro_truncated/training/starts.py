@@ -10,11 +10,11 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.codes import vary
+from pyro_truncated.training.convergence import of_restart, train
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
 from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
-from pyro_truncated.training.resting import nearly_rested, started
 from pyro_truncated.utils.annealing import Temperature
 
 
@@ -45,6 +45,7 @@ def start(
     steps: int,
     generator: torch.Generator | None,
     states: Tensor | None = None,
+    tolerance: float = 0.0,
 ) -> Start:
     """Runs a short training from ``initialize``, or from present parameters.
 
@@ -56,6 +57,7 @@ def start(
         steps: steps of training.
         generator: source of randomness.
         states: one of each data point, ``(N, L)``, which the search begins with.
+        tolerance: free energies per data point that differ by less are the same.
     """
     if draws_starts(model):
         draw_start(model, y, generator)
@@ -63,9 +65,9 @@ def start(
         run = Run(model, y, settings, temperature)
         if states is not None:
             offer(run, y, states.unsqueeze(1))
+        reached = train(run, y, of_restart(run, model, temperature, steps, tolerance))
         if starts_near_the_end(model):
-            return Start(nearly_rested(run, y, steps), copies(model, y), states_of(run))
-        reached = started(run, model, y, temperature, steps)
+            return Start(reached, copies(model, y), states_of(run))
     found = start_of(run, model, y, reached)
     if run.truncated is None:
         return found

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.states.population import Population
+from pyro_truncated.training.convergence import by_gradients, fixed, train
 from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, offer
-from pyro_truncated.training.resting import climbed, trained
 from pyro_truncated.training.starts import Start, start_of
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -104,7 +104,7 @@ def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: 
         states[:, torch.arange(1, 1 + len(asleep)), asleep] = 1
         words = guide.space.pack(states)
         guide.populations.store_(scorer.score(words), None, words)
-        trained(run, y, steps)
+        train(run, y, fixed(steps))
 
 
 def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int) -> Start:
@@ -114,6 +114,6 @@ def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int
         run = Run(model, y, settings)
         offer(run, y, start.states)
         run.find_states(y)
-        reached = climbed(run, y, steps)
+        reached = train(run, y, by_gradients(run, steps))
         assert run.truncated is not None
         return start_of(run, model, y, reached)._replace(states=run.truncated.population().states())

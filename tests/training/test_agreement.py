@@ -78,8 +78,8 @@ def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(
     plan = Plan(4, 2, cooling(1.0, 2), 0.05, None, are_compared=are_compared)
     found = SeveralStarts(causes, torch.randn(32, 2), Settings(None, 4, 0.1), plan)
     found.make(progress_bar(False))
-    assert len(found.energies) == number
-    assert (found.doubts() is None) == (number == 3)
+    assert len(found.pool.energies) == number
+    assert (found.rule.doubts(found.pool) is None) == (number == 3)
 
 
 def test_what_belongs_to_no_data_point_counts_in_full() -> None:

@@ -11,11 +11,11 @@ from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.training import cooling, growth, several_starts
 from pyro_truncated.training.completion import can_complete, completed, mended
+from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.recombination import Recombination
-from pyro_truncated.training.resting import rested
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
 from pyro_truncated.utils.console import progress_bar
@@ -29,7 +29,7 @@ def start_that_knows(weight: Tensor, y: Tensor) -> Start:
     model.weight, model.prior, model.scale = weight.clone(), torch.full((weight.shape[1],), 0.25), torch.tensor(1.0)
     run = Run(model, y, SETTINGS)
     run.find_states(y)
-    reached = rested(run, y, 10)
+    reached = train(run, y, to_convergence(run, 10))
     return Start(reached, copies(model, y), run.truncated.population().states())
 
 
@@ -126,6 +126,6 @@ def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_late
     monkeypatch.setattr(several_starts, "grown_start", lambda *args: next(starts))
     found = SeveralStarts(BinarySparseCoding(16, 8), y, SETTINGS, Plan(3, 2, cooling(1.0, 2), 0.05, None, are_compared=True))
     found.make(progress_bar(False))
-    assert len(found.energies) == number
-    said = found.doubts()
+    assert len(found.pool.energies) == number
+    said = found.rule.doubts(found.pool)
     assert said is None if doubts is None else said is not None and said.startswith(doubts)

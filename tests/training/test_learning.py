@@ -289,6 +289,7 @@ def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts(
     assert guide.marginals()["z"].shape == (150, 3)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_continuous_latents_get_a_guide_of_their_own(caplog):
     def model(y):
         loc = pyro.sample("loc", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
@@ -519,6 +520,7 @@ class SumsWithNoise(Sums):
             pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)
     y = 20.0 * torch.randn(30, 4, generator=generator())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, learn
-from pyro_truncated.training import learning
+from pyro_truncated.training import ConvergenceWarning
+from pyro_truncated.training.model_runs import Run
 
 QUICK = {"starts": 1, "short_steps": 3, "steps": 3, "progress": False}
 
@@ -48,18 +49,25 @@ def test_parameters_of_an_earlier_function_are_named_where_they_do_not_fit(y, us
     use(causes(5, priors=False), y)
 
 
-@pytest.mark.parametrize(("priors", "steps", "last"), [(False, 100, 0.1), (True, 200, 0.01)])
-def test_training_beside_continuous_latents_takes_more_and_smaller_steps(y, monkeypatch, priors, steps, last):
-    rates = []
+@pytest.mark.parametrize(("priors", "most", "ends"), [(False, 100, [0.1]), (True, 80, [0.3, 0.09, 0.027, 0.0081])])
+def test_training_ends_in_small_steps_and_beside_continuous_latents_at_convergence(y, monkeypatch, priors, most, ends):
+    rates: dict[Run, list[float]] = {}
+    step = Run.step
 
-    def finished(run: Any, y: Tensor, most: int, little: float) -> int:
-        run.step(y)
-        rates.append((most, *{group["lrd"] for optim in run._svi.optim.optim_objs.values() for group in optim.param_groups}))
-        return most
+    def told(run: Run, y: Tensor) -> float:
+        free_energy = step(run, y)
+        rate = max(group["lr"] for optim in run._svi.optim.optim_objs.values() for group in optim.param_groups)
+        rates.setdefault(run, []).append(rate)
+        return free_energy
 
-    monkeypatch.setattr(learning, "finished", finished)
-    assert learn(causes(3, priors=priors), y, **{**QUICK, "steps": None}).steps == steps
-    assert rates == [(steps, pytest.approx(last ** (1 / steps)))]
+    monkeypatch.setattr(Run, "step", told)
+    asked = 80 if priors else None
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+        guide = learn(causes(3, priors=priors), y, **{**QUICK, "steps": asked})
+    training = list(rates.values())[-1]
+    assert guide.steps == len(training)
+    assert guide.steps <= most if priors else guide.steps == most
+    assert any(training[-1] / training[0] == pytest.approx(end, rel=0.03) for end in ends)
 
 
 def test_a_model_that_fails_anyway_says_why_itself(y):
@@ -73,6 +81,7 @@ def test_a_model_that_fails_anyway_says_why_itself(y):
         AutoTruncated(broken, 4)(y)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_guides_of_continuous_latents_begin_anew_and_keep_what_they_have(y):
     first = learn(causes(3, priors=True), y, **QUICK)
     before = {name: value.clone() for name, value in first.median(y).items()}

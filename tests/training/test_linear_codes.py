@@ -304,4 +304,4 @@ def test_the_fourth_start_begins_near_the_best_one_and_counts_in_its_place_if_it
     # The sixth begins near the fourth, the eighth does not again.
     assert [torch.equal(code, own) for code in begun] == [False, False, True, False, True, False, False]
     # That of twenty has become that of ten, and what began near it and ended lower says nothing new.
-    assert sorted(one.free_energy for one in starts._apart) == [-30.0, -25.0, -14.0, -13.0, -11.0, -10.0]
+    assert sorted(one.free_energy for one in starts.pool.apart) == [-30.0, -25.0, -14.0, -13.0, -11.0, -10.0]

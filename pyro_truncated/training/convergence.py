@@ -1,0 +1,261 @@
+"""When runs end: after a number of steps, or at convergence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pyro_truncated.training.agreement import STANDARD_ERRORS, Reached, likelihoods, reached_on_a_curve, reached_on_average
+from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
+from pyro_truncated.utils.annealing import Temperature, temperature_at
+
+# Steps of closed-form EM of which the gain is measured.
+WINDOW_STEPS = 5
+# Gain of these in nats per data point at convergence; in restarts of mixtures; relative to the total gain.
+_GAIN_NATS, _MIXTURE_GAIN_NATS, _RELATIVE_GAIN = 0.01, 0.005, 0.003
+# By gradients: steps of a mean, its gain at convergence, and that of networks, whose weights change
+# long after their latents are found.
+_GRADIENT_WINDOW_STEPS, _GRADIENT_GAIN_NATS, _NETWORK_GAIN_NATS = 10, 0.02, 0.1
+# Most steps by gradients, in multiples of the least; then those at a falling learning rate.
+_GRADIENT_FACTOR, _DECAY_STEPS = 4, 20
+# The same beside continuous latents, where 240 steps ended up to 250 nats below the optimum.
+_COMPANION_FACTOR = 16
+# Share of the steps that is a window there, so that slow gains are seen; least steps of one.
+_WINDOW_SHARE, _COMPANION_WINDOW_STEPS = 0.25, 20
+# There the learning rate is multiplied by this at each plateau, so many times at most.
+_RATE_FACTOR, _REDUCTIONS = 0.3, 4
+# A training by closed-form M-steps searches thoroughly in the last of so many parts.
+_PARTS = 10
+
+
+def last_gain(values: Sequence[float], window: int) -> float:
+    """Returns how far the last value is from the earlier best one.
+
+    The last steps do not count. Free energies that have fallen have not converged.
+    """
+    return abs(values[-1] - max(values[:-window])) if len(values) > window else math.inf
+
+
+def mean_gain(values: Sequence[float], window: int) -> float:
+    """Returns the gain of a mean over a window, beside the window before it."""
+    number = min(window, len(values) // 2)
+    return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
+
+
+def remaining_gain(values: Sequence[float], window: int) -> float:
+    r"""Returns what noisy free energies will still gain, beyond their noise.
+
+    A window is the last quarter of the steps, or larger. A free energy that approaches its limit as :math:`1 / t` will still gain twice
+    what this window has gained beside the one before; one that approaches it exponentially will gain less. One standard error of the
+    gain does not count.
+    """
+    number = _window_of(values, window)
+    if len(values) < 2 * number:
+        return math.inf
+    before, last = (reached_on_a_curve(some) for some in (values[-2 * number : -number], values[-number:]))
+    return 2 * max(0.0, last.free_energy - before.free_energy - _error(before, last))
+
+
+def _window_of(values: Sequence[float], window: int) -> int:
+    """Returns the steps that are compared: a quarter of all, or a window."""
+    return max(window, int(_WINDOW_SHARE * len(values)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a run has converged, and what its last steps are.
+
+    Attributes:
+        steps: least number of steps.
+        max_steps: largest number, without those at a falling rate.
+        tol: gain in nats per data point at convergence.
+        gain: measures it, given free energies per data point and the window.
+        window: steps of which the gain is measured.
+        stride: steps between two measurements.
+        is_relative: whether the gain is divided by that of all steps.
+        decay: steps at a falling learning rate, after convergence.
+        first_rate: what the learning rate is multiplied by before the first plateau; ``None``: it does not fall from plateau to plateau.
+        is_thorough: whether the search is intensified, from the beginning or from the second plateau on.
+    """
+
+    steps: int
+    max_steps: int
+    tol: float = 0.0
+    gain: Callable[[Sequence[float], int], float] = last_gain
+    window: int = WINDOW_STEPS
+    stride: int = 1
+    is_relative: bool = False
+    decay: int = 0
+    first_rate: float | None = None
+    is_thorough: bool = False
+
+    def has_converged(self, values: Sequence[float]) -> bool:
+        """Whether the gain is below the tolerance."""
+        unit = values[-1] - values[0] if self.is_relative and values else 1.0
+        return self.gain(values, self.window) <= self.tol * unit
+
+
+def fixed(steps: int) -> Schedule:
+    """A number of steps."""
+    return Schedule(steps, steps)
+
+
+def to_convergence(run: Any, max_steps: int, tol: float = 0.0) -> Schedule:
+    """Closed-form EM at temperature one, with a thorough search.
+
+    Beside continuous latents it is :func:`by_gradients`.
+    """
+    if run.has_companion:
+        return by_gradients(run, max_steps, tol)
+    return Schedule(0, max_steps, _GAIN_NATS, stride=WINDOW_STEPS, is_thorough=True)
+
+
+def by_gradients(run: Any, steps: int, tol: float = 0.0) -> Schedule:
+    """Steps of an optimiser while the free energy rises, then at a falling rate.
+
+    Beside continuous latents it is noisy, and rises for long.
+
+    Args:
+        run: the run.
+        steps: least number of them.
+        tol: nats per data point that may remain to be gained beside continuous latents.
+    """
+    if run.has_companion:
+        return by_plateaus(_COMPANION_FACTOR * steps, tol, steps=steps)
+    least = _NETWORK_GAIN_NATS if run.is_in_parts else _GRADIENT_GAIN_NATS
+    window = _GRADIENT_WINDOW_STEPS
+    return Schedule(steps, _GRADIENT_FACTOR * steps, least, mean_gain, window, window, decay=_DECAY_STEPS)
+
+
+def of_restart(run: Any, model: Any, temperature: Temperature, steps: int, tol: float) -> Schedule:
+    """Returns the schedule of a restart.
+
+    Args:
+        run: the run.
+        model: its model.
+        temperature: of the run, as a function of the step.
+        steps: how many there are, at least by gradients, and at most where EM may converge before.
+        tol: largest difference of restarts that agree.
+    """
+    if starts_near_the_end(model):
+        return Schedule(1, steps, _RELATIVE_GAIN, is_relative=True)
+    if run.is_by_gradients:
+        return by_gradients(run, steps, tol)
+    if run.truncated is not None and is_mixture(model, run.truncated.space) and temperature_at(temperature, 0) == 1.0:
+        return Schedule(0, steps, _MIXTURE_GAIN_NATS)
+    return fixed(steps)
+
+
+def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float = 1.0) -> Schedule:
+    """Steps beside continuous latents, at a learning rate that falls when the free energy rises no more."""
+    window = min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8))
+    return Schedule(steps, max_steps, tol, remaining_gain, window, window, first_rate=first_rate, is_thorough=not steps)
+
+
+def train(run: Any, y: Tensor, schedule: Schedule) -> Reached:
+    """Trains until convergence; returns the free energy that is reached.
+
+    A neural decoder is refitted to its states before the learning rate falls, where training otherwise ends in bad optima.
+    """
+    if schedule.first_rate is not None:
+        return _train_by_plateaus(run, y, schedule)
+    if schedule.is_thorough:
+        run.look_closely()
+    values = _until_convergence(run, y, schedule)
+    if schedule.decay:
+        run.fit_decoder(y)
+        run.slow_down(schedule.decay)
+        values += [run.step(y) for _ in range(schedule.decay)]
+    run.end()
+    return _reached(run, y, schedule, values)
+
+
+def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> Reached:
+    r"""Trains until neither more steps nor a smaller learning rate gain more.
+
+    The noise of gradients lowers the free energy by an amount proportional to the rate. If a reduction of the rate by a factor :math:`f`
+    has gained :math:`g`, all further ones will gain :math:`g f / (1 - f)`.
+    """
+    assert schedule.first_rate is not None
+    reached, steps = Reached(-math.inf, remaining=math.inf), 0
+    for reduction in range(1 + _REDUCTIONS):
+        run.set_rate(schedule.first_rate * _RATE_FACTOR**reduction)
+        if reduction and schedule.is_thorough:
+            run.look_closely()
+        # Half of the steps that are left, so that some are taken at smaller rates.
+        left = schedule.max_steps - steps
+        most = left if reduction == _REDUCTIONS else (left + 1) // 2
+        some = dataclasses.replace(schedule, steps=0 if reduction else min(schedule.steps, most), max_steps=most)
+        values = _until_convergence(run, y, some)
+        steps, before = steps + len(values), reached
+        if values:
+            reached = reached_on_a_curve(values[-_window_of(values, schedule.window) :])
+        gain = max(0.0, reached.free_energy - before.free_energy - _error(before, reached))
+        remaining = remaining_gain(values, schedule.window) + gain * _RATE_FACTOR / (1 - _RATE_FACTOR)
+        reached = reached._replace(remaining=remaining, steps=steps)
+        if remaining <= schedule.tol:
+            break
+    run.end()
+    return reached
+
+
+def _error(one: Reached, other: Reached) -> float:
+    """The standard error of a difference of noisy free energies."""
+    return math.hypot(one.noise, other.noise) / STANDARD_ERRORS
+
+
+def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float = 0.0) -> Reached:
+    """Trains on all data to convergence; returns the free energy that is reached.
+
+    The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
+
+    Args:
+        run: the run.
+        y: all data.
+        max_steps: the most steps. With less than ten none is kept back: searched states need a step to be trained.
+        tol: gain of five steps in nats per data point at convergence; minus infinity where it is not looked for.
+        companion_tol: nats per data point that may remain to be gained beside continuous latents.
+    """
+    if run.has_companion:
+        return train(run, y, by_plateaus(max_steps, companion_tol, first_rate=_RATE_FACTOR))
+    values = _until_convergence(run, y, Schedule(0, max_steps - max_steps // _PARTS, tol))
+    left = max_steps - len(values)
+    if left and run.look_closely():
+        values += _until_convergence(run, y, Schedule(0, left, tol / WINDOW_STEPS, window=1), values[-1:])
+    elif left and not Schedule(0, left, tol).has_converged(values):
+        values += _until_convergence(run, y, Schedule(0, left, tol))
+    run.end()
+    return Reached(values[-1], steps=len(values))
+
+
+def _until_convergence(run: Any, y: Tensor, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
+    """Takes steps until gains are small and no component of a mixture moves."""
+    values = [run.step(y) for _ in range(schedule.steps)]
+    while len(values) < schedule.max_steps:
+        if schedule.has_converged([*before, *values]):
+            run.relocations.at_rest()
+            if run.relocations.are_done:
+                break
+        values += [run.step(y) for _ in range(min(schedule.stride, schedule.max_steps - len(values)))]
+    return values
+
+
+def _reached(run: Any, y: Tensor, schedule: Schedule, values: list[float]) -> Reached:
+    steps = len(values)
+    if run.truncated is None:
+        # The log joint of a sampler's draws: a mean over the last sixth.
+        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y), steps=steps)
+    if run.has_companion or run.truncated.conditional is not None:
+        # Continuous latents make the free energy noisy; its trend is no noise.
+        return reached_on_a_curve(values[-_GRADIENT_WINDOW_STEPS:])._replace(steps=steps)
+    reached = Reached(values[-1], each=run.truncated.population().free_energy(), steps=steps)
+    if schedule.max_steps == schedule.steps or schedule.gain is not last_gain or steps <= schedule.window:
+        return reached
+    gain = values[-1] - values[-1 - schedule.window]
+    if not schedule.has_converged(values):
+        return reached._replace(rise=gain)
+    return reached._replace(noise=max(0.0, gain)) if schedule.is_relative else reached
