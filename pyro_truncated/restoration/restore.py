@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, noise_levels, per_channel, root_mean_square, told_noise
+from pyro_truncated.restoration.channels import (
+    Channels,
+    Noise,
+    channel_axis,
+    noise_levels,
+    per_channel,
+    related_channels,
+    root_mean_square,
+    told_noise,
+)
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
 from pyro_truncated.restoration.first_guesses import checked, filled, floating, nearly_no_noise
 from pyro_truncated.restoration.large_holes import steadied
@@ -127,7 +136,8 @@ def denoise(
     windows say, see :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`.
 
     Every channel has noise and a unit of its own: channels are divided by their noise, restored together, and multiplied again. If all
-    are the same, one is restored, and repeated.
+    are the same, one is restored, and repeated. Constant channels, and channels of a signal that are unrelated, are restored apart, see
+    :func:`~pyro_truncated.restoration.channels.related_channels`; ``model`` and ``guide`` are then those of the largest group.
 
     The noise of photon counts grows with the brightness. With ``noise="poisson"`` Anscombe's transform makes it one everywhere; what is
     restored goes back by the exact unbiased inverse, see :func:`~pyro_truncated.restoration.photon_counts.mean_of_stabilised`.
@@ -203,11 +213,27 @@ def _denoised(image: Tensor, noise: Noise | str, settings: _Settings, *, has_cha
         levels = noise_levels(image, num_dims)
         warn_of_varying_noise(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
+    groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
+    if groups and len(groups[0]) < image.shape[-1]:
+        return _restored_apart(image, levels, groups, settings, is_known=noise is not None)
     if not isinstance(levels, Tensor):
         return _at_level(image, levels, channels, settings, is_known=noise is not None)
     white = _at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
+
+
+def _restored_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_known: bool) -> Restored:
+    """Restores groups of channels one after the other; others are constant. What else is returned is of the largest group."""
+    levels = torch.as_tensor(levels).to(image).expand(image.shape[-1])
+    restored, own, all_found = image.flatten(0, -2).nan_to_num(-math.inf).amax(0).expand_as(image).clone(), torch.zeros_like(levels), []
+    for group in sorted(groups, key=len, reverse=True):
+        unit = levels[group]
+        part, channels = (image[..., group] / unit, len(group)) if len(group) > 1 else (image[..., group[0]] / unit, None)
+        found = _at_level(part, 1.0, channels, settings, is_known=is_known)
+        restored[..., group], own[group] = found.image.reshape(image[..., group].shape) * unit, found.noise * unit
+        all_found.append(found)
+    return dataclasses.replace(all_found[0], image=restored, noise=root_mean_square(own), channel_noise=own)
 
 
 def _is_one(image: Tensor, noise: Any) -> bool:
