@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.restoration.noise_estimation import deviation, noise_level, windows_are_enough
@@ -20,6 +22,8 @@ Noise = float | Sequence[float] | Tensor | None
 MAX_CHANNELS_OF_SIGNAL = 32
 # Most bands of an image without a word; slices of a volume have equal noise, bands differ by more than this ratio.
 MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
+# Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
+MIN_CORRELATION, MAX_LAG = 0.5, 64
 # Noise below this share of a slice's deviation is not told from a smooth slice.
 MIN_SHARE_OF_NOISE = 0.01
 
@@ -30,8 +34,8 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
     By default:
 
     * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
-    * of more dimensions the last or the first holds channels if it has one, three or four entries. Four that are the less alike
-      the further they are apart are slices of a volume.
+    * of more dimensions the last or the first holds channels if it has one, three or four entries. Four that vary, and are the
+      less alike the further they are apart, are slices of a volume.
     * up to 32 planes with noise of unlike strength are bands.
 
     Args:
@@ -75,9 +79,11 @@ def _others(image: Tensor, axis: int) -> list[int]:
 
 
 def _are_slices(planes: Tensor) -> bool:
-    """Whether four planes are the less alike the further apart they are."""
+    """Whether four planes vary, and are the less alike the further apart they are."""
     above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
     flat = above.nan_to_num(0.0).flatten(1).double()
+    if not all(_varying(planes.flatten(1))):
+        return False
     distance = torch.cdist(flat, flat)
     rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
     return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
@@ -130,6 +136,41 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
         return levels
     return levels * noise_level(image / levels, num_dims)
+
+
+def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> list[list[int]]:
+    """Returns groups of channels that say something of each other.
+
+    Constant channels, as of an image that is opaque everywhere, are in none. Channels of a signal, ``(N, C)``, are alone if their
+    correlations with all others are low at all small lags. Bands of images are never parted otherwise: edges lie at the same places.
+
+    Args:
+        image: the array, channels last; what is missing is NaN.
+        num_dims: dimensions without channels.
+        levels: the noise, which is left out of variances.
+    """
+    rows = image.flatten(0, -2).double()
+    varies = _varying(rows.mT)
+    above = (rows - rows.nanmean(0)).nan_to_num(0.0)
+    is_related = torch.eye(len(varies), dtype=torch.bool)
+    both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
+    if num_dims > 1:
+        is_related |= both
+    else:
+        spectra = torch.fft.rfft(above, 2 * len(above), dim=0)
+        lagged = torch.fft.irfft(spectra.unsqueeze(1).conj() * spectra.unsqueeze(2), dim=0)[: MAX_LAG + 1].abs().amax(0)
+        noise = torch.as_tensor(levels).double().square() * (~rows.isnan()).sum(0)
+        power = (above.square().sum(0) - noise).clamp(min=torch.finfo(torch.float64).tiny)
+        related = lagged.maximum(lagged.mT) > MIN_CORRELATION * (power.unsqueeze(0) * power.unsqueeze(1)).sqrt()
+        is_related |= both & related.cpu()
+    group = connected_components(is_related.numpy(), directed=False)[1]
+    groups = [np.flatnonzero(group == one).tolist() for one in range(group.max() + 1)]
+    return [channels for channels in groups if varies[channels[0]]]
+
+
+def _varying(rows: Tensor) -> list[bool]:
+    """Returns which rows have different entries."""
+    return [bool(row[~row.isnan()].diff().any()) for row in rows]
 
 
 def root_mean_square(levels: float | Tensor) -> float:

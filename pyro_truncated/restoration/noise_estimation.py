@@ -38,6 +38,8 @@ def checked(image: Any) -> Tensor:
     observed = array[~array.isnan()]
     if array.dim() == 0:
         raise ValueError("the image is a single number; it must have one dimension or more")
+    if not array.numel():
+        raise ValueError(f"the image has no entries; got shape {tuple(array.shape)}")
     if not len(observed):
         raise ValueError("the image has no observed entry: all are NaN")
     if not bool(observed.isfinite().all()):

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, check_noise, noise_levels, per_channel, root_mean_square
+from pyro_truncated.restoration.channels import (
+    Channels,
+    Noise,
+    channel_axis,
+    check_noise,
+    noise_levels,
+    per_channel,
+    related_channels,
+    root_mean_square,
+)
 from pyro_truncated.restoration.iterated_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.kriging import predicted
 from pyro_truncated.restoration.large_holes import fill_large_holes
@@ -108,6 +117,9 @@ def denoise(
     the patches' posterior means. Another model is trained by truncated EM or by gradients. Missing
     entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
+    Every channel has a noise and a unit of its own. Constant channels, and channels of a signal that
+    are unrelated, are restored apart; ``model`` and ``guide`` are then those of the largest group.
+
     Example::
 
         restored = denoise(photograph, noise=25)
@@ -178,11 +190,27 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
         levels = noise_levels(image, num_dims)
         warn_of_varying_noise(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
+    groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
+    if groups and len(groups[0]) < image.shape[-1]:
+        return _restore_apart(image, levels, groups, settings, is_known=noise is not None)
     if not isinstance(levels, Tensor):
         return _restore_at_level(image, levels, channels, settings, is_known=noise is not None)
     white = _restore_at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
+
+
+def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_known: bool) -> Restored:
+    """Restores groups of channels one after the other; others are constant. What else is returned is of the largest group."""
+    levels = torch.as_tensor(levels).to(image).expand(image.shape[-1])
+    restored, own, all_found = image.flatten(0, -2).nan_to_num(-math.inf).amax(0).expand_as(image).clone(), torch.zeros_like(levels), []
+    for group in sorted(groups, key=len, reverse=True):
+        unit = levels[group]
+        part, channels = (image[..., group] / unit, len(group)) if len(group) > 1 else (image[..., group[0]] / unit, None)
+        found = _restore_at_level(part, 1.0, channels, settings, is_known=is_known)
+        restored[..., group], own[group] = found.image.reshape(image[..., group].shape) * unit, found.noise * unit
+        all_found.append(found)
+    return dataclasses.replace(all_found[0], image=restored, noise=root_mean_square(own), channel_noise=own)
 
 
 def _has_equal_channels(image: Tensor, noise: Any) -> bool:

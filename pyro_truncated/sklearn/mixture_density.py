@@ -244,7 +244,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     def _codes(self, X: Any, *, reset: bool) -> Tensor:
         """Positions of the values among the categories of their columns."""
-        data = validated_data(self, X, reset=reset, dtype=None, ensure_min_samples=2 if reset else 1)
+        options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
+        data = validated_data(self, X, reset=reset, dtype=None, **options).astype(object)
+        if data.dtype == object and _is_missing(data).any():
+            raise ValueError("X has missing entries: name them, as by 'missing', which is then a category, or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
         return torch.from_numpy(self._encoder.transform(data))
@@ -281,3 +284,9 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         with apart(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
             return torch.cat([read(population) for _, population in blocks]).numpy()
+
+
+@np.vectorize
+def _is_missing(value: Any) -> bool:
+    """Whether a category is ``None``, NaN, or null of pandas."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)

@@ -10,7 +10,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from pyro_truncated.restoration import denoise, inpaint
-from pyro_truncated.restoration.channels import channel_axis, noise_levels
+from pyro_truncated.restoration.channels import channel_axis, noise_levels, related_channels
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 
@@ -99,6 +99,30 @@ def test_channels_of_unlike_noise_are_all_restored():
     errors = (found.image - truth).square().mean((0, 1)).sqrt() / levels
     assert bool((errors < 0.5).all())
     torch.testing.assert_close(found.channel_noise, levels, rtol=0.2, atol=0)
+
+
+def test_unrelated_sensors_are_restored_as_each_alone():
+    time = torch.arange(400).double()
+    noise = torch.randn(400, 3, generator=generator()).double()
+    table = torch.stack([10 * (time / 9).sin(), 10 * (time / 14).cos(), 8 * (time / 9 + 1).sin()], -1) + noise
+    assert related_channels(table, 1, 1.0) == [[0, 2], [1]]
+    units = torch.tensor([1.0, 1e4, 1.0])
+    found = denoise(units * table, units, generator=generator(1), **QUICK)
+    # In the order of their sizes, so that the sensor alone takes what the generator has next.
+    shared = generator(1)
+    both = denoise(table[:, [0, 2]], [1.0, 1.0], generator=shared, **QUICK)
+    alone = denoise(table[:, 1], 1.0, generator=shared, **QUICK)
+    torch.testing.assert_close(found.image[:, [0, 2]], both.image)
+    torch.testing.assert_close(found.image[:, 1] / 1e4, alone.image)
+
+
+def test_a_constant_channel_is_returned_as_it_is():
+    image = torch.cat([waves(16, 16, 3), torch.full((16, 16, 1), 255.0).double()], -1)
+    image[..., :3] += torch.randn(16, 16, 3, generator=generator())
+    found = denoise(image, generator=generator(), **QUICK)
+    assert bool((found.image[..., 3] == 255).all())
+    assert found.image.shape == image.shape
+    assert found.channel_noise.shape == (4,)
 
 
 def test_gaps_of_channels_in_other_units_are_filled_alike():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from sklearn.datasets import load_iris
@@ -78,6 +81,14 @@ def test_counts_have_information_criteria_and_no_covariances():
 def test_other_covariance_types_are_refused_by_name(kind):
     with pytest.raises(ValueError, match="covariance_type must be one of"):
         TruncatedMixture(2, covariance_type=kind).fit(np.random.default_rng(0).normal(size=(9, 2)))
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, pd.NA])
+def test_categories_that_are_missing_are_named(missing):
+    X = np.array([["a", "x"], ["b", missing]] * 3, dtype=object)
+    for table in (X, pd.DataFrame(X)):
+        with pytest.raises(ValueError, match="name them, as by 'missing'"):
+            TruncatedMixture(2, family="categorical").fit(table)
 
 
 @pytest.mark.parametrize("kind", [float, str, bool])
