@@ -56,8 +56,8 @@ def warn_of_background(model: object, y: Tensor) -> None:
     """
     if lies_on_background(y):
         warnings.warn(
-            f"the data lie on a background: most dimensions are far from zero where little is on, and {type(model).__name__} has no "
-            "offset, so causes hold it or are spent on it. Subtract it, for instance y - y.nanquantile(0.05, 0).",
+            f"the data lie on a background, but {type(model).__name__} has no offset: most dimensions are far from zero without active "
+            "causes. Subtract the background, for example y - y.nanquantile(0.05, 0).",
             BackgroundWarning,
             stacklevel=1,
         )

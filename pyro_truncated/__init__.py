@@ -116,7 +116,7 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
     if name in _MOVED:
-        warnings.warn(f"{name} is pyro_truncated.extend.{name} since version 0.3", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{name} has moved: import it from pyro_truncated.extend", DeprecationWarning, stacklevel=2)
         value = globals()[name] = getattr(importlib.import_module("pyro_truncated.extend"), name)
         return value
     if name == "__version__":

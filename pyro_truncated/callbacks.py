@@ -106,7 +106,7 @@ class WandB(_Curves):
     def __init__(self, run: Any = None, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
         if run is not None and options:
-            raise ValueError(f"the run is there already, and options {sorted(options)} come too late; give them to wandb.init")
+            raise ValueError(f"a run exists already, so that options {sorted(options)} come too late; pass them to wandb.init")
         self.run, self.options = run, options
 
     def _open(self) -> None:

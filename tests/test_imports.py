@@ -60,7 +60,7 @@ def test_every_public_name_is_there(name):
 @pytest.mark.parametrize("name", pyro_truncated.extend.__all__)
 def test_tools_for_authors_are_still_found_in_the_face_with_a_warning(name, monkeypatch):
     monkeypatch.delitem(vars(pyro_truncated), name, raising=False)
-    with pytest.warns(DeprecationWarning, match=rf"{name} is pyro_truncated.extend.{name} since"):
+    with pytest.warns(DeprecationWarning, match=rf"{name} has moved: import it from pyro_truncated.extend"):
         found = getattr(pyro_truncated, name)
     assert found is getattr(pyro_truncated.extend, name) is getattr(pyro_truncated, name)
 

@@ -149,7 +149,7 @@ class FamilyMaximum(Superposition):
 
     def _family(self, mean: Tensor) -> Distribution:
         """The distribution of single observations."""
-        raise NotImplementedError(f"{type(self).__name__} draws nothing")
+        raise NotImplementedError(f"{type(self).__name__} cannot be sampled")
 
     def _means(self) -> Tensor:
         """Those of the latents, and last of the background, ``(D, H + 1)`` in float64."""

@@ -43,11 +43,11 @@ class SlabSuperposition(GaussianSuperposition):
 
     def _spread(self, standard: Tensor) -> Tensor:
         """Deviations from the means of slabs ``(*batch, H)`` made of standard normal numbers."""
-        raise NotImplementedError(f"{type(self).__name__} draws no slabs")
+        raise NotImplementedError(f"{type(self).__name__} has no method that draws slabs")
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         """Means of the slabs, ``(H,)``, and their deviations or covariance."""
-        raise NotImplementedError(f"{type(self).__name__} has no slabs")
+        raise NotImplementedError(f"{type(self).__name__} has no posterior of slabs")
 
     def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns log density, precision factor and mean of standardised slabs.

@@ -266,7 +266,7 @@ class GibbsGuide(PyroModule):
             )
         num_latents, device = self.model.num_latents, y.device
         if num_selected > num_latents:
-            raise ValueError(f"cannot select {num_selected} of {num_latents} latents (num_selected)")
+            raise ValueError(f"num_selected must be at most the number of latents, {num_latents}: cannot select {num_selected}")
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         if started:
             draws = GibbsDraws(self.selected, self.coefficients[:, -1:], self.probabilities).spread(num_latents).squeeze(1)

@@ -80,7 +80,7 @@ class SubsetGPModel(Model):
             TypeError: if noise is given in numbers.
         """
         if isinstance(observation_noise, Tensor):
-            raise TypeError("observation_noise is whether to add the noise that the regression has learned; got a tensor")
+            raise TypeError("observation_noise must be True (add the learned noise) or False; got a tensor")
         mean, covariance = self._moments(X)
         if observation_noise:
             covariance = covariance + self.regression.noise * torch.eye(X.shape[-2]).to(covariance)

@@ -159,7 +159,7 @@ def refuse_other_size(held: int, size: int, plates: Iterable[str]) -> None:
     if held != size:
         raise ValueError(
             f"the guide holds populations of {held} data points, but the model's data plate {list(plates)} now has {size}. For other data "
-            "use guide.infer(new_data, search, steps). Minibatches that are passed as arguments need their positions in the data: "
+            "use guide.infer(new_data, search, steps); give minibatches that are passed as arguments their positions in the data: "
             "pyro.plate(name, num_data, subsample=positions)."
         )
 

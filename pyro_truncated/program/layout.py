@@ -210,8 +210,8 @@ class Layout(SiteLayout):
         if not nodes:
             others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
             raise ValueError(
-                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
-                f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
+                f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
+                "the discrete sites in this call, first call guide.setup(*args) with arguments for which it does not."
             )
         refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
         for node in nodes:

@@ -114,9 +114,9 @@ class Probe:
             raise ChangingSitesError(self._changing(), [])
         if new:
             raise ValueError(
-                f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. Set the guide up with "
-                "arguments for which the model observes none of its latents: call guide.setup(*args), or the guide list, with them first. "
-                "A posterior is one given data: draws of what these would be are Predictive(poutine.uncondition(model), guide=guide)(*args)"
+                f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
+                "guide.setup(*args), or the guide list, with arguments for which the model observes none of its latents; for draws of data "
+                "use Predictive(poutine.uncondition(model), guide=guide)(*args)"
             )
         if all(self._is_observed(name) for name in self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})

@@ -251,9 +251,9 @@ def _warn(scoring: Scoring, where: traceback.FrameSummary | None, problem: str) 
     idioms = [idiom for pattern, idiom in _IDIOMS if re.search(pattern, source)]
     way = "by torch.func.vmap" if scoring == "vmap" else "one after the other"
     warnings.warn(
-        f"the model does not take many states at once, so AutoTruncated scores them {way}: right, but slower. At {place}"
-        f"{f' ({source})' if source else ''}: {problem}. Fast would be {idioms[0] if idioms else _ANY_IDIOM}. "
-        "AutoTruncated(..., vectorize=False) scores one state after the other without asking.",
+        f"the model does not take many states at once, so AutoTruncated scores them {way}, which is slower: at {place}"
+        f"{f' ({source})' if source else ''}, {problem}. Fast would be {idioms[0] if idioms else _ANY_IDIOM}; "
+        "AutoTruncated(..., vectorize=False) scores one state after the other without this warning.",
         VectorizationWarning,
         stacklevel=2,
     )

@@ -64,7 +64,7 @@ def restored_in_parts(
         # All parts that cover a missing entry stay: they fade into each other there as ever.
         places = [place for place in places if bool(is_missing[place].any())]
     total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
-    with progress_bar(progress, total=len(places), desc="parts") as bar:
+    with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
             weight = torch.outer(*(_fading(span) for span in place)).to(image)

@@ -97,7 +97,7 @@ def gain_of(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: take nothing off before, or give a level"
+            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
         )
     return _gain(counts) or 1.0
 

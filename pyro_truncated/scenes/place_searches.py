@@ -104,9 +104,9 @@ class PlacementSelection(AffinitySearch):
         found = self.affinity(batch)
         expected = (len(batch.population), num_objects)
         if found.scores.shape[:2] != expected or found.places.shape != found.scores.shape or bool(found.scores.isnan().any()):
-            raise ValueError(f"the affinity must return numbers of shape {(*expected, 'C')}; got {tuple(found.scores.shape)}, or NaN")
+            raise ValueError(f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(found.scores.shape)}")
         if self.num_selected > num_objects:
-            raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
+            raise ValueError(f"num_selected must be at most the number of objects, {num_objects}: cannot select {self.num_selected}")
         draws, shape = batch.draws(self.generator), (self.num_selected,)
         scores = found.scores[..., 0]
         number = (self.explore * self.num_selected + ops.uniform(shape=(1,), **draws)).floor()
@@ -288,9 +288,9 @@ class PlacementMoves(Search):
         population, space = batch.population, batch.space
         num_places = scene_sizes(space)[1]
         if self.grid[0] * self.grid[1] != num_places:
-            raise ValueError(f"a grid of {self.grid} does not have the {num_places} places of the positions")
+            raise ValueError(f"grid must have as many places as positions have values, {num_places}; got {self.grid}")
         if population.num_states < self.parents:
-            raise ValueError(f"cannot select {self.parents} parents from populations of {population.num_states} states")
+            raise ValueError(f"parents must be at most the states of a population, {population.num_states}: cannot select {self.parents}")
         draws = batch.draws(self.generator)
         chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
         parents = population.take(chosen)

@@ -218,7 +218,7 @@ def test_errors_say_what_is_wrong() -> None:
         GibbsEM(search, settling=-1)
     with pytest.raises(ValueError, match="batch_size must be a positive integer"):
         GibbsEM(search, batch_size=0)
-    with pytest.raises(ValueError, match="cannot select 6 of 5 latents"):
+    with pytest.raises(ValueError, match="num_selected must be at most the number of latents, 5: cannot select 6"):
         guide.update_(Preselection(Singletons(), 6), y)
     with pytest.raises(TypeError, match="needs ClosedForm"):
         SVI(model, guide, Adam({}), GibbsEM(search)).step(y)

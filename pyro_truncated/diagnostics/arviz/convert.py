@@ -181,7 +181,7 @@ def _check_chains(models: list[Any], guides: list[Any], settings: _Settings) -> 
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
     for one in models:
         if isinstance(one, AutoGuide):
-            raise TypeError(f"the order is to_arviz(model, guide, *data); got a guide, {type(one).__name__}, in the place of the model")
+            raise TypeError(f"model must come first, to_arviz(model, guide, *data); got a guide, {type(one).__name__}, in its place")
 
 
 def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
@@ -194,7 +194,7 @@ def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
         raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if settings.checks is not None:
         if "truncated_posterior" not in datasets:
-            raise ValueError("checks are of a truncated posterior, which a guide without an AutoTruncated part does not have")
+            raise ValueError("checks needs a guide with an AutoTruncated part, whose posterior is truncated; leave checks out")
         exact = datasets["truncated_posterior"]
         datasets["truncated_posterior"] = exact.merge(_named_like(settings.checks.arrays(), exact))
     if settings.training is not None:
@@ -310,7 +310,7 @@ def _side_by_side(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:
     for name in names:
         parts = [chain[name] for chain in chains]
         if len({tuple(part.sizes.items()) for part in parts}) > 1:
-            raise ValueError(f"the guides do not go together: {name} has the sizes {[dict(part.sizes) for part in parts]}")
+            raise ValueError(f"the guides do not go together: {name} must have equal sizes; got {[dict(part.sizes) for part in parts]}")
         if name in ("observed_data", "constant_data"):
             joined[name] = parts[0]
             continue

@@ -75,7 +75,7 @@ def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> 
     if reference.dim() != 2 or reference.shape != other.shape:
         raise ValueError(f"reference and other must both have shape (L, F); got {tuple(reference.shape)} and {tuple(other.shape)}")
     if not bool(reference.isfinite().all() and other.isfinite().all()):
-        raise ValueError("reference and other must be finite")
+        raise ValueError("reference and other must be finite; got NaN or infinity")
     table = _unit_rows(reference, centred) @ _unit_rows(other, centred).mT
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)
     return torch.as_tensor(columns), table[torch.as_tensor(rows), torch.as_tensor(columns)]

@@ -99,7 +99,7 @@ class ActiveSet:
 
     def _factor_patterns(self, matrix: Tensor, observed: Tensor) -> list[_Factor]:
         if observed.dim() > 2:
-            raise ValueError("missing entries in an active set with batch dimensions are not supported")
+            raise ValueError("an active set with batch dimensions must have no missing entries; make one active set for each batch entry")
         patterns, which = torch.unique(observed.mT, dim=0, return_inverse=True)
         found = []
         for number, pattern in enumerate(patterns):
@@ -167,7 +167,7 @@ class ActiveSet:
             ValueError: if entries of the active set are missing, so that outputs have different ones.
         """
         if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
-            raise ValueError("outputs share a posterior covariance only where no entry of the active set is missing")
+            raise ValueError("active points must have no missing outputs for a covariance that outputs share; take complete data points")
         cross = covariance(self.kernel, self.latents, latents)
         basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
         explained: Tensor = basis.mT @ basis
@@ -324,7 +324,7 @@ def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, output
         ValueError: if outputs are missing; give complete data points only.
     """
     if bool(outputs.isnan().any()):
-        raise ValueError("data points with missing outputs cannot be projected; leave them out")
+        raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
     gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
     moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):

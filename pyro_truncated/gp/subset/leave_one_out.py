@@ -415,7 +415,7 @@ class LeaveOneOutRegression:
             ValueError: if the regression is exact.
         """
         if self.factorization is None:
-            raise ValueError("an exact regression (rank=None) has no finite features")
+            raise ValueError("features need a rank: an exact regression (rank=None) has no finite features")
         k = self._covariance(self.parameters)
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 

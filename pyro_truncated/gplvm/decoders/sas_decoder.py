@@ -656,7 +656,7 @@ class SASDecoder(UniqueModule):
             pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]
         means, variances = (torch.cat(moments) for moments in zip(*pieces, strict=True))
         if not bool(means.isfinite().all()):
-            raise ValueError("latents are so far away that predictions at them are not finite")
+            raise ValueError("predictions are not finite at these latents: they are too far from those of the training data")
         return means + self.loc, variances
 
     @names_arguments

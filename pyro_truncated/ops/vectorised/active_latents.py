@@ -186,4 +186,4 @@ def _asked(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
 
 
 def _complain() -> None:
-    raise RuntimeError("states have more active latents than those that they were made of let expect")
+    raise RuntimeError("states have more active latents than recorded for the states that they were made from")

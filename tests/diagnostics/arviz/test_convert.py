@@ -392,7 +392,7 @@ def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> 
         to_arviz(model, guide, data, num_samples=1, training=[1.0])
     with pytest.raises(TypeError, match="checks must be what check_truncation returned; got dict"):
         to_arviz(model, guide, data, num_samples=1, checks={})
-    with pytest.raises(TypeError, match=r"the order is to_arviz\(model, guide, \*data\); got a guide, AutoTruncated,"):
+    with pytest.raises(TypeError, match=r"model must come first, to_arviz\(model, guide, \*data\); got a guide, AutoTruncated,"):
         to_arviz(guide, model, data)
     with pytest.raises(TypeError, match=r"guide must be a Pyro guide: .* got NoneType"):
         to_arviz(model, None, data)
