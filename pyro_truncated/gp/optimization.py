@@ -1,4 +1,4 @@
-"""L-BFGS within a time limit; settings and history of a fit."""
+"""L-BFGS that keeps the best parameters, and the record of a fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches for an inducing subset: interface, budget, exchanges of blocks."""
+"""Searches for an inducing subset, their interface and their budget."""
 
 from __future__ import annotations
 
