@@ -15,10 +15,10 @@ from torch import Tensor
 from pyro_truncated import Population, StateSpace
 from pyro_truncated.models.binary_causes import random_rows
 from pyro_truncated.models.covariances import Covariances
-from pyro_truncated.models.floors import floored
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
+from pyro_truncated.models.variance_floor import floored
 from pyro_truncated.search import LinearFunctions
 
 # Chosen on data of other seeds than those of the tables.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.models.covariances import Covariances, Full, Parameters
-from pyro_truncated.models.floors import floored
+from pyro_truncated.models.variance_floor import floored
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentMultivariateNormal, ComponentNormal
-from pyro_truncated.models.floors import cholesky_of_floored, floored, variance_floor
 from pyro_truncated.models.mixture import NEVER_USED, Shares
+from pyro_truncated.models.variance_floor import cholesky_of_floored, floored, variance_floor
 
 Parameters = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, F
 from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
-from pyro_truncated.models.hidden_means import left_to_background, raised_means, with_returns
+from pyro_truncated.models.mean_revival import left_to_background, raised_means, with_returns
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {

@@ -17,8 +17,8 @@ from pyro_truncated.extend import check_counts, check_observable, names_argument
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown
+from pyro_truncated.models.covariance_types import kind_of
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
-from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped

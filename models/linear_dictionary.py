@@ -13,8 +13,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import UniqueModule
-from pyro_truncated.models.background import quantile_of_rows
 from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
+from pyro_truncated.models.offset_warning import quantile_of_rows
 
 Statistics = dict[str, Tensor]
 

@@ -20,7 +20,7 @@ from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Posi
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import activation, best_prior, check_real, first_rows, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import data_scale
-from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects
+from pyro_truncated.models.object_initialization import background_of, lone_windows, typical_objects
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 

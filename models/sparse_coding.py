@@ -14,9 +14,9 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions import or_missing
 from pyro_truncated.extend import check_observable, names_arguments, takes_arrays
-from pyro_truncated.models.background import warn_of_background
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
+from pyro_truncated.models.offset_warning import warn_of_background
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 

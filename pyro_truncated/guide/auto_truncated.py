@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_truncated.guide.averaging import average_over_draws, average_where_drawn_, readable, rescored_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
+from pyro_truncated.guide.companion_guides import refuse_uncovered
 from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
@@ -20,7 +21,6 @@ from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.guide.product_program import ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
-from pyro_truncated.guide.siblings import refuse_uncovered
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.guide.structure import describe, portion_of_plates, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior

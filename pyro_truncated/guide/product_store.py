@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.guide.seen_data import SeenData
+from pyro_truncated.guide.data_fingerprint import SeenData
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.states.population import Population

@@ -21,8 +21,8 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.companion_guides import Siblings
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, recorded_subsamples, subsamples_of
-from pyro_truncated.guide.siblings import Siblings
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call

@@ -15,9 +15,9 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion
+from pyro_truncated.guide.data_fingerprint import SeenData
 from pyro_truncated.guide.given_states import Init, check_positions, check_possible, flaw, given_population, hold_all
 from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion, saved_portion
-from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import NodeGroup

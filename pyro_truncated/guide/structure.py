@@ -15,7 +15,7 @@ import pyro.poutine as poutine
 import torch
 
 from pyro_truncated.distributed.shards import Portion, portion_of
-from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
+from pyro_truncated.guide.stale_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer

@@ -16,8 +16,8 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
+from pyro_truncated.guide.companion_guides import Siblings, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size, subsamples_of
-from pyro_truncated.guide.siblings import Siblings, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.structure import (
     are_all_observed,
     find_layout,

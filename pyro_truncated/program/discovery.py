@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.reach import widest_support
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta
+from pyro_truncated.program.support_bounds import widest_support
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, bounds_of, elementwise
 
 

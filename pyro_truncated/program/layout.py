@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated
-from pyro_truncated.program.nesting import nesting_with_room, room_for_events
+from pyro_truncated.program.plate_nesting import nesting_with_room, room_for_events
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count

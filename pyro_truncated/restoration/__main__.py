@@ -18,8 +18,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from pyro_truncated.restoration.parts import restored_in_parts
 from pyro_truncated.restoration.restore import denoise, inpaint
+from pyro_truncated.restoration.tiling import restored_in_parts
 
 # By how much transparency may differ in a file, of 255.
 _NEARLY = 16

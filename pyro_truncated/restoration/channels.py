@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.first_guesses import deviation, noise_level, windows_are_enough
+from pyro_truncated.restoration.noise_estimation import deviation, noise_level, windows_are_enough
 from pyro_truncated.utils.arrays import as_tensors
 
 Channels = bool | Literal["first", "last"] | None

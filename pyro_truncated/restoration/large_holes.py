@@ -11,7 +11,7 @@ from scipy.ndimage import distance_transform_edt
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
-from pyro_truncated.restoration.choice_of_sides import weights_of_arrays
+from pyro_truncated.restoration.patch_size_stacking import weights_of_arrays
 
 # Pixels this far from all that is seen are checked; from the second distance on the check alone decides.
 LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.similar_windows import similar
+from pyro_truncated.restoration.nonlocal_groups import similar
 from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.

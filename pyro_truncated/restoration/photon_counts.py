@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.restoration.channels import root_mean_square
-from pyro_truncated.restoration.first_guesses import deviation, noise_level, texture_of, whole_windows
+from pyro_truncated.restoration.noise_estimation import deviation, noise_level, texture_of, whole_windows
 
 # The offset of Anscombe's transform, and what is below the transformed zero.
 OFFSET = 3 / 8

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, noise_levels, per_channel, root_mean_square, told_noise
-from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.first_guesses import checked, filled, floating, nearly_no_noise
+from pyro_truncated.restoration.iterated_mixture import agreed, expected_errors, learned_in_rounds
+from pyro_truncated.restoration.kriging import predicted
 from pyro_truncated.restoration.large_holes import steadied
 from pyro_truncated.restoration.low_rank_groups import with_low_rank_groups
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
-from pyro_truncated.restoration.patch_sides import shows_which_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.noise_estimation import checked, filled, floating, nearly_no_noise
+from pyro_truncated.restoration.nonlocal_groups import with_groups
+from pyro_truncated.restoration.patch_size import shows_which_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.patch_size_stacking import restored_with_chosen_sides
 from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
-from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
-from pyro_truncated.restoration.similar_windows import with_groups
-from pyro_truncated.restoration.stationary import predicted
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
@@ -273,7 +273,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """Fills in missing entries of an image, a signal or a volume.
 
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
-    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.stationary.predicted`.
+    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.kriging.predicted`.
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.agglomeration import Agglomeration, Merging
-from pyro_truncated.models.kinds import kind_of
+from pyro_truncated.models.covariance_types import kind_of
 from tests.models.mixture import free_energies
 
 D64 = torch.float64

@@ -400,7 +400,10 @@ def test_colour_maps_tell_colours_apart_and_forgive_a_pixel() -> None:
         (lambda: PlaceRegression(Canvas(5, 6, 2, 2), refit_every=0), "refit_every must be a positive integer"),
         (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), clutter=1.0), "clutter in"),
         (lambda: RefinedPlaces(fixed(None, None), None, 0), "num_objects and radius must be positive"),
-        (lambda: PlacementMoves(GRID).propose(make_batch(num_states=2)), "parents must be at most the states of a population, 2: cannot select 6"),
+        (
+            lambda: PlacementMoves(GRID).propose(make_batch(num_states=2)),
+            "states of a population, 2: cannot select 6",
+        ),
         (lambda: PlacementMoves((3, 3), parents=1).propose(make_batch()), "as many places as positions have values, 30"),
         (lambda: place_probabilities(Population(StateSpace([2, 3, 4]), torch.zeros(1, 1, 1).long(), torch.zeros(1, 1))), "presence"),
     ],

@@ -19,7 +19,7 @@ from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets.splits import Choose, Split
-from pyro_truncated.gplvm.decoders.kept_points import keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments

@@ -29,7 +29,7 @@ from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
-from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components

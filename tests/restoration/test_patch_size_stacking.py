@@ -10,8 +10,8 @@ import torch
 from scipy.optimize import minimize
 from torch.nn import functional as F
 
-from pyro_truncated.restoration import Patches, choice_of_sides, denoise, patch_sides, restore, similar_windows
-from pyro_truncated.restoration.choice_of_sides import (
+from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_size, patch_size_stacking, restore
+from pyro_truncated.restoration.patch_size_stacking import (
     believed,
     level_where_flat,
     noise_of_first,
@@ -109,7 +109,7 @@ def test_few_data_leave_the_weights_equal_and_many_find_the_right_array():
 
 def chosen(image, noise=10.0):
     """How large the patches are of those of sides 3 and 10 that an image is restored with, from the largest weight on."""
-    weights, function = [], choice_of_sides.weights_of_arrays
+    weights, function = [], patch_size_stacking.weights_of_arrays
 
     def recording(*arguments):
         weights.append(function(*arguments))
@@ -117,7 +117,7 @@ def chosen(image, noise=10.0):
 
     options = {"num_components": 12, "generator": generator(6), "progress": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice_of_sides, "weights_of_arrays", recording)
+        patch.setattr(patch_size_stacking, "weights_of_arrays", recording)
         noisy = image + noise * torch.randn(image.shape, generator=generator(5))
         usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
         learned, _ = restored_with_chosen_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)
@@ -170,7 +170,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
 
 
 def test_seeds_reproduce_the_choice(monkeypatch):
-    monkeypatch.setattr(patch_sides, "_LEAST_EXTENT", 20)
+    monkeypatch.setattr(patch_size, "_LEAST_EXTENT", 20)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
     images = [denoise(image, 5.0, num_components=3, rounds=2, generator=generator(1), progress=False).image for _ in range(2)]
@@ -231,17 +231,17 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         return 0.05
 
     def averaging(*arguments):
-        last.append(similar_windows.with_groups(*arguments))
+        last.append(nonlocal_groups.with_groups(*arguments))
         return last[-1]
 
     for module, name, value in [
-        (patch_sides, "_LEAST_EXTENT", 20),
+        (patch_size, "_LEAST_EXTENT", 20),
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_levels", lambda *arguments: 5.0),
-        (choice_of_sides, "_BELIEVED", most),
-        (choice_of_sides, "with_groups", averaging),
-        (choice_of_sides, "level_where_flat", lambda *arguments: flat),
-        (choice_of_sides, "share_to_give_back", giving),
+        (patch_size_stacking, "_BELIEVED", most),
+        (patch_size_stacking, "with_groups", averaging),
+        (patch_size_stacking, "level_where_flat", lambda *arguments: flat),
+        (patch_size_stacking, "share_to_give_back", giving),
     ]:
         monkeypatch.setattr(module, name, value)
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())

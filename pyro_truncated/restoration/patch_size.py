@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.first_guesses import deviation
 from pyro_truncated.restoration.model_training import ModelOfPatches
+from pyro_truncated.restoration.noise_estimation import deviation
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))

@@ -11,7 +11,7 @@ import torch
 from pyro_truncated import learn
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.models.first_objects import Clusters, Windows, background_of, lone_windows, missing_energy, most_missed
+from pyro_truncated.models.object_initialization import Clusters, Windows, background_of, lone_windows, missing_energy, most_missed
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
 from pyro_truncated.training.resting import nearly_rested
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration import denoise, restore, similar_windows
-from pyro_truncated.restoration.similar_windows import restored_by_groups, shrunk, similar, with_groups
+from pyro_truncated.restoration import denoise, nonlocal_groups, restore
+from pyro_truncated.restoration.nonlocal_groups import restored_by_groups, shrunk, similar, with_groups
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -16,8 +16,8 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_the_most_similar_windows_near_by_are_found(monkeypatch):
-    monkeypatch.setattr(similar_windows, "_REACH", 2)
-    monkeypatch.setattr(similar_windows, "_MEMBERS", 5)
+    monkeypatch.setattr(nonlocal_groups, "_REACH", 2)
+    monkeypatch.setattr(nonlocal_groups, "_MEMBERS", 5)
     windows, centres = torch.randn(6 * 7, 4, generator=generator()), torch.tensor([[0, 0], [3, 4], [5, 2]])
     for found, (row, column) in zip(similar(windows, centres, [6, 7]).tolist(), centres.tolist(), strict=True):
         near = [i for i in range(42) if abs(i // 7 - row) <= 2 and abs(i % 7 - column) <= 2]
@@ -74,7 +74,7 @@ def test_images_may_be_small(shape):
 
 
 def test_groups_count_by_what_their_errors_are_but_a_fifth_at_most(monkeypatch):
-    monkeypatch.setattr(similar_windows, "restored_by_groups", lambda image, *others, **options: (image, torch.full_like(image, 0.9)))
+    monkeypatch.setattr(nonlocal_groups, "restored_by_groups", lambda image, *others, **options: (image, torch.full_like(image, 0.9)))
     for errors, weight in [(0.9, 0.2), (0.3, 0.1), (0.0, 0.0)]:
         for shape, channels in [((9, 9), None), ((9, 9, 3), 3)]:
             image = torch.ones(shape)

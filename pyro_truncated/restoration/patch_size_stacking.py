@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.rounds import Learned, agreed, expected_errors, learned_in_rounds
-from pyro_truncated.restoration.similar_windows import with_groups
+from pyro_truncated.restoration.iterated_mixture import Learned, agreed, expected_errors, learned_in_rounds
+from pyro_truncated.restoration.nonlocal_groups import with_groups
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import device_of
 
