@@ -19,7 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import denoise, inpaint
-from pyro_truncated.restoration.tiling import restored_in_parts
+from pyro_truncated.restoration.tiling import restore_in_tiles
 
 # By how much transparency may differ in a file, of 255.
 _NEARLY = 16
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
-        with _told_warnings():
-            pixels, learned = restored_in_parts(
+        with _printed_warnings():
+            pixels, learned = restore_in_tiles(
                 image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
             )
         lost = _write(args.output, pixels, picture)
@@ -123,14 +123,14 @@ def _read(path: Path) -> _Picture:
         # Other colours become red, green and blue, of which their profile says nothing.
         profile = None if picture.mode in ("CMYK", "LAB") else opened.info.get("icc_profile")
         if picture.mode in _DEEP:
-            pixels, is_deep = _of_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
+            pixels, is_deep = _scale_to_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
             return _Picture(pixels, None, is_deep, profile, num_pictures)
         alpha = picture.convert("RGBA").getchannel("A") if picture.has_transparency_data else None
         pixels = torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
         return _Picture(pixels, alpha, False, profile, num_pictures, notes)
 
 
-def _of_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
+def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     """Returns grey pixels of more than eight bits, scaled to 255.
 
     White is 65535 in pictures of 16 bits, and in those of 32 bits if any pixel exceeds 255.
@@ -194,7 +194,7 @@ def _has_deep_colours(opened: Image.Image) -> bool:
 
 
 @contextlib.contextmanager
-def _told_warnings() -> Iterator[None]:
+def _printed_warnings() -> Iterator[None]:
     """Prints warnings in a line each, once."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -93,7 +93,7 @@ def _are_bands(planes: Tensor) -> bool:
     return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
 
 
-def told_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
+def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
     """Checks a noise level, one number or one for each channel.
 
     Returns:

@@ -58,7 +58,7 @@ class Learned(NamedTuple):
     guide: AutoTruncated
 
 
-def learned_in_rounds(
+def run_rounds(
     image: Tensor,
     filled: Tensor,
     noise: float,
@@ -101,7 +101,7 @@ def learned_in_rounds(
             learned = []
             for windows in of_round:
                 wanted = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
-                learned.append(_restored_by_mixture(image, means[-1], windows, wanted, noise, generator, bar))
+                learned.append(_fit_mixture(image, means[-1], windows, wanted, noise, generator, bar))
             means.append(weighted_mean([of_side.array for of_side in learned]))
             counts.append(learned[0].mixture.num_components)
             if number == 0 and not is_clean:
@@ -145,7 +145,7 @@ def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
     return patches.assemble((coefficients * is_kept) @ basis, 1 / is_kept.sum(1))
 
 
-def _restored_by_mixture(
+def _fit_mixture(
     image: Tensor,
     estimate: Tensor,
     patches: Patches,
@@ -184,7 +184,7 @@ def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, 
     return patches.assemble(means, 1 / (errors + _LEAST_ERROR * mixture.scale.square()))
 
 
-def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
+def find_consensus(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
     """Makes all patches agree on one array, by half-quadratic splitting.
 
     The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
@@ -206,11 +206,11 @@ def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = N
     for _ in range(_AGREEMENTS):
         between = torch.lerp(estimate, image, _SHARE)
         pairs = zip(learned, sharper, strict=True)
-        estimate = weighted_mean([_restored_again(between, of_side, mixture) for of_side, mixture in pairs], weights)
+        estimate = weighted_mean([_apply_mixture(between, of_side, mixture) for of_side, mixture in pairs], weights)
     return estimate
 
 
-def _restored_again(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
+def _apply_mixture(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
     """Applies a mixture to another array, with its most probable components."""
     y, places = learned.patches.extract(image), learned.patches.places().to(image)
     population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)

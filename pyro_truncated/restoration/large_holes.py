@@ -19,7 +19,7 @@ LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.3
 
 
-def steadied(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
+def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Averages a restored image, in large holes, with surface and mean.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the

@@ -19,7 +19,7 @@ _LEAST_SIDE = 32
 _BLOCK = 1024
 
 
-def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
+def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
     r"""Averages a restored image with low-rank estimates of its missing entries.
 
     The estimates come from groups of similar windows.
@@ -54,7 +54,7 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
     patches = Patches(image.shape[:2], _SIDE, channels=channels)
     groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
     for _ in range(_STEPS):
-        found = _of_small_rank(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
+        found = _low_rank_mean(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
         lost = lost + torch.where(is_seen, image - found, 0.0)
     return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, _WEIGHT))
 
@@ -76,7 +76,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
     return torch.cat([similar(windows, block, counts, _MEMBERS) for block in centres.split(_BLOCK)])
 
 
-def _of_small_rank(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
+def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
     """Returns the mean of all groups without small singular values."""
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)

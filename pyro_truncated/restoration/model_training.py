@@ -31,7 +31,7 @@ _LEARNING_RATE = 0.01
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
 
-def made(model: ModelOfPatches, num_observed: int) -> Any:
+def make_model(model: ModelOfPatches, num_observed: int) -> Any:
     """Returns the model, or calls a factory with the number of entries.
 
     Raises:

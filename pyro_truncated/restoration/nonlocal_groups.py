@@ -21,10 +21,10 @@ _THEIRS = 3.0
 _BLOCK = 4096
 
 
-def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
+def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
     r"""Averages a restored image with groups of similar noisy windows.
 
-    See :func:`restored_by_groups`.
+    See :func:`denoise_groups`.
 
     Their errors are other ones than those of mixtures, so that the mean is nearer to the truth than both. The weight of the groups is
     :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most 0.2.
@@ -38,11 +38,11 @@ def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, c
     """
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
-    found, expected = restored_by_groups(image, estimate, noise, channels=channels)
+    found, expected = denoise_groups(image, estimate, noise, channels=channels)
     return torch.lerp(estimate, found, (errors / (errors + _THEIRS * expected)).clamp(max=_MOST_WEIGHT))
 
 
-def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
+def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
     r"""Returns an image in which similar windows are restored together.
 
     The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their

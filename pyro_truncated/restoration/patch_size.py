@@ -44,7 +44,7 @@ def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
     return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
 
 
-def shows_which_sides(image: Tensor, noise: float) -> bool:
+def can_stack_sides(image: Tensor, noise: float) -> bool:
     """Whether stacking can choose the sides of an image's patches.
 
     The image must have some size, little noise and no missing entries.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.iterated_mixture import Learned, agreed, expected_errors, learned_in_rounds
-from pyro_truncated.restoration.nonlocal_groups import with_groups
+from pyro_truncated.restoration.iterated_mixture import Learned, expected_errors, find_consensus, run_rounds
+from pyro_truncated.restoration.nonlocal_groups import average_groups
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import device_of
 
@@ -30,7 +30,7 @@ _FLAT, _ENOUGH_FLAT = 0.03, 0.2
 _BELIEVED = 0.75
 
 
-def restored_with_chosen_sides(
+def restore_with_stacked_sides(
     image: Tensor,
     noise: float,
     patches: Sequence[Patches],
@@ -50,7 +50,7 @@ def restored_with_chosen_sides(
     :func:`split`. Their last round has all candidates. The second array tells how near to the truth
     they come, see :func:`weights_of_arrays`. Every second patch along each dimension is enough for
     that; sides with weights below 0.05 are left out. If the noise is known, or estimated where the image is
-    flat, over-smoothing is corrected, see :func:`share_to_give_back` and :func:`believed`.
+    flat, over-smoothing is corrected, see :func:`oversmoothing_share` and :func:`plausible_share`.
 
     Args:
         image: the noisy array, without missing entries.
@@ -69,27 +69,25 @@ def restored_with_chosen_sides(
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
     usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
-    found, _ = learned_in_rounds(
-        noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options
-    )
+    found, _ = run_rounds(noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
     weights = weights_of_arrays(torch.stack([of_side.array for of_side in found]), held_out, noise)
     kept = (weights >= _LEAST_WEIGHT).nonzero().flatten().tolist()
     found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
     weights = weights[kept] / weights[kept].sum()
-    from_noisier = with_groups(noisier, agreed(noisier, found, weights), expected_errors(found, weights), noise_of_first(noise))
+    from_noisier = average_groups(noisier, find_consensus(noisier, found, weights), expected_errors(found, weights), noise_of_first(noise))
     del found  # their mixtures and populations take much memory
-    learned, _ = learned_in_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
-    restored = agreed(image, learned, weights)
+    learned, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
+    restored = find_consensus(image, learned, weights)
     errors = expected_errors(learned, weights)
-    level = noise if is_known else level_where_flat(image - restored, errors, noise)
-    restored = with_groups(image, restored, errors, noise)
+    level = noise if is_known else noise_in_flat_places(image - restored, errors, noise)
+    restored = average_groups(image, restored, errors, noise)
     if level is not None:
-        share = share_to_give_back(image, restored, noisier, from_noisier, level)
-        restored = torch.lerp(restored, image, share if is_known else believed(share, errors, level))
+        share = oversmoothing_share(image, restored, noisier, from_noisier, level)
+        restored = torch.lerp(restored, image, share if is_known else plausible_share(share, errors, level))
     return learned, restored
 
 
-def level_where_flat(rest: Tensor, errors: Tensor, noise: float) -> float | None:
+def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | None:
     r"""Estimates the noise in flat places.
 
     It is the root of the mean of :math:`(y - x)^2 + v` there.
@@ -111,7 +109,7 @@ def level_where_flat(rest: Tensor, errors: Tensor, noise: float) -> float | None
     return math.sqrt((rest.square() + errors)[is_flat].double().mean())
 
 
-def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
+def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
     r"""Returns the share of the noisy array that is added back.
 
     With known noise, it brings the restored array nearest to the truth.
@@ -140,16 +138,16 @@ def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_no
     return share if _LEAST_BACK < share < _MOST_BACK else 0.0
 
 
-def believed(share: float, errors: Tensor, noise: float) -> float:
+def plausible_share(share: float, errors: Tensor, noise: float) -> float:
     r"""Returns a share to add back, or zero if it is implausible.
 
     It is too large above :math:`0.75 v / \sigma^2` for the expected squared errors :math:`v`.
 
-    What :func:`share_to_give_back` finds is the squared error without the noise that is followed, as a part of about
+    What :func:`oversmoothing_share` finds is the squared error without the noise that is followed, as a part of about
     :math:`\sigma^2`. If that is more than can be expected, the noise of flat places is too low.
 
     Args:
-        share: what :func:`share_to_give_back` finds with the noise of flat places.
+        share: what :func:`oversmoothing_share` finds with the noise of flat places.
         errors: :math:`v`, of all entries.
         noise: :math:`\sigma`, that of flat places.
     """

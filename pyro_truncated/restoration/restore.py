@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, noise_levels, per_channel, root_mean_square, told_noise
-from pyro_truncated.restoration.iterated_mixture import agreed, expected_errors, learned_in_rounds
+from pyro_truncated.restoration.channels import Channels, Noise, channel_axis, check_noise, noise_levels, per_channel, root_mean_square
+from pyro_truncated.restoration.iterated_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.kriging import predicted
-from pyro_truncated.restoration.large_holes import steadied
-from pyro_truncated.restoration.low_rank_groups import with_low_rank_groups
-from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
+from pyro_truncated.restoration.large_holes import fill_large_holes
+from pyro_truncated.restoration.low_rank_groups import average_low_rank_groups
+from pyro_truncated.restoration.model_training import ModelOfPatches, make_model, posterior_means, start, train
 from pyro_truncated.restoration.noise_estimation import checked, filled, floating, nearly_no_noise
-from pyro_truncated.restoration.nonlocal_groups import with_groups
-from pyro_truncated.restoration.patch_size import shows_which_sides, side_for_model, side_of, sides_of_mixtures
-from pyro_truncated.restoration.patch_size_stacking import restored_with_chosen_sides
+from pyro_truncated.restoration.nonlocal_groups import average_groups
+from pyro_truncated.restoration.patch_size import can_stack_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
 from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import names_arguments
@@ -158,62 +158,62 @@ def denoise(
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
     axis = channel_axis(image, channels)
     if axis == 0:
-        found = _denoised(image.movedim(0, -1), noise, settings, has_channels=True)
+        found = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
         return dataclasses.replace(found, image=found.image.movedim(-1, 0))
-    return _denoised(image, noise, settings, has_channels=axis is not None)
+    return _restore(image, noise, settings, has_channels=axis is not None)
 
 
-def _denoised(image: Tensor, noise: Noise | str, settings: _Settings, *, has_channels: bool) -> Restored:
+def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_channels: bool) -> Restored:
     """Restores an array without channels, or with channels last."""
     num_dims = image.dim() - has_channels
     if noise is not None and not isinstance(noise, str):
-        noise = told_noise(noise, image, has_channels=has_channels)
-    if has_channels and settings.model is None and _is_one(image, noise):
-        one = _denoised(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
+        noise = check_noise(noise, image, has_channels=has_channels)
+    if has_channels and settings.model is None and _has_equal_channels(image, noise):
+        one = _restore(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
         return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
     if isinstance(noise, str):
-        return _counts_denoised(image, noise, settings, has_channels=has_channels)
+        return _restore_counts(image, noise, settings, has_channels=has_channels)
     levels: Any = noise
     if noise is None:
         levels = noise_levels(image, num_dims)
         warn_of_varying_noise(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
     if not isinstance(levels, Tensor):
-        return _at_level(image, levels, channels, settings, is_known=noise is not None)
-    white = _at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
+        return _restore_at_level(image, levels, channels, settings, is_known=noise is not None)
+    white = _restore_at_level(image / levels, 1.0, channels, settings, is_known=noise is not None)
     own = white.noise * levels
     return dataclasses.replace(white, image=white.image * levels, noise=root_mean_square(own), channel_noise=own)
 
 
-def _is_one(image: Tensor, noise: Any) -> bool:
+def _has_equal_channels(image: Tensor, noise: Any) -> bool:
     """Whether all channels are the same, and their noise."""
     is_equal = bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
     return is_equal and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all()))
 
 
-def _counts_denoised(image: Tensor, noise: str, settings: _Settings, *, has_channels: bool) -> Restored:
+def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_channels: bool) -> Restored:
     """Restores photon counts by Anscombe's transform and its exact unbiased inverse."""
     if noise != "poisson":
         raise ValueError(f"noise must be a positive standard deviation, one for each channel, or 'poisson'; got {noise!r}")
     gain = gain_of(image)
     stable = stabilise(image / gain)
     check_stabilised(stable, image.dim() - has_channels, gain)
-    found = _denoised(stable, 1.0, settings, has_channels=has_channels)
+    found = _restore(stable, 1.0, settings, has_channels=has_channels)
     return dataclasses.replace(found, image=gain * mean_of_stabilised(found.image))
 
 
-def _at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_known: bool) -> Restored:
+def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_known: bool) -> Restored:
     """Restores an array whose noise has one level."""
     shape, model, side = image.shape if channels is None else image.shape[:-1], settings.model, settings.side
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
     if model is None:
         sides = [side] if side is not None else sides_of_mixtures(image, level, shape, channels is not None)
-        chooses = side is None and channels is None and settings.rounds > 1 and shows_which_sides(image, level)
+        chooses = side is None and channels is None and settings.rounds > 1 and can_stack_sides(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)
     patches = Patches(shape, side or side_of(model, shape, channels) or side_for_model(image, level, shape), **options)
-    return _by_model(made(model, patches.num_observed), image, level, patches, settings)
+    return _by_model(make_model(model, patches.num_observed), image, level, patches, settings)
 
 
 def _by_mixtures(
@@ -230,15 +230,15 @@ def _by_mixtures(
     above = image - brightness
     first = predicted(above, len(patches[0].shape), level)
     if candidates:
-        learned, restored = restored_with_chosen_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
+        learned, restored = restore_with_stacked_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
         clean = torch.as_tensor(per_channel(nearly_no_noise, image, len(patches[0].shape)))
         is_clean = is_missing and is_known and bool((level <= 1.001 * clean).all())  # but for rounding
-        learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
+        learned, restored = run_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
         if not is_missing:
-            restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
+            restored = average_groups(above, find_consensus(above, learned), expected_errors(learned), level, patches[0].channels)
         if is_clean:
-            restored = with_low_rank_groups(above, restored, level, patches[0].channels, patches[0].stride)
+            restored = average_low_rank_groups(above, restored, level, patches[0].channels, patches[0].stride)
     last = learned[-1]
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 
@@ -277,7 +277,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
-    :func:`~pyro_truncated.restoration.large_holes.steadied`. Of an array without noise, mixtures
+    :func:`~pyro_truncated.restoration.large_holes.fill_large_holes`. Of an array without noise, mixtures
     assume that at most 4 % of the deviation cannot be predicted from the rest of a patch. Another
     model learns it; but the observed entries are kept.
 
@@ -317,6 +317,6 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     restored = denoise(last, levels, **options)
     filled_in = restored.image
     if last.dim() - (axis is not None) == 2 and options.get("model") is None:
-        filled_in = steadied(last, filled_in, lambda other: denoise(other, levels, **options).image)
+        filled_in = fill_large_holes(last, filled_in, lambda other: denoise(other, levels, **options).image)
     filled_in = torch.where(last.isnan(), filled_in, last)
     return dataclasses.replace(restored, image=filled_in if axis is None else filled_in.movedim(-1, axis))

@@ -20,7 +20,7 @@ _MOST = 2**19
 _OVERLAP = 32
 
 
-def restored_in_parts(
+def restore_in_tiles(
     image: Tensor,
     restore: Callable[[Tensor, bool | None], Restored],
     most: int = _MOST,

@@ -41,7 +41,7 @@ def test_in_painting_has_few_components_first(shape, first, number, share):
 
 
 def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
-    learned = recorded(monkeypatch, "_restored_by_mixture")
+    learned = recorded(monkeypatch, "_fit_mixture")
     image = noisy((16, 16), 8.0)
     image[3:5, 6] = math.nan
     little = nearly_no_noise(image, 2)
@@ -77,7 +77,7 @@ def noisy(shape, scale=20.0):
     [(1, {}, 1), (2, {}, 1), (3, {}, 2), (3, {"num_components": 3}, 2), (1, {"num_components": 3}, 1)],
 )
 def test_where_entries_are_missing_rounds_are_averaged_if_the_last_two_have_as_many_components(monkeypatch, number, options, averaged):
-    learned = recorded(monkeypatch, "_restored_by_mixture")
+    learned = recorded(monkeypatch, "_fit_mixture")
     image = noisy((16, 16), 8.0)
     image[3:5, 6] = math.nan
     restored = denoise(image, noise=8.0, rounds=number, generator=generator(1), progress=False, **options)
@@ -91,8 +91,8 @@ def test_where_entries_are_missing_rounds_are_averaged_if_the_last_two_have_as_m
     ("shape", "scale", "number"), [((16, 16), 20.0, 1), ((16, 16), 8.0, 2), ((10, 10, 3), 8.0, 1)], ids=["one round", "two", "channels"]
 )
 def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, number):
-    monkeypatch.setattr(restore, "with_groups", lambda image, estimate, *others: estimate)
-    learned, steps = recorded(monkeypatch, "_restored_by_mixture"), recorded(monkeypatch, "_restored_again")
+    monkeypatch.setattr(restore, "average_groups", lambda image, estimate, *others: estimate)
+    learned, steps = recorded(monkeypatch, "_fit_mixture"), recorded(monkeypatch, "_apply_mixture")
     image = noisy(shape, scale)
     mean = image.mean((0, 1)) if image.dim() == 3 else image.mean()
     restored = denoise(image, noise=scale, rounds=number, generator=generator(1), progress=False)
@@ -109,7 +109,7 @@ def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, 
 
 
 def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
-    steps = recorded(monkeypatch, "_restored_again")
+    steps = recorded(monkeypatch, "_apply_mixture")
     image = noisy((14, 14))
     restored = denoise(image, noise=20.0, side=4, num_components=5, rounds=1, generator=generator(1), progress=False)
     (cut, (patches, _, expected, _, mixture, guide), sharper), array = steps[-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration.large_holes import biharmonic, steadied
+from pyro_truncated.restoration.large_holes import biharmonic, fill_large_holes
 
 
 def plane(height: int = 40, width: int = 48) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_what_fills_seen_pixels_badly_does_not_fill_holes(channels):
     def bad(other: torch.Tensor) -> torch.Tensor:
         return torch.where(other.isnan(), 500.0, other)
 
-    found = steadied(holed, bad(holed), bad)
+    found = fill_large_holes(holed, bad(holed), bad)
     # Pixels near to what is seen stay as they were.
     assert error(found[:, -5:], image[:, -5:], holed[:, -5:]) < 0.05 * error(bad(holed), image, holed)
     assert torch.equal(found[:, :-9], bad(holed)[:, :-9])
@@ -65,14 +65,14 @@ def test_what_fills_seen_pixels_well_fills_holes():
         return torch.where(other.isnan(), image + 0.1, other)
 
     holed = with_strip(image)
-    assert error(steadied(holed, good(holed), good), image, holed) < 3.0
+    assert error(fill_large_holes(holed, good(holed), good), image, holed) < 3.0
 
 
 def test_small_holes_are_filled_once():
     image = plane()
     image[10:16, 10:16] = torch.nan
     restored = torch.zeros_like(image)
-    assert steadied(image, restored, lambda other: pytest.fail("restored again")) is restored
+    assert fill_large_holes(image, restored, lambda other: pytest.fail("restored again")) is restored
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_step_drops_small_singular_values_of_every_group(channels: int | None,
                 total[a : a + side, b : b + side] += window.view(side, side, *image.shape[2:])
                 share[a : a + side, b : b + side] += 1
     patches = Patches(image.shape[:2], side, channels=channels)
-    found = groups._of_small_rank(image, patches, groups._groups(image, patches, 1), noise)
+    found = groups._low_rank_mean(image, patches, groups._groups(image, patches, 1), noise)
     is_covered = share > 0
     torch.testing.assert_close(found[is_covered], (total / share)[is_covered], rtol=1e-9, atol=1e-9)
 
@@ -58,7 +58,7 @@ def test_what_repeats_is_filled_in(channels: int | None) -> None:
     y = holed(image, 0.6)
     errors = 15 * torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
     estimate = image + torch.where(y.isnan(), errors, 0.1 * errors)
-    found = groups.with_low_rank_groups(y, estimate, 3.0, channels)
+    found = groups.average_low_rank_groups(y, estimate, 3.0, channels)
     is_seen = ~y.isnan()
     assert torch.equal(found[is_seen], estimate[is_seen])
     assert ((found - image)[~is_seen].square().mean() < 0.6 * (estimate - image)[~is_seen].square().mean()).item()
@@ -68,7 +68,7 @@ def test_channels_without_texture_stay_as_they_are() -> None:
     image = torch.cat([stripes(40, 3), torch.full((40, 40, 1), 255.0)], -1)
     y = holed(image, 0.8)
     estimate = image + torch.randn(image.shape, generator=torch.Generator().manual_seed(1)).double()
-    found = groups.with_low_rank_groups(y, estimate, 1.0, 4)
+    found = groups.average_low_rank_groups(y, estimate, 1.0, 4)
     assert torch.equal(found[..., 3], estimate[..., 3])
     assert not torch.equal(found[..., :3], estimate[..., :3])
 
@@ -76,7 +76,7 @@ def test_channels_without_texture_stay_as_they_are() -> None:
 def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
     for image in (torch.full((40,), math.nan), torch.full((8, 40, 40), math.nan), torch.full((31, 60), math.nan)):
         estimate = torch.randn(image.shape)
-        assert groups.with_low_rank_groups(image, estimate, 1.0) is estimate
+        assert groups.average_low_rank_groups(image, estimate, 1.0) is estimate
 
 
 def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import denoise, nonlocal_groups, restore
-from pyro_truncated.restoration.nonlocal_groups import restored_by_groups, shrunk, similar, with_groups
+from pyro_truncated.restoration.nonlocal_groups import average_groups, denoise_groups, shrunk, similar
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -58,7 +58,7 @@ def test_stripes_are_restored_by_what_is_like_them(channels):
     stripes = 50 * torch.sin(0.8 * torch.arange(40.0)).expand(40, 40)
     truth = stripes if channels is None else torch.stack([stripes, 0.5 * stripes, -stripes], -1)
     noisy = truth + 10 * torch.randn(truth.shape, generator=generator())
-    found, errors = restored_by_groups(noisy, truth, 10.0, channels=channels)
+    found, errors = denoise_groups(noisy, truth, 10.0, channels=channels)
     error = float((found - truth).square().mean())
     # The mean over 24 windows leaves a part of .04 of the noise, and rank one as much again.
     assert error < 0.12 * 10**2
@@ -69,16 +69,16 @@ def test_stripes_are_restored_by_what_is_like_them(channels):
 
 @pytest.mark.parametrize("shape", [(3, 5), (4, 4), (1, 9)])
 def test_images_may_be_small(shape):
-    found, _ = restored_by_groups(torch.ones(shape), torch.ones(shape), 1.0)
+    found, _ = denoise_groups(torch.ones(shape), torch.ones(shape), 1.0)
     torch.testing.assert_close(found, torch.ones(shape))
 
 
 def test_groups_count_by_what_their_errors_are_but_a_fifth_at_most(monkeypatch):
-    monkeypatch.setattr(nonlocal_groups, "restored_by_groups", lambda image, *others, **options: (image, torch.full_like(image, 0.9)))
+    monkeypatch.setattr(nonlocal_groups, "denoise_groups", lambda image, *others, **options: (image, torch.full_like(image, 0.9)))
     for errors, weight in [(0.9, 0.2), (0.3, 0.1), (0.0, 0.0)]:
         for shape, channels in [((9, 9), None), ((9, 9, 3), 3)]:
             image = torch.ones(shape)
-            torch.testing.assert_close(with_groups(image, 0 * image, errors * image, 1.0, channels), weight * image)
+            torch.testing.assert_close(average_groups(image, 0 * image, errors * image, 1.0, channels), weight * image)
 
 
 @pytest.mark.parametrize(("shape", "channels"), [((9, 9, 3), None), ((9, 3), 3), ((9,), None), ((9, 9), "missing")])
@@ -87,13 +87,13 @@ def test_signals_volumes_and_incomplete_images_have_no_groups(shape, channels):
     if channels == "missing":
         image[0, 0], channels = math.nan, None
     estimate = torch.zeros(shape)
-    assert with_groups(image, estimate, estimate, 1.0, channels) is estimate
+    assert average_groups(image, estimate, estimate, 1.0, channels) is estimate
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (10, 10, 3)])
 def test_groups_are_asked_in_the_end(monkeypatch, shape):
     asked = []
-    monkeypatch.setattr(restore, "with_groups", lambda *arguments: asked.append(arguments) or 0 * arguments[0])
+    monkeypatch.setattr(restore, "average_groups", lambda *arguments: asked.append(arguments) or 0 * arguments[0])
     image = torch.randn(shape, generator=generator())
     mean = image.mean((0, 1)) if image.dim() == 3 else image.mean()
     restored = denoise(image, 2.0, side=4, num_components=2, rounds=1, generator=generator(1), progress=False)

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_size, patch_size_stacking, restore
 from pyro_truncated.restoration.patch_size_stacking import (
-    believed,
-    level_where_flat,
+    noise_in_flat_places,
     noise_of_first,
-    restored_with_chosen_sides,
-    share_to_give_back,
+    oversmoothing_share,
+    plausible_share,
+    restore_with_stacked_sides,
     split,
     weights_of_arrays,
 )
@@ -120,7 +120,7 @@ def chosen(image, noise=10.0):
         patch.setattr(patch_size_stacking, "weights_of_arrays", recording)
         noisy = image + noise * torch.randn(image.shape, generator=generator(5))
         usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
-        learned, _ = restored_with_chosen_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)
+        learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)
     assert [of_side.patches for of_side in learned] == [side for side, weight in zip(candidates, weights[0], strict=True) if weight >= 0.05]
     return weights[0].tolist()
 
@@ -148,8 +148,8 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
         asked.append((arguments, options["is_known"]))
         raise StoppedError
 
-    monkeypatch.setattr(restore, "restored_with_chosen_sides", asking)
-    monkeypatch.setattr(restore, "learned_in_rounds", stopping)
+    monkeypatch.setattr(restore, "restore_with_stacked_sides", asking)
+    monkeypatch.setattr(restore, "run_rounds", stopping)
     ramp = torch.linspace(0, 100, 104).expand(104, 104)
     holes = ramp.clone()
     holes[3, 4] = math.nan
@@ -187,7 +187,7 @@ def test_the_share_given_back_brings_smoothed_waves_nearest_to_the_truth(kept):
     smooth, from_noisier = (torch.lerp(F.pad(array, (3, 3)).unfold(0, 7, 1).mean(1), array, kept) for array in (noisy, noisier))
     rest = noisy - smooth
     best = float(((truth - smooth) * rest).mean() / rest.square().mean())
-    assert share_to_give_back(noisy, smooth, noisier, from_noisier, 10.0) == pytest.approx(best, abs=0.02)
+    assert oversmoothing_share(noisy, smooth, noisier, from_noisier, 10.0) == pytest.approx(best, abs=0.02)
     assert best < 0 if kept else best > 0.05
 
 
@@ -197,8 +197,8 @@ def test_a_wrong_noise_gives_nothing_back(noise, share):
     image = torch.randn(200, dtype=torch.float64, generator=generator())
     image /= image.square().mean().sqrt()
     restored, more = (1 - 0.9**0.5) * image, torch.randn(200, dtype=torch.float64, generator=generator(1))
-    assert share_to_give_back(image, restored, image + more, restored + 0.1 * more, noise) == pytest.approx(share, abs=1e-6)
-    assert share_to_give_back(image, image, image + more, image + more, noise) == 0.0  # nothing was taken off
+    assert oversmoothing_share(image, restored, image + more, restored + 0.1 * more, noise) == pytest.approx(share, abs=1e-6)
+    assert oversmoothing_share(image, image, image + more, image + more, noise) == 0.0  # nothing was taken off
 
 
 def test_the_noise_is_read_off_where_the_image_is_flat():
@@ -206,16 +206,16 @@ def test_the_noise_is_read_off_where_the_image_is_flat():
     # it, and .045 of a fifth of the entries.
     noisy = 50 * torch.randn(200, 1, generator=generator(1)) + 10 * torch.randn(200, 100, generator=generator())
     rest, errors = noisy - noisy.mean(1, keepdim=True), torch.full(noisy.shape, 1.0)
-    assert level_where_flat(rest, errors, 12.0) == pytest.approx(10, rel=0.02)
+    assert noise_in_flat_places(rest, errors, 12.0) == pytest.approx(10, rel=0.02)
     errors[40:] = 9.0
-    assert level_where_flat(rest, errors, 12.0) == pytest.approx(10, rel=0.045)
+    assert noise_in_flat_places(rest, errors, 12.0) == pytest.approx(10, rel=0.045)
     errors[39] = 9.0
-    assert level_where_flat(rest, errors, 12.0) is None
+    assert noise_in_flat_places(rest, errors, 12.0) is None
 
 
 def test_no_more_is_given_back_than_is_expected_to_be_wrong():
-    errors = torch.tensor([2.0, 6.0])  # 4 of 100 in the mean: .03 can be believed
-    assert [believed(share, errors, 10.0) for share in (-0.1, 0.0, 0.029, 0.031)] == [-0.1, 0.0, 0.029, 0.0]
+    errors = torch.tensor([2.0, 6.0])  # 4 of 100 in the mean: .03 can be plausible_share
+    assert [plausible_share(share, errors, 10.0) for share in (-0.1, 0.0, 0.029, 0.031)] == [-0.1, 0.0, 0.029, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         return 0.05
 
     def averaging(*arguments):
-        last.append(nonlocal_groups.with_groups(*arguments))
+        last.append(nonlocal_groups.average_groups(*arguments))
         return last[-1]
 
     for module, name, value in [
@@ -239,9 +239,9 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_levels", lambda *arguments: 5.0),
         (patch_size_stacking, "_BELIEVED", most),
-        (patch_size_stacking, "with_groups", averaging),
-        (patch_size_stacking, "level_where_flat", lambda *arguments: flat),
-        (patch_size_stacking, "share_to_give_back", giving),
+        (patch_size_stacking, "average_groups", averaging),
+        (patch_size_stacking, "noise_in_flat_places", lambda *arguments: flat),
+        (patch_size_stacking, "oversmoothing_share", giving),
     ]:
         monkeypatch.setattr(module, name, value)
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from pyro_truncated.restoration import __main__ as command
-from pyro_truncated.restoration.tiling import restored_in_parts, spans
+from pyro_truncated.restoration.tiling import restore_in_tiles, spans
 
 
 @pytest.mark.parametrize(("size", "side"), [(100, 100), (40, 100), (101, 100), (1000, 100), (724, 512), (165, 100)])
@@ -36,7 +36,7 @@ def test_parts_that_are_kept_as_they_are_make_up_the_image(shape):
         seen.append((part.shape[:2], bar))
         return SimpleNamespace(image=part, noise=float(len(seen)))
 
-    found, noise = restored_in_parts(image, kept, most=60 * 60 * image[0, 0].numel())
+    found, noise = restore_in_tiles(image, kept, most=60 * 60 * image[0, 0].numel())
     torch.testing.assert_close(found, image)
     # Two and four stretches: 60, and 60 + 28 twice or more.
     assert seen == [(torch.Size([60, 60]), False)] * 12
@@ -47,12 +47,12 @@ def test_a_hole_as_large_as_a_part_is_refused_before_any_work():
     image = torch.zeros(60, 140)
     image[:, :72] = torch.nan
     with pytest.raises(ValueError, match="parts of 60 x 60 pixels, and all of rows 0 to 59 and columns 0 to 59 is missing"):
-        restored_in_parts(image, lambda part, bar: pytest.fail("work was done"), most=60 * 60)
+        restore_in_tiles(image, lambda part, bar: pytest.fail("work was done"), most=60 * 60)
 
 
 def test_one_part_fades_into_the_next():
     levels = iter([0.0, 1.0])
-    found, _ = restored_in_parts(torch.zeros(46, 60), lambda part, bar: SimpleNamespace(image=part + next(levels), noise=1.0), most=46 * 46)
+    found, _ = restore_in_tiles(torch.zeros(46, 60), lambda part, bar: SimpleNamespace(image=part + next(levels), noise=1.0), most=46 * 46)
     row = found[7]
     assert (row[:14] == 0).all()
     assert (row[46:] == 1).all()
@@ -73,32 +73,32 @@ def test_parts_without_a_hole_are_kept_and_others_fade_into_each_other_as_ever(s
         return SimpleNamespace(image=torch.where(part.isnan(), part.nanmean(), part), noise=2.0)
 
     most = 60 * 60 * image[0, 0].numel()
-    found, noise = restored_in_parts(image, filled, most, keeps_seen=True)
+    found, noise = restore_in_tiles(image, filled, most, keeps_seen=True)
     assert 0 < len(restored) < 12
     assert all(bool(part.isnan().any()) for part in restored)
     seen = ~image.isnan()
     assert torch.equal(found[seen], image[seen])
     assert noise == pytest.approx(2.0)
-    torch.testing.assert_close(found, restored_in_parts(image, filled, most)[0])
+    torch.testing.assert_close(found, restore_in_tiles(image, filled, most)[0])
 
 
 def test_noise_is_taken_off_parts_without_a_hole_too():
     image = torch.zeros(60, 140)
     image[3, 3] = torch.nan
-    found, _ = restored_in_parts(image, lambda part, bar: SimpleNamespace(image=torch.ones_like(part), noise=1.0), most=60 * 60)
+    found, _ = restore_in_tiles(image, lambda part, bar: SimpleNamespace(image=torch.ones_like(part), noise=1.0), most=60 * 60)
     torch.testing.assert_close(found, torch.ones(60, 140))
 
 
 @pytest.mark.parametrize("most", [60 * 60, 60 * 140])
 def test_nothing_is_learned_where_nothing_is_missing(most):
     image = torch.rand(60, 140)
-    found, noise = restored_in_parts(image, lambda part, bar: pytest.fail("work was done"), most, keeps_seen=True)
+    found, noise = restore_in_tiles(image, lambda part, bar: pytest.fail("work was done"), most, keeps_seen=True)
     assert torch.equal(found, image)
     assert noise == 0.0
 
 
 def test_the_command_line_learns_parts_with_holes_only_unless_noise_is_to_be_taken_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "restored_in_parts", partial(restored_in_parts, most=20 * 20))
+    monkeypatch.setattr(command, "restore_in_tiles", partial(restore_in_tiles, most=20 * 20))
     sizes = []
 
     def restored(part, **options):
@@ -120,7 +120,7 @@ def test_the_command_line_learns_parts_with_holes_only_unless_noise_is_to_be_tak
 
 
 def test_the_command_line_restores_large_pictures_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "restored_in_parts", partial(restored_in_parts, most=36 * 36))
+    monkeypatch.setattr(command, "restore_in_tiles", partial(restore_in_tiles, most=36 * 36))
     rng = np.random.default_rng(0)
     given, mask = rng.integers(0, 255, (20, 70), dtype=np.uint8), (rng.random((20, 70)) < 0.7).astype(np.uint8)
     Image.fromarray(given).save(tmp_path / "given.png")
