@@ -59,7 +59,7 @@ class Place:
     tolerance: float = 0.0
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        return PretendedDevice() if self.is_pretended else ops.use(self.kind)
+        return PretendedDevice() if self.is_pretended else ops.use_backend(self.kind)
 
     @property
     def is_pretended(self) -> bool:

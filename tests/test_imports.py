@@ -37,7 +37,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Trunca
 from pyro_truncated.models import BinarySparseCoding
 
 num_threads = torch.get_num_threads()
-with ops.use("vectorised"):
+with ops.use_backend("vectorised"):
     y = torch.rand(10, 6)
     model = BinarySparseCoding(6, 70).initialize(y)
     guide = AutoTruncated(model, num_states=90)

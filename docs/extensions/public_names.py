@@ -35,6 +35,7 @@ TUTORIALS = (
     "twenty_lines",
     "from_enumeration",
     "variable_selection",
+    "sequences",
     "beside_autonormal",
     "image_dictionary",
     "two_views",

@@ -107,7 +107,7 @@ class SetSearch:
         scorer, product = self.scorer, self.scorer.product
         nodes = product.groups[number].nodes
         place = torch.cat([product.rows(node, drawn[node][0][0], scorer.sizes_of(node)) for node in nodes])
-        return ops.take(words, place).squeeze(1)
+        return ops.gather_states(words, place).squeeze(1)
 
     def _draw_block(self, space: StateSpace) -> list[int]:
         """Latents at random, as many as have few enough joint values."""
@@ -163,7 +163,7 @@ class SetSearch:
         messages.select(choose)
         found = list(sets)
         for number in proposals:
-            found[number] = ops.take(joined[number], torch.cat([chosen[node] for node in product.groups[number].nodes]))
+            found[number] = ops.gather_states(joined[number], torch.cat([chosen[node] for node in product.groups[number].nodes]))
         return self._accepted(sets, found, proposals, before)
 
     def _accepted(
@@ -222,7 +222,7 @@ def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
     is_new = ~ops.repeated(every)[:, known.num_states :]
     scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
     best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
-    return ops.take(proposed.words, best), is_new.gather(1, best)
+    return ops.gather_states(proposed.words, best), is_new.gather(1, best)
 
 
 def _with_block(space: StateSpace, words: Tensor, block: Sequence[int]) -> Tensor:

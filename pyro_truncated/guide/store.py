@@ -87,7 +87,7 @@ class PopulationStore(torch.nn.Module):
         """The seeds of a search, or, number zero, of the initial populations."""
         self.seed_()
         assert self.seed is not None
-        return ops.Stream(ops.mixed(self.seed, number))
+        return ops.Stream(ops.mix_bits(self.seed, number))
 
     def next_search_(self) -> ops.Stream:
         """Begins a search; returns its seeds."""
@@ -277,7 +277,7 @@ class PopulationStore(torch.nn.Module):
         self.begin_(indices)
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
-        return Population(self.space, ops.made_of(self.words[indices], self.words), self.log_joint[indices], indices)
+        return Population(self.space, ops.inherit_active_bound(self.words[indices], self.words), self.log_joint[indices], indices)
 
     # --- writing ---
 
@@ -309,7 +309,7 @@ class PopulationStore(torch.nn.Module):
         if words is not None:
             self.words[where] = words
             if len(words) == len(self.words):
-                ops.made_of(self.words, words)
+                ops.inherit_active_bound(self.words, words)
         self.revision += 1
 
     # --- averages over draws of other guides ---

@@ -3,8 +3,13 @@
 Kernels are compiled on the CPU, vectorised torch on any other device. They handle numbers only.
 """
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
-from pyro_truncated.ops.backend import is_vectorised, use
+from pyro_truncated.ops.backend import is_vectorised, use_backend
 from pyro_truncated.ops.checks import afterwards, ask, cholesky, look, number, refuse, soon, together
 from pyro_truncated.ops.evolution import (
     cross,
@@ -25,7 +30,7 @@ from pyro_truncated.ops.maximum import (
     maximum_statistics,
     maximum_wins,
 )
-from pyro_truncated.ops.most_active import made_of
+from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import (
@@ -37,10 +42,12 @@ from pyro_truncated.ops.slabs import (
     spike_slab_moments,
     spike_slab_moments_by_dimension,
 )
-from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mixed, positions, uniform, uniform_integers
+from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
-from pyro_truncated.ops.words import check_bits, check_words, take
+from pyro_truncated.ops.words import check_bits, check_words, gather_states
 from pyro_truncated.utils.budget import memory_budget
+
+_RENAMED = {"made_of": "inherit_active_bound", "mixed": "mix_bits", "take": "gather_states", "use": "use_backend"}
 
 __all__ = [
     "Fields",
@@ -64,10 +71,11 @@ __all__ = [
     "flip_energy",
     "flip_random",
     "flip_sparse",
+    "gather_states",
+    "inherit_active_bound",
     "initial_states",
     "is_vectorised",
     "look",
-    "made_of",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",
@@ -75,7 +83,7 @@ __all__ = [
     "maximum_statistics",
     "maximum_wins",
     "memory_budget",
-    "mixed",
+    "mix_bits",
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
@@ -93,11 +101,17 @@ __all__ = [
     "spike_slab_moments",
     "spike_slab_moments_by_dimension",
     "square_error",
-    "take",
     "together",
     "uniform",
     "uniform_integers",
     "unpack",
-    "use",
+    "use_backend",
     "value_probabilities",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"ops.{name} has a new name: use ops.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

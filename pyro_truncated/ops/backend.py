@@ -44,7 +44,7 @@ def is_vectorised(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def use(kind: str) -> Iterator[None]:
+def use_backend(kind: str) -> Iterator[None]:
     """A context that fixes the kind of kernels for CPU tensors.
 
     Other threads and tasks are not affected.

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import are_differentiated, backend, use
+from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
 from pyro_truncated.ops.checks import refuse
 from pyro_truncated.utils.counts import check_count
 
@@ -33,7 +33,7 @@ def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
     """
     number = check_count("number", number)
     component = checked_components(component, weight, rows, number)
-    with use("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
+    with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
         sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
     return sums
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
-from pyro_truncated.ops.most_active import made_of
+from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.values import unpack
 from pyro_truncated.ops.words import check_words
@@ -116,7 +116,7 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     words, log_joint, fewest = backend("evolution", words_a).select_top(words_a, log_joint_a, words_b, log_joint_b, size)
     if fewest >= 0:
         raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
-    return made_of(words, words_a, words_b), log_joint
+    return inherit_active_bound(words, words_a, words_b), log_joint
 
 
 def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:
@@ -213,7 +213,7 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
     """
     _check_mutable(words, fields)
     keys = positions(rows, len(words), words.device), draw_seed(generator)
-    return made_of(backend("evolution", words).flip_random(words, fields, *keys), words, flips=1)
+    return inherit_active_bound(backend("evolution", words).flip_random(words, fields, *keys), words, flips=1)
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ def note_most_active(words: Tensor, number: int) -> None:
         count.see(number)
 
 
-def made_of(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
+def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
     """Records that states were selected among others.
 
     They may have so many more latents.

@@ -6,7 +6,7 @@ import contextlib
 
 from torch import Tensor
 
-from pyro_truncated.ops.backend import are_differentiated, backend, use
+from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
 
 # In more dimensions products of matrices are faster.
 _FEW = 32
@@ -33,6 +33,6 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     Returns:
         ``(E,)``.
     """
-    with use("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > _FEW else contextlib.nullcontext():
+    with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > _FEW else contextlib.nullcontext():
         found: Tensor = backend("square_distances", rows).square_distances(rows, row, component, loc, whitening)
     return found

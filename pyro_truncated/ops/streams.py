@@ -42,7 +42,7 @@ class Stream:
     def next(self) -> int:
         """The next seed."""
         self._count += 1
-        seed = mixed(self.seed, self._count)
+        seed = mix_bits(self.seed, self._count)
         return self._ahead.pop(seed, seed)
 
     def draw_ahead(self, rows: Tensor, counts: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Stream:
 
         They are for data points ``rows``, as many of each seed as ``counts`` says.
         """
-        seeds = [mixed(self.seed, self._count + 1 + i) for i in range(len(counts))]
+        seeds = [mix_bits(self.seed, self._count + 1 + i) for i in range(len(counts))]
         drawn = backend("random", rows).several(rows, seeds, counts)
         self._ahead = {seed: Drawn(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
 
@@ -129,7 +129,7 @@ def draw_seed(source: Source = None) -> int:
     return int(torch.randint(2**63 - 1, (), generator=source, device=device))
 
 
-def mixed(*numbers: int) -> int:
+def mix_bits(*numbers: int) -> int:
     """Hashes integers to 63 bits; all bits and their order count."""
     state = 0
     for number in numbers:

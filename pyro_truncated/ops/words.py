@@ -8,11 +8,11 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.checks import afterwards, refuse
 from pyro_truncated.ops.fields import WORD_BITS
-from pyro_truncated.ops.most_active import made_of
+from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.utils.devices import is_noted, note_of
 
 
-def take(words: Tensor, positions: Tensor) -> Tensor:
+def gather_states(words: Tensor, positions: Tensor) -> Tensor:
     """The states of each data point at the given positions.
 
     Args:
@@ -22,7 +22,7 @@ def take(words: Tensor, positions: Tensor) -> Tensor:
     Returns:
         ``(N, K, W)``.
     """
-    return made_of(words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1])), words)
+    return inherit_active_bound(words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1])), words)
 
 
 def check_words(name: str, words: Tensor) -> None:

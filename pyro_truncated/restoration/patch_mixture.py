@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributions import Component, ComponentLowRankNormal, ComponentNormal, products_of_components
-from pyro_truncated.ops import take
+from pyro_truncated.ops import gather_states
 from pyro_truncated.states.population import Population
 
 # Directions whose variance is below this part of the noise's are not worth their estimate.
@@ -190,7 +190,7 @@ def most_probable(population: Population, number: int) -> Population:
     The most probable comes first. If there are fewer, all are returned.
     """
     log_joint, best = population.log_joint.topk(min(number, population.num_states), 1)
-    return dataclasses.replace(population, words=take(population.words, best), log_joint=log_joint)
+    return dataclasses.replace(population, words=gather_states(population.words, best), log_joint=log_joint)
 
 
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

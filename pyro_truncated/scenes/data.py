@@ -148,7 +148,7 @@ def occluded_scenes(
         column = (left[image, chosen, None] + torch.arange(width)) % columns
         pixels = (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(1)
         shown = (objects.masks[chosen] & present[image, chosen, None, None]).flatten(1).unsqueeze(-1)
-        under = ops.take(data, pixels)
+        under = ops.gather_states(data, pixels)
         data[image.unsqueeze(-1), pixels] = torch.where(shown, objects.features[chosen].flatten(1, 2), under)
     data += noise * torch.randn(data.shape, generator=generator)
     return Scenes(data.reshape(num_data, rows, columns, -1), present.to(torch.uint8), top * columns + left, depth)

@@ -116,7 +116,7 @@ class PlacementSelection(AffinitySearch):
         keys, again = ops.uniform(shape=scores.shape[1:], **draws), ops.uniform(shape=shape, **draws)
         lottery = keys.scatter(1, best, again.masked_fill(is_kept, -1.0))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
-        places = ops.take(found.places, objects)
+        places = ops.gather_states(found.places, objects)
         is_random = ops.uniform(shape=shape, **draws) < self.explore_places
         random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])

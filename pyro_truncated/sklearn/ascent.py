@@ -35,7 +35,7 @@ class SteepestAscent(Search):
         """The neighbours of the best states."""
         population = batch.population
         best = population.log_joint.topk(min(self.parents, population.num_states)).indices
-        return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.take(population.words, best)))
+        return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """Returns the populations after at most so many steps.

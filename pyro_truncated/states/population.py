@@ -245,13 +245,13 @@ class Population:
 
         They are packed words ``(N, K, num_words)``.
         """
-        return ops.take(self.words, positions)
+        return ops.gather_states(self.words, positions)
 
 
 def join(populations: Sequence[Population]) -> Population:
     """States of the same data points side by side, repetitions included."""
     parts = [population.words for population in populations]
-    words = ops.made_of(torch.cat(parts, 1), *parts)
+    words = ops.inherit_active_bound(torch.cat(parts, 1), *parts)
     return dataclasses.replace(populations[0], words=words, log_joint=torch.cat([population.log_joint for population in populations], 1))
 
 

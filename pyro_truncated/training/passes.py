@@ -125,7 +125,7 @@ def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, guide_of: Callable
     """
     assert guide.populations.seed is not None
     made = guide_of()
-    made.populations.seed = ops.mixed(guide.populations.seed, first)
+    made.populations.seed = ops.mix_bits(guide.populations.seed, first)
     try:
         made.setup(rows)
     except Exception:  # any error of a program that takes all rows only

@@ -37,7 +37,7 @@ def test_a_device_is_waited_for_once() -> None:
 
 @pytest.mark.parametrize("kind", ["compiled", "vectorised"])
 def test_what_stock_distributions_refuse_is_refused(kind: str) -> None:
-    with ops.use(kind):
+    with ops.use_backend(kind):
         with pytest.raises(ValueError, match="parameter rate"):
             Poisson(torch.tensor([1.0, -1.0]))
         with pytest.raises(ValueError, match=r"within the support .* of the distribution Poisson"):

@@ -152,7 +152,7 @@ def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
 @pytest.fixture(params=["compiled", "vectorised"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both implementations of the largest of linear functions."""
-    with ops.use(request.param):
+    with ops.use_backend(request.param):
         yield request.param
 
 

@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes the public functions use one of the two kinds of kernels, those of plain torch also in blocks."""
     kind = "compiled" if request.param == "compiled" else "vectorised"
-    with ops.use(kind), ops.memory_budget(2**12 if request.param == "blocks" else None):
+    with ops.use_backend(kind), ops.memory_budget(2**12 if request.param == "blocks" else None):
         yield kind
 
 

@@ -24,16 +24,16 @@ def kind(tensor=HERE):
 
 def test_kernels_are_compiled_unless_said_otherwise():
     assert kind() == "compiled"
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         assert kind() == "vectorised"
-        with ops.use("compiled"):
+        with ops.use_backend("compiled"):
             assert kind() == "compiled"
         assert kind() == "vectorised"
     assert kind() == "compiled"
 
 
 def test_no_kernels_are_compiled_for_other_devices():
-    with ops.use("compiled"):
+    with ops.use_backend("compiled"):
         assert kind(torch.zeros(1, device="meta")) == "vectorised"
 
 
@@ -46,14 +46,14 @@ def test_the_choice_ends_with_an_error_and_holds_in_its_own_thread_only():
         thread.join()
         raise RuntimeError("here")
 
-    with pytest.raises(RuntimeError, match="here"), ops.use("vectorised"), ops.memory_budget(100):
+    with pytest.raises(RuntimeError, match="here"), ops.use_backend("vectorised"), ops.memory_budget(100):
         fail_after_a_thread()
     assert found == [("compiled", DEFAULT_BUDGET)]
     assert (kind(), current_budget()) == found[0]
 
 
 def test_an_unknown_kind_and_no_memory_are_refused():
-    with pytest.raises(ValueError, match="kind must be one of 'compiled', 'vectorised'; got 'dense'"), ops.use("dense"):
+    with pytest.raises(ValueError, match="kind must be one of 'compiled', 'vectorised'; got 'dense'"), ops.use_backend("dense"):
         pass
     with pytest.raises(ValueError, match="must be a positive number of bytes; got 0"), ops.memory_budget(0):
         pass
@@ -78,7 +78,7 @@ def test_a_gradient_is_computed_as_its_value_was(monkeypatch):
 
     monkeypatch.setattr(quadratic, "square_error_gradients", spy)
     weight = torch.ones(2, 3, requires_grad=True)
-    with ops.use("vectorised"), ops.memory_budget(100):
+    with ops.use_backend("vectorised"), ops.memory_budget(100):
         error = ops.square_error(torch.ones(1, 1, 1, dtype=torch.long), torch.zeros(1, 2), weight, torch.ones(2))
     error.sum().backward()
     assert found == [100]
@@ -97,7 +97,7 @@ def test_the_budget_of_a_guide_reaches_the_kernels(optimizer, monkeypatch):
     y = torch.rand(10, 4).masked_fill(torch.rand(10, 4) < 0.2, torch.nan)
     model = BinarySparseCoding(4, 5).initialize(y.nan_to_num(0.5))
     guide = AutoTruncated(model, num_states=4, memory_budget=2**21)
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         SVI(model, guide, optimizer(model), Truncated_ELBO(EvolutionarySearch())).step(y)
     assert found == {2**21}
 

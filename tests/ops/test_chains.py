@@ -104,7 +104,7 @@ def test_compiled_kernels_equal_vectorised_ones(num_latents: int) -> None:
     table = torch.randn(3, 7, 2 ** block.shape[1], dtype=torch.float64)
     results = []
     for name in ("compiled", "vectorised"):
-        with ops.use(name):
+        with ops.use_backend(name):
             sums = chains.messages(words, unary, moves)
             flips = chains.best_flips(words, unary, moves, sums, gain, slice(0, 21), 5)
             is_part = (moves.kind >= 0).unsqueeze(-1)
@@ -210,7 +210,7 @@ def _restricted(words: Tensor, unary: Tensor, chosen: Tensor) -> tuple[Tensor, T
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3), compiled=st.booleans(), forbidden=st.sampled_from([0.0, 0.2]))
 def test_sweeps_never_lower_the_bound(seed: int, size: int, compiled: bool, forbidden: float) -> None:
     torch.manual_seed(seed)
-    with ops.use("compiled" if compiled else "vectorised"):
+    with ops.use_backend("compiled" if compiled else "vectorised"):
         words, unary, moves = problem(3, [6, 4], 8, forbidden)
         members, likelihood = words[:, :, :size], unary[:, :, :size]
         bound = chains.free_energy(members, likelihood, moves)

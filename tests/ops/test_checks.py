@@ -39,7 +39,7 @@ def test_within_a_context_they_complain_at_its_end_and_the_first_one_first() -> 
             ops.refuse(yes, complain)
             raise ZeroDivisionError
 
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         for failing in (several, followed_by_another, lambda: ops.refuse(yes, complain)):
             with pytest.raises(ValueError, match="this was found"):
                 failing()
@@ -52,14 +52,18 @@ def test_within_a_context_they_complain_at_its_end_and_the_first_one_first() -> 
 
 def test_states_of_another_space_are_refused_at_the_end() -> None:
     space = StateSpace([2] * 5)
-    with ops.use("vectorised"), pytest.raises(ValueError, match="state 0 of row 0 has bits set beyond the last of its 5"), ops.together():
+    with (
+        ops.use_backend("vectorised"),
+        pytest.raises(ValueError, match="state 0 of row 0 has bits set beyond the last of its 5"),
+        ops.together(),
+    ):
         ops.activation_probabilities(torch.full((3, 4, 1), 64), torch.ones(3, 4), space.fields)
 
 
 def test_a_search_looks_as_often_however_many_generations_it_has() -> None:
     y = torch.randn(30, 6)
     model, looks = BinarySparseCoding(6, 20), []
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         guide = AutoTruncated(model, 16)
         batch = guide.batch_of(y)
         batch.search_(EvolutionarySearch(4, 3, 1))

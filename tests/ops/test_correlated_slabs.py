@@ -89,7 +89,7 @@ def test_plain_torch_works_with_the_active_latents_alone() -> None:
     parameters = weight, torch.ones(NUM_OBSERVED).double(), torch.randn(num_latents).double(), covariance_matrix(num_latents)
     weights = torch.rand(NUM_DATA, 40).double()
     others = parameters[2].expand(2, -1), parameters[3].expand(2, -1, -1)
-    with ops.use("vectorised"), Largest():
+    with ops.use_backend("vectorised"), Largest():
         ops.correlated_slab_log_prob(words, value, *parameters)
         ops.correlated_slab_moments(words, weights, value, *parameters)
         ops.expected_log_slab_prior(words, weights, value, *parameters, *others)

@@ -39,7 +39,7 @@ def test_flips_and_selections_are_followed_without_a_look() -> None:
         assert most_active(words) is None
         slabs(words)
         assert most_active(words) == 6
-        parents = ops.take(words, there(torch.tensor([[8, 3]]).expand(4, -1)))
+        parents = ops.gather_states(words, there(torch.tensor([[8, 3]]).expand(4, -1)))
         children = ops.flip_random(parents, SPACE.fields)
         assert most_active(parents, 0) == 6
         assert most_active(children) == 7 >= count(children)
@@ -59,7 +59,7 @@ def test_somebody_who_looks_tells_those_that_were_made_of_it() -> None:
         words = there(states())
         note_most_active(words, 6)
         children = ops.flip_random(words, SPACE.fields)
-        copies = ops.made_of(children.clone(), children)
+        copies = ops.inherit_active_bound(children.clone(), children)
         assert most_active(copies) == 7
         note_most_active(children, 5)
         assert most_active(copies, 0) == 5
@@ -72,7 +72,7 @@ def test_what_has_changed_is_unknown() -> None:
         assert most_active(words[:2]) == 6
         words[:2] = words[:2] | 7
         assert most_active(words) is None
-        assert most_active(ops.made_of(words.clone(), words)) is None
+        assert most_active(ops.inherit_active_bound(words.clone(), words)) is None
 
 
 def test_nothing_is_remembered_on_the_cpu() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyro_truncated.ops import repeated, select_top, use
+from pyro_truncated.ops import repeated, select_top, use_backend
 
 # Every test runs on both kinds of kernels.
 pytestmark = pytest.mark.usefixtures("kind")
@@ -60,7 +60,7 @@ def test_both_kinds_agree_in_order_and_ties() -> None:
     lj_a, lj_b = lj_a.round(), lj_b.round()
     found = {}
     for kind in ("compiled", "vectorised"):
-        with use(kind):
+        with use_backend(kind):
             found[kind] = select_top(a, lj_a, b, lj_b, 12)
     assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
 
@@ -150,5 +150,5 @@ def test_repeated_is_a_set(states: list[list[int]]) -> None:
         expected.append(tuple(state) in seen)
         seen.add(tuple(state))
     for kind in ("compiled", "vectorised"):
-        with use(kind):
+        with use_backend(kind):
             assert repeated(torch.tensor([states]))[0].tolist() == expected

@@ -174,11 +174,11 @@ def test_plain_torch_factorises_matrices_of_active_latents() -> None:
     words, _, value, parameters = draw(130)
     words[0, 1] = 0
     most = int(StateSpace([2] * 130).unpack(words).sum(-1).max())
-    with ops.use("vectorised"), Factors() as factors:
+    with ops.use_backend("vectorised"), Factors() as factors:
         ops.spike_slab_log_prob(words, value, *parameters)
         ops.spike_slab_moments(words, torch.ones(NUM_DATA, NUM_STATES).double(), value, *parameters)
     assert factors.shapes == {(most, most)}
     assert most < 20
     compiled = ops.spike_slab_log_prob(words, value, *parameters)
-    with ops.use("vectorised"), ops.memory_budget(2**16):
+    with ops.use_backend("vectorised"), ops.memory_budget(2**16):
         torch.testing.assert_close(ops.spike_slab_log_prob(words, value, *parameters), compiled, rtol=1e-12, atol=1e-12)

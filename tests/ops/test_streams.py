@@ -76,7 +76,7 @@ def test_both_kinds_of_kernels_draw_the_same(space: StateSpace) -> None:
     for name, operator in operators(space).items():
         found = []
         for kind in ("compiled", "vectorised"):
-            with ops.use(kind):
+            with ops.use_backend(kind):
                 found.append(operator(rows, **draws(1000 * rows)))
         assert torch.equal(*found), name
         assert not torch.equal(found[0], operator(rows, **draws(1000 * rows, seed=4))), name
@@ -133,12 +133,12 @@ def test_words_drawn_ahead_are_those_drawn_one_call_after_the_other(counts: list
     def drawn(ahead: list[int]) -> list[Tensor]:
         keys: dict[str, Any] = {"rows": rows, "generator": ops.Stream(5)}
         ops.draw_ahead(ahead, **keys)
-        parents = ops.take(words, ops.select_parents(log_joint, 4, **keys))
+        parents = ops.gather_states(words, ops.select_parents(log_joint, 4, **keys))
         children = ops.cross(parents, space.fields, **keys)
         return [parents, children, ops.flip_random(children, space.fields, **keys), ops.uniform(shape=(3,), **keys)]
 
     compiled = drawn(counts)
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         for one, other, third in zip(drawn([]), drawn(counts), compiled, strict=True):
             assert torch.equal(one, other)
             assert torch.equal(one, third)

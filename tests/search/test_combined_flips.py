@@ -33,7 +33,7 @@ def _batch(gain: Tensor) -> SearchBatch:
 
 @pytest.mark.parametrize("kind", ["compiled", "vectorised"])
 def test_the_likeliest_flips_of_the_best_state_are_combined(kind: str) -> None:
-    with ops.use(kind):
+    with ops.use_backend(kind):
         batch = _batch(torch.randn(7, 70, dtype=torch.float64))
         found = CombinedFlips(3, rounds=1).propose(batch)
         best, space = batch.population.states()[:, 0], batch.space

@@ -26,7 +26,7 @@ SPACES = {"binary": StateSpace([2] * 8), "words": StateSpace([2] * 70), "mixed":
 @pytest.fixture(params=["compiled", "vectorised"], autouse=True)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    with ops.use(request.param):
+    with ops.use_backend(request.param):
         yield request.param
 
 

@@ -34,7 +34,7 @@ SEARCHES: dict[str, Callable[[], Search]] = {
 @pytest.fixture(params=["compiled", "vectorised"], autouse=True)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    with ops.use(request.param):
+    with ops.use_backend(request.param):
         yield request.param
 
 

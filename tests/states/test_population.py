@@ -19,7 +19,7 @@ from pyro_truncated.states.population import initial_population, join
 @pytest.fixture(params=["compiled", "vectorised"], autouse=True)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    with ops.use(request.param):
+    with ops.use_backend(request.param):
         yield request.param
 
 

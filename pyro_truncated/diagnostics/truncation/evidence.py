@@ -348,7 +348,7 @@ class Proposal:
         base, words = self.base[rows], self.population.words[rows]
         component = torch.multinomial(self.shares.expand(len(base), -1), count, replacement=True, generator=self.generator)
         chosen = torch.multinomial(base, count, replacement=True, generator=self.generator)
-        values = self.space.unpack(ops.take(words, chosen), torch.int64)
+        values = self.space.unpack(ops.gather_states(words, chosen), torch.int64)
         rates = torch.tensor([*self.rates, 0.0], dtype=torch.float64, device=self.device)[component]
         changes = self._uniform(values.shape) < rates.unsqueeze(-1)
         step = 1 + (self._uniform(values.shape) * (self.cardinality - 1)).long().minimum((self.cardinality - 2).clamp(min=0))

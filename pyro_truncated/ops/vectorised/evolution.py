@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.words import take
+from pyro_truncated.ops.words import gather_states
 
 
 def repeated(words: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def repeated(words: Tensor) -> Tensor:
     # Stable sorts by one word after the other leave equal states side by side, the earliest first.
     for number, word in enumerate(words.unbind(-1)):
         order = word.argsort(dim=1, stable=True) if number == 0 else order.gather(1, word.gather(1, order).argsort(dim=1, stable=True))
-    ordered = take(words, order)
+    ordered = gather_states(words, order)
     equal = torch.zeros_like(order, dtype=torch.bool)
     equal[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]).all(-1)
     return torch.empty_like(equal).scatter_(1, order, equal)
@@ -46,7 +46,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
     lowest = torch.finfo(log_joint.dtype).min
     key = log_joint.clamp(min=lowest).masked_fill(surplus, -math.inf)
     chosen = key.argsort(dim=1, descending=True, stable=True)[:, :size].sort(dim=1).values
-    return take(words, chosen), log_joint.gather(1, chosen), -1
+    return gather_states(words, chosen), log_joint.gather(1, chosen), -1
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:

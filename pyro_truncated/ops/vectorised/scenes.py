@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.unpacked import normal_log_density
-from pyro_truncated.ops.words import take
+from pyro_truncated.ops.words import gather_states
 from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
 
 _TINY = 1e-300
@@ -184,4 +184,4 @@ def scan_at(
     images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor, objects: Tensor, places: Tensor
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.scenes.scan_at`; the whole scan, of which a few places are taken."""
-    return take(scan(images, scene, canvas, energy, logits, used), objects).gather(2, places)
+    return gather_states(scan(images, scene, canvas, energy, logits, used), objects).gather(2, places)

@@ -317,7 +317,7 @@ class ScoredStates:
         if self.space is not batch.space or not torch.equal(self.positions, batch.positions):
             return False
         best, at = self.log_joint.max(1, keepdim=True)
-        is_there = (population.words == ops.take(self.words, at)).all(-1)
+        is_there = (population.words == ops.gather_states(self.words, at)).all(-1)
         is_same = is_there & (population.log_joint.double().clamp(min=_LOWEST) == best)
         return bool(is_there.any()) and bool((is_same.any(1) | ~is_there.any(1)).all())
 
@@ -351,7 +351,7 @@ class ScoredStates:
         return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
 
     def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
-        return dataclasses.replace(self, words=ops.take(words, order), log_joint=log_joint.gather(1, order))
+        return dataclasses.replace(self, words=ops.gather_states(words, order), log_joint=log_joint.gather(1, order))
 
     def states(self) -> Tensor:
         """The states' values, ``(N, M, L)`` in float64."""

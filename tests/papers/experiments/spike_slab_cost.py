@@ -64,7 +64,7 @@ def run_bound(num_data: int, num_inducing: int, num_latents: int) -> dict[str, A
     uncertain = cpu_seconds(model, y)
     with model.holding(1.0):
         on = cpu_seconds(model, y)
-    with ops.use("vectorised"):
+    with ops.use_backend("vectorised"):
         plain = cpu_seconds(model, y, 1)
     total, own = peak_gigabytes(num_data, num_inducing, num_latents)
     return {
