@@ -32,9 +32,9 @@ _DIRECTIONS = 32
 _SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
 # Rows are compared within so many parts of the data, where clusters are not long.
 _CELLS = 32
-_ROWS, _MOST_ROWS, _PAIRS = 2**14, 2**16, 2**12
+_ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 # For more clusters the nearest are looked for in single precision.
-_FEW = 1000
+_MAX_DOUBLE_CLUSTERS = 1000
 
 
 class Agglomeration:
@@ -63,7 +63,7 @@ class Agglomeration:
 
     def __init__(self, kind: Covariances, x: Tensor, floor: Tensor) -> None:
         self.kind, self.x, self.floor = kind, x, floor
-        self._products = sum((rows.mT @ rows for rows in x.split(_ROWS)), x.new_zeros(()))
+        self._products = sum((rows.mT @ rows for rows in x.split(_ROWS_PER_BLOCK)), x.new_zeros(()))
 
     def components(self, number: int, generator: torch.Generator | None = None) -> Gaussians:
         """So many components ``K``, no two of them the same."""
@@ -97,7 +97,7 @@ class Agglomeration:
         space = StateSpace([number])
 
         def parts() -> Iterator[Statistics]:
-            for rows, own in zip(self.x.split(_ROWS), owner.split(_ROWS), strict=True):
+            for rows, own in zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True):
                 population = Population(space, space.pack(own[:, None, None]), rows.new_zeros(len(rows), 1))
                 yield collected(self.kind, Shares(population, number), rows)
 
@@ -223,14 +223,14 @@ def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
 
 def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     """The centres that are nearest to each data point, nearest first, ``(N, S)``."""
-    if len(centres) > _FEW:
+    if len(centres) > _MAX_DOUBLE_CLUSTERS:
         # In units in which single precision, twice as fast, holds the squares: no cluster depends on the last digits.
         unit = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
         x, centres = (x / unit).float(), (centres / unit).float()
     # The smallest distance is the largest of these linear functions.
     linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
     functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1))
-    blocks = x.split(_ROWS if functions.are_few else _MOST_ROWS)
+    blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
     return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
 
 

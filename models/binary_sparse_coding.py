@@ -17,7 +17,7 @@ from pyro_truncated.search import CombinedFlips
 # Elements that are on less often than this part of what they are on average are hardly used.
 _HARDLY = 0.02
 # Data points among which those are drawn that elements start from again, and the states and steps by which these are explained.
-_LOOKED_AT, _STATES, _STEPS = 1000, 16, 5
+_LOOKED_AT, _STATES, _SEARCH_STEPS = 1000, 16, 5
 
 
 class BinarySparseCoding(LinearDictionary, SparseCoding):
@@ -140,7 +140,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         rows = some_rows(check_data(y, self.num_observed), _LOOKED_AT, generator).to(self.weight)
         unused = (often < _HARDLY * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
-            guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _STEPS)
+            guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _SEARCH_STEPS)
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
             power = left.double().square().sum(1).to(device_of(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)

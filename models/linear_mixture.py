@@ -18,9 +18,9 @@ from pyro_truncated.search import LinearFunctions, SearchBatch
 
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
-_ROWS, _MOST_ROWS, _FEATURES = 2**14, 2**16, 2**21
+_ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 # Equal weights differ by rounding.
-_EQUAL = 1e-5
+_WEIGHT_RTOL = 1e-5
 
 
 class LinearMixture(UniqueModule):
@@ -94,7 +94,7 @@ class LinearMixture(UniqueModule):
             draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _EQUAL * highest)) else None
+        return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
 
     @names_arguments
     @torch.no_grad()
@@ -136,7 +136,11 @@ class LinearMixture(UniqueModule):
         Their neighbours are evaluated, too.
         """
         functions = self.linear_functions(y)
-        number = _ROWS if functions.are_few else max(_ROWS, min(_MOST_ROWS, _FEATURES // functions.coefficients.shape[1]))
+        number = (
+            _ROWS_PER_BLOCK
+            if functions.are_few
+            else max(_ROWS_PER_BLOCK, min(_MAX_ROWS_PER_BLOCK, _FEATURES // functions.coefficients.shape[1]))
+        )
         rows = y.split(number)
         if known is None or functions.are_few:
             return torch.cat([functions.largest(self.linear_features(some), num_states) for some in rows])

@@ -12,7 +12,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal
 from pyro_truncated.models.covariances import Covariances, Full, Parameters, of_pairs, spread_around
 
-_BLOCK = 2**22
+_MAX_NUMBERS = 2**22
 
 
 class LowRank(Full):
@@ -50,7 +50,7 @@ class LowRank(Full):
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
         blocks = []
-        for block in population.split(max(1, _BLOCK // (population.num_states * loc.shape[1]))):
+        for block in population.split(max(1, _MAX_NUMBERS // (population.num_states * loc.shape[1]))):
             rows = block.rows_of(y).to(loc).unsqueeze(1)
             means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
             blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))

@@ -17,11 +17,11 @@ _MARGIN = 2  # pixels around a window that shall show background
 _WINDOWS_PER_IMAGE = 4
 _WINDOWS_PER_OBJECT, _MOST_WINDOWS = 60, 2000
 _CANDIDATES_PER_OBJECT, _MOST_CANDIDATES = 20, 500
-_CLUSTERS_PER_OBJECT, _STEPS = 2, 4
+_CLUSTERS_PER_OBJECT, _KMEANS_STEPS = 2, 4
 _ALIKE = 0.3  # less of a window's energy is missing in an object that it shows
 _NOISE_OF_COPIES = 0.1
 _MOST_PIXELS = 20_000
-_BLOCK = 100  # windows that are compared at once
+_WINDOWS_PER_BLOCK = 100  # windows that are compared at once
 
 
 class Windows(NamedTuple):
@@ -133,7 +133,7 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
     found = _parted(found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
-    for _ in range(_STEPS):
+    for _ in range(_KMEANS_STEPS):
         found = _averaged(windows, found)
     return found.take(most_missed(missing_energy(windows, found)[0], number))
 
@@ -154,7 +154,7 @@ def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
 
     Both are ``(n, K)``, for objects at that shift.
     """
-    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(_BLOCK)]
+    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(_WINDOWS_PER_BLOCK)]
     product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
     energy = windows.energy.unsqueeze(1)
     return (energy + found.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift

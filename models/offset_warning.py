@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Of fewer data points the smallest ones say little; so many say enough.
-_FEWEST, _ROWS = 20, 10_000
+_MIN_ROWS, _MAX_ROWS = 20, 10_000
 
 
 class BackgroundWarning(UserWarning):
@@ -32,7 +32,7 @@ def lies_on_background(y: Tensor) -> bool:
     smallest, quartile = quantile_of_rows(y, 100), quantile_of_rows(y, 4)
     spread = quartile - smallest
     is_far = (smallest > spread) | (quartile < -2 * spread)
-    return bool((is_far & ((~y.isnan()).sum(0) >= _FEWEST)).double().mean() > 0.5)
+    return bool((is_far & ((~y.isnan()).sum(0) >= _MIN_ROWS)).double().mean() > 0.5)
 
 
 def quantile_of_rows(y: Tensor, part: int) -> Tensor:
@@ -42,8 +42,8 @@ def quantile_of_rows(y: Tensor, part: int) -> Tensor:
 
     Where nothing is observed it is zero.
     """
-    if len(y) > _ROWS:  # always the same, but no regular ones, which may be alike
-        y = y[torch.randint(len(y), (_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
+    if len(y) > _MAX_ROWS:  # always the same, but no regular ones, which may be alike
+        y = y[torch.randint(len(y), (_MAX_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
     rows = y.double().sort(0).values
     position = ((~rows.isnan()).sum(0) - 1).clamp(min=0) // part
     return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()

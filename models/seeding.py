@@ -20,13 +20,13 @@ _LEAST_GAIN = 0.02
 _FEWEST_TRIES = 25
 _FEW_TRIALS = 4
 # For more rows points are held in single precision.
-_FEW = 1000
+_MAX_DOUBLE_ROWS = 1000
 # More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
 _FEW_SCATTERED = 4000
 _ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
 # Of their draws so many are held against each other at a time; whole trials.
 _HELD_AT_A_TIME = 512
-_BLOCK = 2**20
+_MAX_DISTANCES = 2**20
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
         algorithm via local search", ICML 2019.
     """
     points = points - points.mean(0)
-    if number > _FEW:
+    if number > _MAX_DOUBLE_ROWS:
         points = points.float()  # twice as fast, and no cluster depends on the last digits
     trials = 2 + int(math.log(number))
     chosen = _greedy(points, number, trials, generator)
@@ -90,7 +90,7 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
     cell alone, which is cheaper. A cell holds everything nearest to one of the first rows.
     """
     points = points - points.mean(0)
-    if number > _FEW:
+    if number > _MAX_DOUBLE_ROWS:
         # In units in which single precision, twice as fast, holds the squares.
         points = (points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float()
     if number <= _FEW_SCATTERED:
@@ -131,7 +131,7 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, 
     number = int(cell.max()) + 1
     for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
         rest, across = (distance - power)[rows].unsqueeze(0), points[rows].mT
-        for part in own.split(max(1, _BLOCK // max(1, len(rows)))):
+        for part in own.split(max(1, _MAX_DISTANCES // max(1, len(rows)))):
             lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
     order = gain.view(-1, _FEW_TRIALS).argsort(1, descending=True)

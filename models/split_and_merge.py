@@ -19,17 +19,17 @@ from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import partners
 
 # Chosen on data of other seeds than those of the tables.
-_STEPS = 8
+_EM_STEPS = 8
 _PARTNERS = 3
 _FEWEST = 3
 # Responsibilities of so many of a data point's components overlap; the others are small.
 _OVERLAPPING = 4
-_ROWS, _PAIRS = 2**16, 2**12
+_ROWS_PER_BLOCK, _PAIRS = 2**16, 2**12
 
 
 def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """Returns the statistics of a population, block by block."""
-    return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS))
+    return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS_PER_BLOCK))
 
 
 def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
@@ -206,10 +206,10 @@ class MoveSearch:
         number, order = len(self.components), self.near[:, 0].argsort(stable=True)
         owner, x = self.near[order, 0], self.x[order]
         space = StateSpace([2 * number])
-        blocks = list(zip(x.split(_ROWS), torch.stack([2 * owner, 2 * owner + 1], 1).split(_ROWS), strict=True))
+        blocks = list(zip(x.split(_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_ROWS_PER_BLOCK), strict=True))
         halves = self.components.of(torch.arange(2 * number, device=owner.device) // 2)
-        log_joints = _sides(x, owner, number, generator).split(_ROWS)
-        for _ in range(_STEPS):
+        log_joints = _sides(x, owner, number, generator).split(_ROWS_PER_BLOCK)
+        for _ in range(_EM_STEPS):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
 
 # In more dimensions products of matrices are faster.
-_FEW = 32
+_MAX_COMPILED_DIMENSIONS = 32
 
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
@@ -33,6 +33,10 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     Returns:
         ``(E,)``.
     """
-    with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > _FEW else contextlib.nullcontext():
+    with (
+        use_backend("vectorised")
+        if are_differentiated(rows, loc, whitening) or rows.shape[1] > _MAX_COMPILED_DIMENSIONS
+        else contextlib.nullcontext()
+    ):
         found: Tensor = backend("square_distances", rows).square_distances(rows, row, component, loc, whitening)
     return found

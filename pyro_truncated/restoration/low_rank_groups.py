@@ -12,11 +12,11 @@ from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SIDE, _STRIDE, _STRIDE_OF_COLOURS, _MEMBERS = 8, 4, 6, 60
-_STEPS, _STRENGTH, _WEIGHT = 8, 4.0, 0.4
+_BREGMAN_STEPS, _STRENGTH, _WEIGHT = 8, 4.0, 0.4
 # Smaller images have too few windows that could be alike.
 _LEAST_SIDE = 32
 # Groups whose singular values are found at once.
-_BLOCK = 1024
+_GROUPS_PER_BLOCK = 1024
 
 
 def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
@@ -53,7 +53,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     lost = torch.zeros_like(estimate)
     patches = Patches(image.shape[:2], _SIDE, channels=channels)
     groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
-    for _ in range(_STEPS):
+    for _ in range(_BREGMAN_STEPS):
         found = _low_rank_mean(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
         lost = lost + torch.where(is_seen, image - found, 0.0)
     return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, _WEIGHT))
@@ -73,7 +73,7 @@ def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
     stride = min((_STRIDE if patches.channels is None else _STRIDE_OF_COLOURS) * stride, _SIDE)
     windows, counts = patches.extract(image), [size - _SIDE + 1 for size in patches.shape]
     centres = Patches(patches.shape, _SIDE, stride).places().to(windows.device)
-    return torch.cat([similar(windows, block, counts, _MEMBERS) for block in centres.split(_BLOCK)])
+    return torch.cat([similar(windows, block, counts, _MEMBERS) for block in centres.split(_GROUPS_PER_BLOCK)])
 
 
 def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
@@ -81,7 +81,7 @@ def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
     largest = (noise * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2
-    for members in groups.split(_BLOCK):
+    for members in groups.split(_GROUPS_PER_BLOCK):
         group = windows[members]
         squares, directions = torch.linalg.eigh(group @ group.mT)
         kept = directions * (squares > largest).unsqueeze(1)

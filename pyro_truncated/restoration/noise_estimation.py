@@ -16,7 +16,7 @@ from pyro_truncated.utils.arrays import as_data
 _ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
 # Windows of nothing but noise that are taken for such, as a quantile of the normal distribution: 99 %.
 _ALMOST_ALL = 2.33
-_STEPS = 8
+_MAX_NOISE_STEPS = 8
 # Of larger arrays every second window or less is looked at, along all dimensions.
 _MOST_WINDOWS = 2**19
 # What arrays without noise have for mixtures, see :func:`nearly_no_noise`; of photographs the first is the least. Less than the last is
@@ -144,7 +144,7 @@ def _level_of_windows(windows: Tensor, level: float) -> float:
     """
     points = windows.flatten(1).double()
     texture, limit = texture_of(windows).double(), _limit(windows)
-    for _ in range(_STEPS):
+    for _ in range(_MAX_NOISE_STEPS):
         flat = points[texture < limit * level**2]
         if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
             break

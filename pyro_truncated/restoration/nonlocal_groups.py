@@ -18,7 +18,7 @@ _MOST_WEIGHT = 0.2
 # Their expected errors count so many times: they leave out that windows were chosen, and are of large matrices.
 _THEIRS = 3.0
 # Windows whose groups are looked for at once.
-_BLOCK = 4096
+_WINDOWS_PER_BLOCK = 4096
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     y, x = windows.extract(image), windows.extract(estimate)
     total, expected, share = torch.zeros_like(y), y.new_zeros(len(y), 1), y.new_zeros(len(y), 1)
     centres = Patches(shape, side, min(_STRIDE, side), channels=channels).places().to(y.device)
-    for block in centres.split(_BLOCK):
+    for block in centres.split(_WINDOWS_PER_BLOCK):
         members = similar(x, block, [size - side + 1 for size in shape])
         groups = y[members]
         mean = groups.mean(1, keepdim=True)

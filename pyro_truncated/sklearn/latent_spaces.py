@@ -20,7 +20,7 @@ from pyro_truncated.sklearn.validation import validated_array, validated_data
 from pyro_truncated.utils.counts import check_count, check_counts
 
 # The most steps towards the latents of a data point, and the gain expected of a step, in nats, at which they end.
-_STEPS, _TOLERANCE = 1000, 1e-10
+_MAX_STEPS, _TOLERANCE = 1000, 1e-10
 
 
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -176,7 +176,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self._posterior.infer(self._units.standardised(rows), steps=_STEPS, tolerance=_TOLERANCE)
+            return self._posterior.infer(self._units.standardised(rows), steps=_MAX_STEPS, tolerance=_TOLERANCE)
 
     def _used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)

@@ -14,7 +14,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.ascent import SteepestAscent
 from pyro_truncated.states.population import Population
 
-_ROWS = 4096
+_ROWS_PER_BLOCK = 4096
 
 
 def binary_posteriors(
@@ -33,7 +33,7 @@ def binary_posteriors(
     """
     num_states = min(num_states, 2**num_latents)
     first = _sparsest(num_latents, num_states)
-    for rows in y.split(_ROWS):
+    for rows in y.split(_ROWS_PER_BLOCK):
         guide = AutoTruncated(model, num_states, init=first.expand(len(rows), -1, -1))
         yield rows, guide.search_(SteepestAscent(), guide.log_joint_of(rows), max_steps)
 
@@ -46,7 +46,7 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
         y: the data points.
         num_states: components kept per data point.
     """
-    for rows in y.split(_ROWS):
+    for rows in y.split(_ROWS_PER_BLOCK):
         guide = AutoTruncated(model, num_states)
         yield rows, guide.search_(ExhaustiveSearch(), guide.log_joint_of(rows))
 

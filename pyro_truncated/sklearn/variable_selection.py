@@ -25,7 +25,7 @@ from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
 # Spaces of so many predictors are searched exhaustively.
-_FEW = 12
+_MAX_EXHAUSTIVE_PREDICTORS = 12
 _PRIORS = ("zellner", "independent")
 
 
@@ -150,7 +150,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         num = self._models.X.shape[1]
         guide = AutoTruncated(self._program, min(n_models, 2**num), vectorize=True)
         searches: list[tuple[Search, int]] = [(ExhaustiveSearch(), 1)]
-        if num > _FEW:
+        if num > _MAX_EXHAUSTIVE_PREDICTORS:
             searches = [(SteepestAscent(), max_iter), (EvolutionarySearch(crossover=True) + SteepestAscent(2), max_iter)]
         log_joint = guide.log_joint_of()
         for search, steps in searches:

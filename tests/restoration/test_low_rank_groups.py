@@ -30,7 +30,7 @@ def holed(image: Tensor, share: float) -> Tensor:
 @pytest.mark.parametrize("channels", [None, 3])
 def test_a_step_drops_small_singular_values_of_every_group(channels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_MEMBERS", 9)
-    monkeypatch.setattr(groups, "_BLOCK", 5)
+    monkeypatch.setattr(groups, "_GROUPS_PER_BLOCK", 5)
     image = torch.randn(13, 12, *([channels] if channels else []), generator=torch.Generator().manual_seed(1)).double() + 3
     side, noise = groups._SIDE, 0.4
     corners = [(i, j) for i in range(13 - side + 1) for j in range(12 - side + 1)]
@@ -83,7 +83,7 @@ def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     image = stripes(40).float()
     y, errors = holed(image, 0.5), []
     for steps in (groups._STEPS, 0):
-        monkeypatch.setattr(groups, "_STEPS", steps)
+        monkeypatch.setattr(groups, "_BREGMAN_STEPS", steps)
         restored = inpaint(y, generator=torch.Generator().manual_seed(0), progress=False).image
         assert torch.equal(restored[~y.isnan()], y[~y.isnan()])
         errors.append(float((restored - image).square().mean()))

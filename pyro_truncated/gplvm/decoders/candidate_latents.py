@@ -44,7 +44,7 @@ _ROUNDS = 2
 _COVER = 0.965
 _NEIGHBORS = 100
 _STARTS = 3
-_STEPS = 30
+_MAX_BFGS_STEPS = 30
 
 
 class Decoder(Protocol):
@@ -282,7 +282,7 @@ class CandidateLatents:
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
         best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(_STARTS, len(self.latents) - 1), 1).indices
         starts = self.latents[best].movedim(1, 0)
-        z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, _STEPS, 0.05, own_row)
+        z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, _MAX_BFGS_STEPS, 0.05, own_row)
         return OwnLatents.at(others, z, decoder.loc, own_row)
 
 

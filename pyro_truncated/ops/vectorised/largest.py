@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-_BLOCK = 2**22
+_MAX_PRODUCTS = 2**22
 
 
 def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def walked(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.walked`."""
     width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
-    step = max(1, _BLOCK // max(1, width))
+    step = max(1, _MAX_PRODUCTS // max(1, width))
     blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
     parts = [_walked(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks]
     return torch.cat([best for best, _ in parts]), torch.cat([found for _, found in parts])
@@ -83,5 +83,5 @@ def _looked_at(others: Tensor, features: Tensor, coefficients: Tensor, best: Ten
 
 def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
     """Rows of so many results each, at a time."""
-    blocks: tuple[Tensor, ...] = features.split(max(1, _BLOCK // width))
+    blocks: tuple[Tensor, ...] = features.split(max(1, _MAX_PRODUCTS // width))
     return blocks
