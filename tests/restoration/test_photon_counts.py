@@ -84,7 +84,7 @@ def test_noise_that_grows_with_brightness_is_told(kind):
 
 
 def scene(kind: str) -> torch.Tensor:
-    """An image from 5 to 255: ``edges``, whose bright windows nearly all lie at one; ``texture``, rows of leaves in front of a bright sky."""
+    """An image from 5 to 255: ``edges``, with bright windows at them; ``texture``, rows of leaves in front of a bright sky."""
     place = torch.arange(96).double() - 47.5
     rows, columns = place.unsqueeze(1), place
     if kind == "edges":
