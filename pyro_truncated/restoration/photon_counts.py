@@ -137,8 +137,8 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
     """Warns if the noise grows with the brightness.
 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
-    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate, single
-    edges in few windows raise the first.
+    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
+    Single edges in few windows raise the first.
 
     Warns:
         VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
