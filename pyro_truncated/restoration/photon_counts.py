@@ -103,7 +103,10 @@ def gain_of(counts: Tensor) -> float:
 
 
 def _gain(counts: Tensor) -> float | None:
-    """Returns one for whole numbers, else the least distance of values that are all its multiples, or ``None``."""
+    """Returns the gain of counts: one for whole numbers, or ``None``.
+
+    Otherwise it is the least distance of values that are all its multiples.
+    """
     values = counts[~counts.isnan()].double()
     if bool((values == values.round()).all()):
         return 1.0
@@ -134,8 +137,8 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
     """Warns if the noise grows with the brightness.
 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
-    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second, single
-    edges in few windows the first.
+    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
+    Single edges in few windows raise the first.
 
     Warns:
         VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
@@ -162,7 +165,10 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
 
 
 def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
-    """Returns windows ``(N, *sides)`` of evenly spaced brightnesses, the darkest first; ``None`` if there are too few."""
+    """Returns windows ``(N, *sides)`` by evenly spaced brightness, darkest first.
+
+    ``None`` if there are too few.
+    """
     windows = whole_windows(image, num_dims)
     number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
     if len(windows) < NUM_CLASSES * number:
@@ -175,18 +181,22 @@ def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
 
 
 def _principal_noise(windows: Tensor) -> Tensor:
-    """Returns the root of the mean of the lower quarter of principal variances."""
+    """Returns the root mean of the lower quarter of principal variances."""
     points = windows.flatten(1)
-    return torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
+    noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
+    return noise
 
 
 def _lower_texture(windows: Tensor) -> Tensor:
-    """Returns the root of the lowest tenth of the squared differences in windows."""
+    """Returns the root of the lowest tenth of squared differences."""
     return texture_of(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
 
 
 def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
-    """Returns whether values are counts, but for a gain, whose stabilised noise is one where it is dark and where it is bright."""
+    """Whether values are counts, up to a gain, with stable noise.
+
+    Their stabilised noise is one where it is dark and where it is bright.
+    """
     gain = _gain(image)
     if gain is None or float(image.nan_to_num(0.0).min()) < 0:
         return False

@@ -341,12 +341,10 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     group                  content
     =====================  ==========================================================================================================
     ``posterior``          independent draws of the switches ``b`` (view, latent) and the latents ``x`` (data, latent)
-    ``latent_posterior`` without sampling noise: ``probability`` and ``prior`` of the switches,
-                           their ``log_odds``, ``relevance`` (view, latent). Also ``loc`` and
-                           ``scale`` of the latents where in use (data, latent), and the ``bound``.
-                           ``observed_data`` ``y_0``, ``y_1``, ... (data, output)
-                           =====================
-                           ==========================================================================================================
+    ``latent_posterior``   without sampling noise: ``probability`` and ``prior`` of the switches, their ``log_odds``, ``relevance`` (view,
+                           latent). Also ``loc`` and ``scale`` of the latents where in use (data, latent), and the ``bound``
+    ``observed_data``      ``y_0``, ``y_1``, ... (data, output)
+    =====================  ==========================================================================================================
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
