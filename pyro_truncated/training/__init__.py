@@ -3,9 +3,9 @@
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.checkpoint import CheckpointWarning
 from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.learn_report import LearnReport
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
-from pyro_truncated.training.report import LearnReport
 from pyro_truncated.training.restarts import Restarts, fit_restarts
 from pyro_truncated.training.temperature import cooling
 

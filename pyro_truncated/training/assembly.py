@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.changed_roles import changed_roles
+from pyro_truncated.training.learn_report import Moves
 from pyro_truncated.training.recombination import Member, Recombination
-from pyro_truncated.training.report import Moves
 from pyro_truncated.training.starts import Start
 
 # Most badly fitting latents beside which a redundant one is tried.

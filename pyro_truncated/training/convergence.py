@@ -41,7 +41,7 @@ def last_gain(values: Sequence[float], window: int) -> float:
 
 
 def mean_gain(values: Sequence[float], window: int) -> float:
-    """Returns the gain of a mean over a window, beside the window before it."""
+    """Returns the gain of a window's mean over the previous one's."""
     number = min(window, len(values) // 2)
     return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
 
@@ -61,7 +61,7 @@ def remaining_gain(values: Sequence[float], window: int) -> float:
 
 
 def _window_of(values: Sequence[float], window: int) -> int:
-    """Returns the steps that are compared: a quarter of all, or a window."""
+    """Returns how many steps are compared: a quarter, or a window."""
     return max(window, int(_WINDOW_SHARE * len(values)))
 
 
@@ -115,7 +115,7 @@ def to_convergence(run: Any, max_steps: int, tol: float = 0.0) -> Schedule:
 
 
 def by_gradients(run: Any, steps: int, tol: float = 0.0) -> Schedule:
-    """Steps of an optimiser while the free energy rises, then at a falling rate.
+    """Gradient steps while the free energy rises, then at a falling rate.
 
     Beside continuous latents it is noisy, and rises for long.
 
@@ -151,7 +151,7 @@ def of_restart(run: Any, model: Any, temperature: Temperature, steps: int, tol: 
 
 
 def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float = 1.0) -> Schedule:
-    """Steps beside continuous latents, at a learning rate that falls when the free energy rises no more."""
+    """Gradient steps at a learning rate that falls at each plateau."""
     window = min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8))
     return Schedule(steps, max_steps, tol, remaining_gain, window, window, first_rate=first_rate, is_thorough=not steps)
 
@@ -209,7 +209,7 @@ def _error(one: Reached, other: Reached) -> float:
 
 
 def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float = 0.0) -> Reached:
-    """Trains on all data to convergence; returns the free energy that is reached.
+    """Trains on all data to convergence; returns what is reached.
 
     The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
 
@@ -233,7 +233,7 @@ def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float
 
 
 def _until_convergence(run: Any, y: Tensor, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
-    """Takes steps until gains are small and no component of a mixture moves."""
+    """Takes steps until gains are small and no mixture component moves."""
     values = [run.step(y) for _ in range(schedule.steps)]
     while len(values) < schedule.max_steps:
         if schedule.has_converged([*before, *values]):

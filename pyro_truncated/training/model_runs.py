@@ -207,7 +207,7 @@ class Run:
                 group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
 
     def set_rate(self, rate: float) -> None:
-        """Multiplies the first learning rate, of what has been trained or will be."""
+        """Sets the learning rate, relative to the first one."""
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
                 group["lr"] *= rate / self._rate

@@ -17,6 +17,7 @@ from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import grown_start
+from pyro_truncated.training.learn_report import LearnReport, Restart
 from pyro_truncated.training.linear_causes import LinearCauses
 from pyro_truncated.training.linear_codes import decoded_values, likeliest_code, likeliest_states, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
@@ -24,7 +25,6 @@ from pyro_truncated.training.model_parameters import copies, disturb, draws_star
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.pairwise_codes import explaining_pairs
 from pyro_truncated.training.plan import Plan
-from pyro_truncated.training.report import LearnReport, Restart
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.stop_rule import Pool, StopRule
 from pyro_truncated.training.temperature import cooling

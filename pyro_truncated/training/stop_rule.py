@@ -1,4 +1,4 @@
-"""How many restarts there are, and why the best may be a local optimum."""
+"""The number of restarts, and doubts about the best one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, have_found_the_same
 from pyro_truncated.training.growth import are_many
+from pyro_truncated.training.learn_report import Moves, Restart
 from pyro_truncated.training.model_kinds import ResizableModel, has_others_beside
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.plan import Plan
-from pyro_truncated.training.report import Moves, Restart
 from pyro_truncated.training.starts import Start
 
 # Most restarts; with exchange of latents; and where one costs as much as the training: more than
