@@ -57,7 +57,7 @@ class ScoredSets:
         return self.scorer.product.tree.collect(self.tables, weights, maximum=maximum)
 
     def joined(self, others: ScoredSets, number: int) -> ScoredSets:
-        """Returns the sets of a group joined with others, which the tables of all other groups are shared with."""
+        """Returns one group's sets joined with others; other groups share tables."""
         dim, nodes = self._place(number)
         sets = list(self.sets)
         sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
@@ -101,7 +101,7 @@ class ScoredSets:
 
 
 def _concatenated(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Two tables, one after the other; one that does not vary with the state stays as it is."""
+    """Concatenates two tables; one that no state changes stays as it is."""
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
     shape = list(torch.broadcast_shapes(one.select(dim, 0).shape, other.select(dim, 0).shape))
@@ -115,7 +115,7 @@ class SetSearch:
 
     The evidence of no component ever falls.
 
-    What a candidate adds to the evidence, given the sets of all other nodes, is exact and additive: it is the fitness that a
+    What a candidate adds to the evidence, given the sets of all other nodes, is exact and additive. It is the fitness that a
     :class:`Search` sees, and the best ``S`` states by it are the best set. A step has two parts:
 
     1. for each group of nodes, the search proposes, and a sweep selects for one node after the other;
@@ -277,7 +277,9 @@ class NodeScores:
         return scores[:, size:] + joined.log_weights(number)[:, size:]
 
     def taken(self, words: Tensor, places: Tensor) -> ScoredSets:
-        """Returns some of the candidates, from the run in which they were scored if they are all of it.
+        """Returns some of the candidates, scored as in their run.
+
+        That run serves if they are all of it.
 
         Args:
             words: candidates ``(rows, C, num_words)``.

@@ -173,7 +173,7 @@ class Messages:
         return found
 
     def clique(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns what joint states of a clique weigh, and the message from above.
+        """Returns a clique's log weights, and the message from above.
 
         The weights of the variable that is eliminated are left out.
 
@@ -200,7 +200,7 @@ class Messages:
 
     @functools.cached_property
     def cliques(self) -> dict[int, Tensor]:
-        """What joint states of each variable's clique weigh, without the variable's own weights."""
+        """Log weights of each clique's joint states, without the variable's own."""
         found: dict[int, Tensor] = {}
         above: dict[int, Tensor] = {}
         for node in reversed(self.tree.order):

@@ -88,9 +88,9 @@ class FactorGraph:
 def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping[str, DiscreteSite], num_states: int) -> FactorGraph:
     """The factor graph of a program.
 
-    Sites at one place on which one observation depends are one node if they are all of a component, or at least three of them that a
-    node can hold in full or whose table would be too large. A component without small cliques becomes one node, in the plates that all
-    of it lies in.
+    Sites at one place on which one observation depends are one node if they are all of a component.
+    So are at least three of them that a node can hold in full, or whose table would be too large.
+    A component without small cliques becomes one node, in the plates that all of it lies in.
 
     Args:
         trace: a run of the program.

@@ -148,7 +148,7 @@ class ProductLayout:
         return self._rows(node, table.unsqueeze(0), table.shape[self.tree.dim(node)], sizes)
 
     def group_rows(self, number: int, tables: Mapping[int, Tensor], sizes: Sequence[int]) -> Tensor:
-        """Returns the :meth:`rows` of the tables of all nodes of a group, one node after the other."""
+        """Returns the :meth:`rows` of the tables of a group's nodes, concatenated."""
         nodes = self.groups[number].nodes
         dim = self.tree.dim(nodes[0])
         num_states = max(tables[node].shape[dim] for node in nodes)

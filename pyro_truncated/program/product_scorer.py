@@ -74,7 +74,7 @@ class _Known(torch.autograd.Function):
 
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
-    """Returns a number as a function of the entries of tables, whose gradient has been computed."""
+    """A number as a function of table entries, by its gradient."""
     return _Known.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
 
 
@@ -83,8 +83,8 @@ class ProductScorer(Probe):
 
     They are tables over sets of states; sums go over the product of the sets.
 
-    The model is run once on the sets of all nodes: the states of a node lie in the dimension of its colour, left of all plates, and
-    nodes that share a density have different colours. Everything else that the run draws is held fixed.
+    The model is run once on the sets of all nodes. The states of a node lie in the dimension of its
+    colour, left of all plates; nodes that share a density have different colours. Everything else that the run draws is held fixed.
 
     A run that finds out which rows the model selects is a second one. Where sets of all rows are given, and the model selects all of
     them and observes none of the latents, their tables are those of the first.
@@ -118,7 +118,10 @@ class ProductScorer(Probe):
 
     @classmethod
     def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, sets: Sets) -> ProductScorer:
-        """Returns the scorer of a run on sets of all rows, or of a plain run where the model does not select them."""
+        """Returns the scorer of a run on sets of all rows.
+
+        Where the model does not select all rows it is that of a plain run.
+        """
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
         if not any(frame.full_size is not None and frame.full_size != frame.size for frame in frames):
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
@@ -133,7 +136,7 @@ class ProductScorer(Probe):
         return self._first_sets is None
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        """The run that says what the model selects, on the sets if some are given."""
+        """The run that says what the model selects, on any given sets."""
         if self._first_sets is None:
             return self.run(values)
         sizes = [group.layouts[0].full_sizes for group in self.product.groups]
@@ -142,7 +145,7 @@ class ProductScorer(Probe):
             return self.run({**values, **states})
 
     def _selects(self, sets: Sets) -> bool:
-        """Whether the first run is one of these sets: of all rows, with what is known in them."""
+        """Whether the first run is one of these sets, in all rows."""
         return not self.uncovered and all(
             self.rows_of(number) is None and torch.equal(self.put_known_into(words, number), words) for number, words in enumerate(sets)
         )
@@ -259,7 +262,10 @@ class ProductScorer(Probe):
         return self._run_tables({**self.values, **states})
 
     def _taken_from_first_run(self, sets: Sets) -> Tables | None:
-        """Returns the tables of the first run if they are of these sets; once, as a gradient goes through a run once."""
+        """Returns the first run's tables if they are of these sets.
+
+        It does so once, as a gradient goes through a run once.
+        """
         known, tables = self._first_sets, self._first_tables
         if known is None or tables is None or not all(map(torch.equal, known, sets)):
             return None

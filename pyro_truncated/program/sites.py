@@ -64,7 +64,7 @@ class DiscreteSite:
         return len(self.event_shape) + (self.kind == "one_hot")
 
     def as_kind(self) -> tuple[Any, ...]:
-        """What says how levels become values: equal for sites that can be decoded together."""
+        """How levels become values: equal for sites that are decoded together."""
         return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
 
     def seen_from(self, plates: Collection[str]) -> DiscreteSite:

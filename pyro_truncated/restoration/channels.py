@@ -79,7 +79,7 @@ def _others(image: Tensor, axis: int) -> list[int]:
 
 
 def _are_slices(planes: Tensor) -> bool:
-    """Whether four planes vary, and are the less alike the further apart they are."""
+    """Whether four planes vary, and are less alike if further apart."""
     above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
     flat = above.nan_to_num(0.0).flatten(1).double()
     if not all(_varying(planes.flatten(1))):

@@ -201,7 +201,10 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
 
 
 def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings: _Settings, *, is_known: bool) -> Restored:
-    """Restores groups of channels one after the other; others are constant. What else is returned is of the largest group."""
+    """Restores groups of channels apart; other channels are constant.
+
+    What else is returned is of the largest group.
+    """
     levels = torch.as_tensor(levels).to(image).expand(image.shape[-1])
     restored, own, all_found = image.flatten(0, -2).nan_to_num(-math.inf).amax(0).expand_as(image).clone(), torch.zeros_like(levels), []
     for group in sorted(groups, key=len, reverse=True):
