@@ -148,7 +148,7 @@ class CategoricalMixture(LinearMixture):
             Probabilities ``(N, D, L)`` for the population's data points.
         """
         mean: Tensor = Shares(population, self.num_components).means(self.probs.double().flatten(1))
-        probs = mean.unflatten(1, (self.num_observed, self.num_values))
+        probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
     def _indicators(self, y: Tensor) -> Tensor:
@@ -157,5 +157,5 @@ class CategoricalMixture(LinearMixture):
 
     def _floored(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
-        floored = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
+        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)

@@ -176,7 +176,8 @@ def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
 def _principal_noise(windows: Tensor) -> Tensor:
     """Returns the root of the mean of the lower quarter of principal variances."""
     points = windows.flatten(1)
-    return torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
+    variances: Tensor = torch.linalg.eigvalsh(points.mT.cov())
+    return variances[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
 
 
 def _lower_texture(windows: Tensor) -> Tensor:
