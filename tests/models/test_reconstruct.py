@@ -29,7 +29,7 @@ def means_of_states(row: Configuration, model: Any, y: Tensor) -> Tensor:
     values = values if row.site == "s" else values.squeeze(-1)
     conditioned = poutine.condition(model, data={row.site: values})
     likelihood: Any = poutine.trace(conditioned).get_trace(y).nodes["y"]["fn"]
-    if isinstance(likelihood.base_dist, Categorical):
+    if isinstance(getattr(likelihood, "base_dist", None), Categorical):
         probs: Tensor = likelihood.base_dist.probs
         return probs.detach().expand(len(states), *y.shape, -1)
     means = likelihood.mean.detach().expand(len(states), *y.shape)
