@@ -28,11 +28,13 @@ def means_of_states(row: Configuration, model: Any, y: Tensor) -> Tensor:
     values = states.unsqueeze(1).expand(-1, len(y), -1)
     values = values if row.site == "s" else values.squeeze(-1)
     conditioned = poutine.condition(model, data={row.site: values})
-    likelihood = poutine.trace(conditioned).get_trace(y).nodes["y"]["fn"]
-    if isinstance(likelihood.base_dist, Categorical):
-        return likelihood.base_dist.probs.detach().expand(len(states), *y.shape, -1)
+    likelihood: Any = poutine.trace(conditioned).get_trace(y).nodes["y"]["fn"]
+    if isinstance(getattr(likelihood, "base_dist", None), Categorical):
+        probs: Tensor = likelihood.base_dist.probs
+        return probs.detach().expand(len(states), *y.shape, -1)
     means = likelihood.mean.detach().expand(len(states), *y.shape)
-    return means + shift_of_integrated(model, values, means, y)
+    signal: Tensor = means + shift_of_integrated(model, values, means, y)
+    return signal
 
 
 def shift_of_integrated(model: Any, states: Tensor, means: Tensor, y: Tensor) -> Tensor:
