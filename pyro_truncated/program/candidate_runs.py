@@ -15,7 +15,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
-from pyro_truncated.program.densities import log_density
+from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
@@ -204,10 +204,9 @@ class CandidateRuns:
         return log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:
-        if not node["args"] and not node["kwargs"] and self.scoring != "vmap":
-            return log_density(node["fn"], node["value"])
-        log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-        return log_prob
+        if self.scoring == "vmap":
+            return node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])  # type: ignore[no-any-return]
+        return site_log_density(node)
 
     def _mask(self, node: Any) -> Any:
         """Returns a site's mask, or ``None`` for a latent.

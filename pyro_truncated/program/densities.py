@@ -55,6 +55,14 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     return total.expand(shape[: len(shape) - num_summed])
 
 
+def site_log_density(node: Any) -> Tensor:
+    """The log density of a sample site at its value, with the arguments that the statement gave its distribution."""
+    if not node["args"] and not node["kwargs"]:
+        return log_density(node["fn"], node["value"])
+    log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+    return log_prob
+
+
 def _normal(fn: Any, value: Tensor) -> _Terms:
     scale = once(fn.scale)
     return [(-0.5, ((_real(value, scale) - once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import log_density
+from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
@@ -324,8 +324,8 @@ class ProductScorer(Probe):
         if node["name"] in self.product.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
         if node["name"] in self.product.layout.sites and not node["is_observed"]:
-            return exact_log_prob(node["fn"], node["value"], lambda: _usual_log_prob(node))
-        return _usual_log_prob(node)
+            return exact_log_prob(node["fn"], node["value"], lambda: site_log_density(node))
+        return site_log_density(node)
 
     def scale_of(self, node: int) -> float | Tensor:
         """What the evidence of a node's component is scaled by."""
@@ -465,10 +465,3 @@ class ProductScorer(Probe):
         return sum_log_density(
             (node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device
         )
-
-
-def _usual_log_prob(node: Any) -> Tensor:
-    if not node["args"] and not node["kwargs"]:
-        return log_density(node["fn"], node["value"])
-    log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-    return log_prob
