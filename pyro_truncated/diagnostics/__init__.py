@@ -23,7 +23,7 @@ from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass,
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import TruncationWarning
-from pyro_truncated.diagnostics.truncation.report import TruncationReport, check_truncation
+from pyro_truncated.diagnostics.truncation.truncation_report import TruncationReport, check_truncation
 from pyro_truncated.utils.arviz_compat import convert_owner
 
 __all__ = [
