@@ -30,9 +30,11 @@ from pyro_truncated import (
     Truncated_ELBO,
     models,
 )
+from pyro_truncated.ops.backend import compile_first
 from pyro_truncated.ops.component_sums import sums_of_components
-from pyro_truncated.ops.largest import largest_of_groups, walked
+from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.ops.quadratic import flip_energy
 from pyro_truncated.ops.square_distances import square_distances
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.preselection import Singletons
@@ -53,7 +55,7 @@ def warm_up(progress: bool | None = None) -> None:
         progress: whether to show a bar; default: if standard error is a terminal.
     """
     tasks = [(name, task, dtype) for dtype in (torch.float32, torch.float64) for name, task in _TASKS.items()]
-    with progress_bar(progress, iterable=tasks, unit="task") as bar:
+    with compile_first(), progress_bar(progress, iterable=tasks, unit="task") as bar:
         for name, task, dtype in bar:
             bar.set_description(f"{name}, {str(dtype).removeprefix('torch.')}")
             with torch.random.fork_rng(devices=[]), pyro.get_param_store().scope():
@@ -122,6 +124,8 @@ def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = Fa
 
 
 def _selected(dtype: torch.dtype) -> None:
+    # What each flip changes is asked for by searches that few models take.
+    flip_energy(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, _LATENTS, dtype=dtype), torch.zeros(_LATENTS, _LATENTS, dtype=dtype))
     model = models.BinarySparseCoding(9, _LATENTS, dtype=dtype).initialize(_data(dtype))
     _train(model, _data(dtype), Preselection(Singletons(), 3), closed_form=True)
 
@@ -151,6 +155,7 @@ def _psi(dtype: torch.dtype) -> None:
 
 def _mixtures(dtype: torch.dtype) -> None:
     features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
+    largest_of_all(features, features, 1)
     value, index = largest_of_groups(features, features, group, 9, group.reshape(-1, 1), 1)
     walked(features, features, index, value, index, 1)
     sums_of_components(index, value, features, 9)
