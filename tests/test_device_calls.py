@@ -221,7 +221,8 @@ def scenes(move: Move, order: str) -> tuple[SVI, Tensor]:
 # What makes a run, and how often its steps may launch something.
 OTHERS: dict[str, tuple[Callable[[Move], tuple[SVI, Tensor]], int]] = {
     "network": (network, 460),
-    "Gibbs sampling": (sampler, 4830),
+    # Least entries of the dictionary are in the unit of each column: five operations, for the claims and for the M-step.
+    "Gibbs sampling": (sampler, 4826),
     "scenes": (lambda move: scenes(move, "exclusive"), 910),
     "scenes with depth": (lambda move: scenes(move, "depth"), 1110),
 }
