@@ -475,7 +475,7 @@ class BlockSearch(Described):
             The path with the chains that were drawn, ``(N, T, W)``.
         """
         block = self._block(posterior)
-        scores = _block_scores(posterior, path, block).div_(temperature)
+        scores = _block_scores(posterior, path, block) / temperature
         uniform = self._uniform(path.shape[:2], path.device)
         place = draw_blocks(scores, posterior.transitions, block, uniform).unsqueeze(2)
         return _with_block(path.unsqueeze(2), block, place).squeeze(2)
