@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
     posterior = ChainPosterior(likelihood, prior.transitions(), num_states=args.states).improve_(40)
     print(f"flips of single minutes: free energy {float(posterior.free_energy()):.1f}   {time.process_time() - start:.1f} CPU s")
     search = BlockSearch(args.block, generator=torch.Generator().manual_seed(args.seed))
-    posterior.anneal_(max(1.5, (90 / args.noise) ** 2), search, stages=args.stages).search_(search, args.rounds).improve_()
+    posterior.anneal_(max(1.5, (90 / args.noise) ** 2), search, steps=args.steps).search_(search, args.rounds).improve_()
     print(f"annealed, with blocks:   free energy {float(posterior.free_energy()):.1f}   {time.process_time() - start:.1f} CPU s")
     on = posterior.marginals()
     wrong = ((on - states).abs() * power).sum() / (2 * (states * power).sum())
@@ -75,14 +75,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=30.0, help="standard deviation of the meter, in watt")
     parser.add_argument("--states", type=int, default=32, help="states kept for each minute")
     parser.add_argument("--block", type=int, default=8, help="appliances of a block")
-    parser.add_argument("--stages", type=int, default=8, help="temperatures")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks at temperature one")
+    parser.add_argument("--steps", type=int, default=100, help="blocks that are drawn while the temperature falls")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks whose best configurations join the sets")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("report"))
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:
-        args.appliances, args.minutes, args.states, args.block, args.stages, args.rounds = 4, 60, 8, 3, 2, 1
+        args.appliances, args.minutes, args.states, args.block, args.steps, args.rounds = 4, 60, 8, 3, 4, 1
     return args
 
 

@@ -306,9 +306,31 @@ def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> 
     Returns:
         Log probabilities ``(N, T, 2**k)``.
     """
+    _check_block(unary, block)
+    return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
+
+
+def draw_blocks(unary: Tensor, transitions: Transitions, block: Tensor, uniform: Tensor) -> Tensor:
+    r"""Draws paths of ``k`` chains from their exact posterior.
+
+    Filtering forward and sampling backward with Kronecker products, at :math:`k 2^k` a step.
+
+    Args:
+        unary: as for :func:`block_posteriors`.
+        transitions: of ``M`` chains.
+        block: the chains, ``(N, k)`` int64.
+        uniform: uniform random numbers ``(N, T)``.
+
+    Returns:
+        Configurations ``(N, T)``, zero beyond the end; bit ``i`` is the value of ``block[i]``.
+    """
+    _check_block(unary, block)
+    return backend("binary_chains", unary).draw_blocks(unary, *transitions, block, uniform)  # type: ignore[no-any-return]
+
+
+def _check_block(unary: Tensor, block: Tensor) -> None:
     if unary.dim() != 3 or block.dim() != 2 or unary.shape[2] != 2 ** block.shape[1]:
         raise ValueError(f"unary must have shape (N, T, 2**k) for blocks (N, k) = {tuple(block.shape)}; got {tuple(unary.shape)}")
-    return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
 
 
 class _FreeEnergy(torch.autograd.Function):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops import binary_chains as chains
-from pyro_truncated.ops.binary_chains import Messages, Transitions, block_posteriors
+from pyro_truncated.ops.binary_chains import Messages, Transitions, block_posteriors, draw_blocks
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
@@ -28,6 +28,8 @@ from pyro_truncated.utils.devices import device_of
 
 # Flips of the best members of a step are proposed.
 _NUM_PARENTS = 8
+# States that drawn paths visit join the candidates of a step: at most so many for each of its set.
+_VISITED_PER_STATE = 2
 # Sweeps go on while they raise the bound by more than this, in nats per sequence.
 _MIN_GAIN_NATS = 1e-3
 
@@ -63,7 +65,6 @@ class ChainPosterior:
         space: the states of a step.
         words: the sets, ``(N, T, S, W)``.
         unary: their log likelihoods, ``(N, T, S)``; minus infinity of places that no state has.
-        temperature: divides the log likelihoods while the sets are searched; one by default.
     """
 
     @names_arguments
@@ -73,7 +74,6 @@ class ChainPosterior:
         self.log_likelihood, self.transitions = log_likelihood, transitions
         self.space = StateSpace([2] * transitions.log_prob.shape[1])
         self.num_states = min(check_count("num_states", num_states), self.space.size)
-        self.temperature = 1.0
         self._messages: Messages | None = None
         if self.is_complete:
             words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
@@ -98,16 +98,14 @@ class ChainPosterior:
 
     @property
     def messages(self) -> Messages:
-        """Messages along the sequences at the present temperature."""
+        """Messages along the sequences."""
         if self._messages is None:
-            self._messages = chains.messages(self.words, self._tempered(self.unary), self.transitions)
+            self._messages = chains.messages(self.words, self.unary, self.transitions)
         return self._messages
 
     def free_energy(self) -> Tensor:
-        """The bound of every sequence, ``(N,)``, at temperature one."""
-        if self.temperature == 1.0:
-            return self.messages.free_energy()
-        return chains.forward_messages(self.words, self.unary, self.transitions)[1].sum(1)
+        """The bound of every sequence, ``(N,)``."""
+        return self.messages.free_energy()
 
     def rescored_(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions) -> Self:
         """The same sets under other parameters."""
@@ -116,13 +114,6 @@ class ChainPosterior:
         # A place without a state holds a copy of another one.
         is_state = torch.ones_like(self.unary, dtype=torch.bool) if self.is_complete else self.unary > -math.inf
         self._set(self.words, scores.masked_fill(~is_state, -math.inf))
-        return self
-
-    def at_temperature_(self, temperature: float) -> Self:
-        """Sets the temperature of the log likelihoods in the search."""
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be a positive number; got {temperature}")
-        self.temperature, self._messages = float(temperature), None
         return self
 
     def improve_(self, steps: int = 20, *, first_forward: bool = True) -> Self:
@@ -161,15 +152,15 @@ class ChainPosterior:
         Sequences whose bound would fall keep their sets.
 
         Returns:
-            By how much the bound has risen at the present temperature, ``(N,)``.
+            By how much the bound has risen, ``(N,)``.
         """
         bound = self.messages.free_energy()
         joined, scores = torch.cat([self.words, words], 2), torch.cat([self.unary, unary], 2)
         scores = scores.masked_fill(ops.repeated(joined.flatten(0, 1)).view(scores.shape), -math.inf)
         if forward:
-            ahead = chains.backward_messages(joined, self._tempered(scores), self.transitions)
+            ahead = chains.backward_messages(joined, scores, self.transitions)
         else:
-            ahead = chains.forward_messages(joined, self._tempered(scores), self.transitions)[0]
+            ahead = chains.forward_messages(joined, scores, self.transitions)[0]
         before = self.words, self.unary
         self._set(*self._selected(joined, scores, ahead, forward))
         gain = self.messages.free_energy() - bound
@@ -193,22 +184,37 @@ class ChainPosterior:
                 self.sweep_(words, scores, forward=forward).sweep_(words, scores, forward=not forward)
         return self
 
-    def anneal_(self, temperature: float, search: BlockSearch | None = None, *, stages: int = 10, steps: int = 4) -> Self:
-        """Searches blocks and flips while the temperature falls geometrically to one.
+    def anneal_(self, temperature: float, search: BlockSearch | None = None, *, steps: int = 100, num_paths: int = 4) -> Self:
+        """Adds states of paths that are drawn while the temperature falls to one.
+
+        A path is drawn from its posterior at the temperature, one block of chains after the other. In the last half of the steps the
+        temperature is one, and the states that a step visits join its set. Messages over all of them combine stretches of the paths.
 
         Args:
-            temperature: the first one. Of Gaussian noise it is the ratio of variances.
-            search: proposes blocks; default: :class:`BlockSearch`.
-            stages: number of temperatures.
-            steps: blocks that are tried at each.
+            temperature: divides log likelihoods at first, and falls geometrically. Of Gaussian noise it is the ratio of variances.
+            search: draws the blocks; default: :class:`BlockSearch`.
+            steps: blocks that are drawn for each path.
+            num_paths: independent paths.
+
+        Raises:
+            ValueError: if a number is out of range.
         """
+        if not 1 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a number of at least one; got {temperature}")
+        steps, num_paths = check_count("steps", steps), check_count("num_paths", num_paths)
         search = BlockSearch() if search is None else search
-        for stage in range(stages if not self.is_complete else 0):
-            self.at_temperature_(temperature ** (1 - stage / max(1, stages - 1)))
+        if self.is_complete:
+            return self
+        hot, visited = steps - steps // 2, []
+        for _ in range(num_paths):
+            path = self.best_words()
             for step in range(steps):
-                self.look_ahead_(*search.propose(self), forward=step % 2 == 0)
-                self.improve_(2)
-        return self.at_temperature_(1.0)
+                path = search.draw(self, path, temperature ** max(0.0, 1 - step / max(1, hot - 1)))
+                if step >= hot - 1:
+                    visited.append(path)
+        words = _most_frequent(torch.stack(visited, 2), _VISITED_PER_STATE * self.num_states)
+        self.look_ahead_(words, self._scored(words), forward=True)
+        return self
 
     def population(self) -> Population:
         r"""Returns the sets as populations of ``N * T`` data points.
@@ -232,11 +238,11 @@ class ChainPosterior:
 
     def expected_transitions(self) -> Tensor:
         """Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)``."""
-        return chains.expected_transitions(self.words, self._tempered(self.unary), self.transitions, self.messages)
+        return chains.expected_transitions(self.words, self.unary, self.transitions, self.messages)
 
     def best_words(self) -> Tensor:
         """The best path of each sequence, ``(N, T, W)``."""
-        place, _ = chains.best_path(self.words, self._tempered(self.unary), self.transitions)
+        place, _ = chains.best_path(self.words, self.unary, self.transitions)
         return self._at(place.unsqueeze(-1)).squeeze(2)
 
     def mode(self) -> Tensor:
@@ -246,10 +252,7 @@ class ChainPosterior:
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent paths from the posterior, ``(num_samples, N, T, M)``."""
         check_count("num_samples", num_samples)
-        shape = (num_samples, *self.words.shape[:2])
-        device = self.words.device if generator is None else generator.device
-        uniform = torch.rand(shape, dtype=torch.float64, generator=generator, device=device).to(self.words.device)
-        places = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)
+        places = self._draw_places(num_samples, generator)
         return self._values(self._at(places.movedim(0, -1)).movedim(2, 0))
 
     def draw_with_log_prob(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -257,11 +260,14 @@ class ChainPosterior:
 
         Its log probability :math:`\log q` has shape ``(N,)``.
         """
-        uniform = torch.rand((1, *self.words.shape[:2]), dtype=torch.float64, generator=generator, device=self.words.device)
-        place = chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)[0].unsqueeze(-1)
+        place = self._draw_places(1, generator)[0].unsqueeze(-1)
         words = self._at(place)
-        log_joint = chains.free_energy(words, self._tempered(self.unary.gather(2, place)), self.transitions)
+        log_joint = chains.free_energy(words, self.unary.gather(2, place), self.transitions)
         return self._values(words.squeeze(2)), log_joint - self.messages.free_energy()
+
+    def draw_words(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draws one path of each sequence from the posterior, packed ``(N, T, W)``."""
+        return self._at(self._draw_places(1, generator)[0].unsqueeze(-1)).squeeze(2)
 
     def effective_states(self) -> Tensor:
         """Exponential of the entropy of each step's posterior, ``(N, T)``."""
@@ -356,8 +362,7 @@ class ChainPosterior:
         for first in range(0, num_rows, block):
             rows = slice(first, min(first + block, num_rows))
             gain: Tensor = whole[rows] if whole is not None else own(parents.flatten(0, 1)[rows], rows)  # type: ignore[misc]
-            unary = self._tempered(self.unary)
-            found.append(chains.best_flips(self.words, unary, self.transitions, self.messages, self._tempered(gain), rows, size))
+            found.append(chains.best_flips(self.words, self.unary, self.transitions, self.messages, gain, rows, size))
         return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*found, strict=True)))
 
     def _flips(self, size: int) -> tuple[Tensor, Tensor]:
@@ -367,12 +372,11 @@ class ChainPosterior:
 
     def _proposed(self, search: Search) -> Tensor:
         """The best candidates of a search, ``(N, T, C, W)``."""
-        sums, unary, (num_data, num_steps) = self.messages, self._tempered(self.unary), self.words.shape[:2]
+        sums, (num_data, num_steps) = self.messages, self.words.shape[:2]
 
         def score(words: Tensor) -> Tensor:
             states = words.unflatten(0, (num_data, num_steps))
-            likelihood = self._tempered(self._scored(states))
-            masses = chains.masses(self.words, unary, self.transitions, sums, states, likelihood)
+            masses = chains.masses(self.words, self.unary, self.transitions, sums, states, self._scored(states))
             return (masses + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
 
         population = self.population()
@@ -381,7 +385,7 @@ class ChainPosterior:
         return found.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 
     def _selected(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-        chosen, _, _ = chains.select(words, self._tempered(unary), self.transitions, self.num_states, ahead, forward=forward)
+        chosen, _, _ = chains.select(words, unary, self.transitions, self.num_states, ahead, forward=forward)
         at = chosen.clamp(min=0)
         # A place without a state holds a copy of the best one.
         at = torch.where(chosen < 0, at[..., :1], at)
@@ -393,8 +397,12 @@ class ChainPosterior:
             raise ValueError(f"log_likelihood must return a number for each state, {tuple(words.shape[:3])}; got {tuple(scores.shape)}")
         return scores
 
-    def _tempered(self, scores: Tensor) -> Tensor:
-        return scores if self.temperature == 1.0 else scores / self.temperature
+    def _draw_places(self, number: int, generator: torch.Generator | None) -> Tensor:
+        """Positions ``(R, N, T)`` of members along paths from the posterior."""
+        shape = (number, *self.words.shape[:2])
+        device = self.words.device if generator is None else generator.device
+        uniform = torch.rand(shape, dtype=torch.float64, generator=generator, device=device).to(self.words.device)
+        return chains.draw_paths(self.words, self.messages.forward, self.transitions, uniform)
 
     def _set(self, words: Tensor, unary: Tensor) -> None:
         self.words, self.unary, self._messages = words, unary, None
@@ -416,9 +424,9 @@ class BlockSearch(Described):
 
     They are proposed at all steps of a sequence.
 
-    Flips of single steps get stuck where several chains explain the same thing over a stretch of time. A step of this search takes the
-    best path and chooses ``k`` chains. It computes the exact posterior of their :math:`2^k` joint configurations at every step, given
-    the others on this path. The best configurations of each step become candidates.
+    Flips of single steps get stuck where several chains explain the same thing over a stretch of time. A step of this search draws a
+    path from the sets, draws ``k`` of its chains anew, and chooses ``k`` others. It computes the exact posterior of their :math:`2^k`
+    joint configurations at every step, given the other chains of the path. The best configurations of each step become candidates.
 
     Example:
         >>> BlockSearch(num_chains=4)
@@ -441,12 +449,10 @@ class BlockSearch(Described):
 
     def propose(self, posterior: ChainPosterior) -> tuple[Tensor, Tensor]:
         """Candidates ``(N, T, C, W)`` and their log likelihoods ``(N, T, C)``."""
-        path, num_latents = posterior.best_words(), posterior.space.num_latents
-        size = min(self.num_chains, num_latents)
-        chances = torch.rand(len(path), num_latents, generator=self.generator, device=device_of(self.generator))
-        block = chances.topk(size, dim=1).indices.to(path.device)
+        path = self.draw(posterior, posterior.draw_words(self.generator))
+        block = self._block(posterior)
         scores = _block_scores(posterior, path, block)
-        likely = block_posteriors(scores / posterior.temperature, posterior.transitions, block)
+        likely = block_posteriors(scores, posterior.transitions, block)
         place = likely.topk(min(self.num_candidates, likely.shape[2]), dim=2).indices
         words = _with_block(path.unsqueeze(2), block, place)
         known = posterior.log_likelihood(path.unsqueeze(2))
@@ -454,6 +460,41 @@ class BlockSearch(Described):
             posterior.space.unpack(path, torch.int64).gather(2, block.unsqueeze(1).expand(-1, path.shape[1], -1)) << _order(block)
         ).sum(2)
         return words, known + scores.gather(2, place) - scores.gather(2, at_path.unsqueeze(2))
+
+    def draw(self, posterior: ChainPosterior, path: Tensor, temperature: float = 1.0) -> Tensor:
+        """Draws a random block of chains given the others on a path.
+
+        It is a Gibbs step on the posterior with log likelihoods divided by the temperature.
+
+        Args:
+            posterior: has likelihood and transitions.
+            path: a state of each step, ``(N, T, W)``.
+            temperature: of the log likelihoods.
+
+        Returns:
+            The path with the chains that were drawn, ``(N, T, W)``.
+        """
+        block = self._block(posterior)
+        scores = _block_scores(posterior, path, block) / temperature
+        uniform = self._uniform(path.shape[:2], path.device)
+        place = draw_blocks(scores, posterior.transitions, block, uniform).unsqueeze(2)
+        return _with_block(path.unsqueeze(2), block, place).squeeze(2)
+
+    def _block(self, posterior: ChainPosterior) -> Tensor:
+        num_latents = posterior.space.num_latents
+        chances = self._uniform((len(posterior.words), num_latents), posterior.words.device)
+        return chances.topk(min(self.num_chains, num_latents), dim=1).indices
+
+    def _uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=device_of(self.generator)).to(device)
+
+
+def _most_frequent(words: Tensor, size: int) -> Tensor:
+    """The states ``(N, T, C, W)`` that candidates repeat most, at most ``size``."""
+    is_equal = (words.unsqueeze(2) == words.unsqueeze(3)).all(-1)
+    number = is_equal.sum(-1).masked_fill(ops.repeated(words.flatten(0, 1)).view(words.shape[:3]), 0)
+    place = number.topk(min(size, words.shape[2]), dim=2).indices
+    return words.gather(2, place.unsqueeze(-1).expand(*place.shape, words.shape[-1]))
 
 
 def _order(block: Tensor) -> Tensor:

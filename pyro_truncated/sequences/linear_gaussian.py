@@ -92,4 +92,6 @@ class LinearGaussianSteps:
         configurations = torch.arange(2 ** block.shape[1], device=words.device)
         bits = (configurations >> torch.arange(block.shape[1], device=words.device).unsqueeze(-1) & 1).double()
         sums = self.weight.mT[block].mT @ bits
-        return (residual * precision) @ sums - 0.5 * (precision @ sums.square())  # type: ignore[no-any-return]
+        # Without missing entries all steps have the same precision.
+        penalty = (precision[:, :1] if self._is_complete else precision) @ sums.square()
+        return torch.baddbmm(penalty, residual * precision, sums, beta=-0.5)

@@ -119,6 +119,7 @@ def test_compiled_kernels_equal_vectorised_ones(num_latents: int) -> None:
                     flips.log_mass,
                     torch.where((flips.log_mass > -math.inf).unsqueeze(-1), flips.words(words.view(1, 21, *words.shape[2:])), 0),
                     torch.where(is_part, chains.block_posteriors(table, moves, block), 0.0),
+                    chains.draw_blocks(table, moves, block, uniform[0]),
                 ]
             )
     for compiled, vectorised in zip(*results, strict=True):
@@ -288,6 +289,24 @@ def test_blocks_are_exact(kind: str) -> None:
         length = int((own.kind >= 0).sum())
         expected = chains.messages(words, table[n : n + 1], own).log_weights()[0, :length]
         torch.testing.assert_close(actual[n, :length], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_draws_of_blocks(kind: str) -> None:
+    """Frequencies of whole paths of two chains against their exact probabilities."""
+    moves = transitions(5, [3], 3)
+    table = torch.randn(1, 3, 4, dtype=torch.float64)
+    number = 4000
+    many = Transitions(moves.log_prob, moves.kind.expand(number, -1).contiguous())
+    block = torch.tensor([[3, 0]])
+    uniform = torch.rand(number, 3, dtype=torch.float64)
+    drawn = chains.draw_blocks(table.expand(number, -1, -1).contiguous(), many, block.expand(number, -1).contiguous(), uniform)
+    paths = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    own = Transitions(moves.log_prob[:, block[0]], moves.kind.expand(64, -1).contiguous())
+    unary = table.expand(64, -1, -1).gather(2, paths.unsqueeze(-1))
+    expected = chains.free_energy(paths.view(64, 3, 1, 1), unary, own).softmax(0)
+    frequency = torch.bincount(drawn @ torch.tensor([16, 4, 1]), minlength=64) / number
+    # The expected total variation of 4000 draws over 64 paths is at most sqrt(64 / 4000) / 2 = 0.063.
+    assert float((frequency - expected).abs().sum()) / 2 < 0.08
 
 
 def test_sets_that_no_path_crosses_have_no_mass(kind: str) -> None:

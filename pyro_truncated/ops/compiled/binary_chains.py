@@ -128,8 +128,21 @@ def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward
 def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
-    _block_posteriors(*_arrays(unary, kind, block), as_array(log_prob.double().exp()), out.numpy())
+    _block_posteriors(*_arrays(_likelihood(unary), kind, block), as_array(log_prob.double().exp()), out.numpy())
+    return (out / out.sum(-1, keepdim=True)).log().nan_to_num(nan=-torch.inf)
+
+
+def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.binary_chains.draw_blocks`."""
+    out = torch.zeros(kind.shape, dtype=torch.int64)
+    _draw_blocks(*_arrays(_likelihood(unary), kind, block), as_array(log_prob.double().exp()), as_array(uniform), out.numpy())
     return out
+
+
+def _likelihood(unary: Tensor) -> Tensor:
+    """Likelihoods of a block's configurations relative to the largest one."""
+    best = unary.amax(-1, keepdim=True)
+    return (unary - torch.where(best > -torch.inf, best, 0.0)).exp_()
 
 
 @njit(cache=True, nogil=True)
@@ -661,55 +674,99 @@ def _step(vector, chances, block):
     """
     for i in range(block.shape[0]):
         chance, bit = chances[block[i]], 1 << i
-        for c in range(vector.shape[0]):
-            if not c & bit:
-                off, on = vector[c], vector[c | bit]
-                vector[c] = off * chance[0, 0] + on * chance[1, 0]
-                vector[c | bit] = off * chance[0, 1] + on * chance[1, 1]
+        off_off, off_on, on_off, on_on = chance[0, 0], chance[0, 1], chance[1, 0], chance[1, 1]
+        for first in range(0, vector.shape[0], 2 * bit):
+            for c in range(first, first + bit):
+                off, on = vector[c], vector[c + bit]
+                vector[c] = off * off_off + on * on_off
+                vector[c + bit] = off * off_on + on * on_on
 
 
 @njit(cache=True, nogil=True)
-def _times(vector, unary, out):
+def _times(vector, likelihood, out):
     """Writes the normalised product of a vector and likelihoods.
 
     Where it vanishes, it is that of likelihoods alone.
     """
-    best = unary.max()
-    if best == -np.inf:
-        best = 0.0
     total = 0.0
     for c in range(vector.shape[0]):
-        out[c] = vector[c] * np.exp(unary[c] - best)
+        out[c] = vector[c] * likelihood[c]
         total += out[c]
     if total == 0.0:
-        out[:] = np.exp(unary - best)
-        total = max(out.sum(), 1e-300)
-    out /= total
+        out[:] = likelihood
+        total = out.sum()
+    if total == 0.0:
+        out[:] = 1.0
+        total = out.sum()
+    scale = 1.0 / total
+    for c in range(vector.shape[0]):
+        out[c] *= scale
+
+
+@njit(cache=True, nogil=True)
+def _filter_block(likelihood, kind, block, chances, vector, out):
+    """Writes the filtered posterior of a block's configurations at every step.
+
+    The position of the last step is returned; beyond it there are zeros.
+    """
+    vector[:] = 0.0
+    vector[0] = 1.0
+    last = -1
+    for t in range(kind.shape[0]):
+        if kind[t] < 0:
+            out[t] = 0.0
+            continue
+        last = t
+        _step(vector, chances[kind[t]], block)
+        _times(vector, likelihood[t], out[t])
+        vector[:] = out[t]
+    return last
+
+
+@njit(cache=True, nogil=True)
+def _place(weights, uniform):
+    """The position that a uniform number falls on, in proportion to weights."""
+    left = uniform * weights.sum()
+    place = 0
+    for c in range(weights.shape[0]):
+        if weights[c] > 0.0:
+            place = c
+            left -= weights[c]
+            if left < 0.0:
+                break
+    return place
 
 
 @parallel_kernel(cost=HEAVY)
-def _block_posteriors(unary, kind, block, chances, out):
-    num_data, num_steps, size = unary.shape
+def _draw_blocks(likelihood, kind, block, chances, uniform, out):
+    num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
-        vector = np.zeros(size)
-        vector[0] = 1.0
-        last = -1
-        for t in range(num_steps):
-            if kind[n, t] < 0:
-                out[n, t] = 0.0
-                continue
-            last = t
-            _step(vector, chances[kind[n, t]], block[n])
-            _times(vector, unary[n, t], out[n, t])
-            vector[:] = out[n, t]
+        vector, filtered = np.empty(size), np.empty((num_steps, size))
+        last = _filter_block(likelihood[n], kind[n], block[n], chances, vector, filtered)
+        for t in range(last, -1, -1):
+            if t < last:
+                # The chance of the configuration after this one, by doubling.
+                vector[0] = 1.0
+                for i in range(block.shape[1]):
+                    chance, bit = chances[kind[n, t + 1], block[n, i]], 1 << i
+                    value = (out[n, t + 1] >> i) & 1
+                    for c in range(bit):
+                        vector[c | bit] = vector[c] * chance[1, value]
+                        vector[c] *= chance[0, value]
+                filtered[t] *= vector
+            out[n, t] = _place(filtered[t], uniform[n, t])
+
+
+@parallel_kernel(cost=HEAVY)
+def _block_posteriors(likelihood, kind, block, chances, out):
+    num_data, _, size = likelihood.shape
+    for n in prange(num_data):
+        vector = np.empty(size)
+        last = _filter_block(likelihood[n], kind[n], block[n], chances, vector, out[n])
         vector[:] = 1.0 / size
         for t in range(last, -1, -1):
             if t < last:
-                _times(vector, unary[n, t + 1], vector)
+                _times(vector, likelihood[n, t + 1], vector)
                 _step(vector, chances[kind[n, t + 1]].transpose(0, 2, 1), block[n])
-            total = 0.0
             for c in range(size):
                 out[n, t, c] *= vector[c]
-                total += out[n, t, c]
-            for c in range(size):
-                out[n, t, c] = np.log(out[n, t, c] / total) if out[n, t, c] > 0.0 and total > 0.0 else -np.inf

@@ -286,38 +286,72 @@ def _ratio(on: Tensor, chances: Tensor, value: Tensor) -> Tensor:
     return (1 - on) * of(chances[..., 0, :]) + on * of(chances[..., 1, :])
 
 
-def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
-    num_data, num_steps, size = unary.shape
-    shape = (num_data, *(2,) * block.shape[1])
-    chances = log_prob.double().exp()
+class _Blocks:
+    """Exact messages over the configurations of blocks of chains."""
 
-    def moved(vector: Tensor, t: int, backward: bool) -> Tensor:
-        table = chances[kind[:, t].clamp(min=0).unsqueeze(-1), block]
+    def __init__(self, unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> None:
+        self.unary, self.kind, self.block = unary.double(), kind, block
+        self.chances = log_prob.double().exp()
+
+    def move(self, vector: Tensor, t: int, *, backward: bool) -> Tensor:
+        """Takes all chains of a block from the step before ``t`` to it, or back."""
+        num_data, num_chains = self.block.shape
+        table = self.chances[self.kind[:, t].clamp(min=0).unsqueeze(-1), self.block]
         table = table.mT if backward else table
-        vector = vector.view(shape)
-        for i in range(block.shape[1]):
+        vector = vector.view(num_data, *(2,) * num_chains)
+        for i in range(num_chains):
             # The first latent of the block is the lowest bit, which is the last dimension.
             ahead = vector.movedim(-1 - i, -1)
-            vector = (ahead.unsqueeze(-2) @ table[:, i].view(num_data, *(1,) * (block.shape[1] - 1), 2, 2)).squeeze(-2).movedim(-1, -1 - i)
-        return vector.reshape(num_data, size)
+            vector = (ahead.unsqueeze(-2) @ table[:, i].view(num_data, *(1,) * (num_chains - 1), 2, 2)).squeeze(-2).movedim(-1, -1 - i)
+        return vector.reshape(num_data, -1)
 
-    def times(vector: Tensor, t: int) -> Tensor:
-        likelihood = (unary[:, t] - unary[:, t].amax(-1, keepdim=True)).exp()
+    def times(self, vector: Tensor, t: int) -> Tensor:
+        """The normalised product of a vector and likelihoods."""
+        unary = self.unary[:, t]
+        best = unary.amax(-1, keepdim=True)
+        likelihood = torch.where(best > -torch.inf, (unary - best).exp(), 1.0)
         product = vector * likelihood
         product = torch.where(product.sum(-1, keepdim=True) > 0, product, likelihood)
         return product / product.sum(-1, keepdim=True)
 
-    vector = torch.zeros_like(unary[:, 0]).double()
-    vector[:, 0] = 1.0
-    forward = []
-    for t in range(num_steps):
-        vector = times(moved(vector, t, False), t)
-        forward.append(vector)
-    out, vector = torch.empty_like(unary, dtype=torch.float64), torch.full_like(vector, 1 / size)
+    def filtered(self) -> list[Tensor]:
+        """The posterior of each step given the steps before, ``(N, 2**k)`` each."""
+        vector = torch.zeros_like(self.unary[:, 0])
+        vector[:, 0] = 1.0
+        found = []
+        for t in range(self.unary.shape[1]):
+            vector = self.times(self.move(vector, t, backward=False), t)
+            found.append(vector)
+        return found
+
+
+def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
+    blocks, num_steps = _Blocks(unary, log_prob, kind, block), unary.shape[1]
+    forward = blocks.filtered()
+    out, vector = torch.empty_like(unary, dtype=torch.float64), torch.full_like(forward[0], 1 / unary.shape[2])
     for t in reversed(range(num_steps)):
         if t + 1 < num_steps:
-            onward = moved(times(vector, t + 1), t + 1, True)
+            onward = blocks.move(blocks.times(vector, t + 1), t + 1, backward=True)
             vector = torch.where((kind[:, t + 1] >= 0).unsqueeze(-1), onward, vector)
         out[:, t] = (forward[t] * vector).log().log_softmax(-1)
+    return out
+
+
+def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.binary_chains.draw_blocks`."""
+    blocks, (num_data, num_steps, size) = _Blocks(unary, log_prob, kind, block), unary.shape
+    forward = blocks.filtered()
+    out = torch.zeros(num_data, num_steps, dtype=torch.int64, device=unary.device)
+    for t in reversed(range(num_steps)):
+        weight = forward[t]
+        if t + 1 < num_steps:
+            after = torch.nn.functional.one_hot(out[:, t + 1], size).double()
+            onward = blocks.move(after, t + 1, backward=True)
+            weight = torch.where((kind[:, t + 1] >= 0).unsqueeze(-1), weight * onward, weight)
+        total = weight.cumsum(-1)
+        place = torch.searchsorted(total, uniform[:, t : t + 1] * total[:, -1:], right=True).squeeze(-1)
+        # A uniform number that rounding lifts to the sum falls on the last possible place.
+        place = torch.minimum(place, size - 1 - (weight > 0).long().flip(-1).argmax(-1))
+        out[:, t] = torch.where(kind[:, t] >= 0, place, 0)
     return out
