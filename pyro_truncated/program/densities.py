@@ -56,7 +56,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
 
 
 def site_log_density(node: Any) -> Tensor:
-    """The log density of a sample site at its value, with the arguments that the statement gave its distribution."""
+    """The log density of a sample site at its value."""
     if not node["args"] and not node["kwargs"]:
         return log_density(node["fn"], node["value"])
     log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])

@@ -185,7 +185,7 @@ class ChainPosterior:
         return self
 
     def anneal_(self, temperature: float, search: BlockSearch | None = None, *, steps: int = 100, num_paths: int = 4) -> Self:
-        """Adds states of paths that are drawn while the temperature falls to one.
+        """Adds states of paths drawn while the temperature falls to one.
 
         A path is drawn from its posterior at the temperature, one block of chains after the other. In the last half of the steps the
         temperature is one, and the states that a step visits join its set. Messages over all of them combine stretches of the paths.
