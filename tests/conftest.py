@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import matplotlib
@@ -14,6 +15,8 @@ import torch
 from pyro_truncated import datasets
 
 matplotlib.use("Agg")
+# Tests of kernels are about the compiled ones, from the first call on; so in the processes that they start.
+os.environ.setdefault("PYRO_TRUNCATED_BACKGROUND", "0")
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,10 +19,42 @@ from torch.autograd.function import once_differentiable
 
 _KINDS = ("compiled", "vectorised")
 _chosen: ContextVar[str] = ContextVar("pyro_truncated_ops", default="compiled")
-_loaded: dict[tuple[str, str], ModuleType] = {}
+_compiles_first: ContextVar[bool] = ContextVar("pyro_truncated_compiles_first", default=False)
+_loaded: dict[tuple[str, str], Any] = {}
 
 
-def backend(name: str, tensor: Tensor) -> ModuleType:
+class NotCompiledError(Exception):
+    """A kernel is being compiled by another process.
+
+    Until then plain torch computes the same numbers.
+    """
+
+
+class _Kernels:
+    """The functions of a compiled module.
+
+    Those whose kernels are not compiled yet are the vectorised ones of their names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._compiled = name, importlib.import_module(f"pyro_truncated.ops.compiled.{name}")
+        self.__name__ = self._compiled.__name__
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        call = functools.partial(self._call, function)
+        setattr(self, function, call)
+        return call
+
+    def _call(self, function: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return getattr(self._compiled, function)(*arguments, **options)
+        except NotCompiledError:
+            pass
+        plain = importlib.import_module(f"pyro_truncated.ops.vectorised.{self._name}")
+        return getattr(plain, function)(*arguments, **options)
+
+
+def backend(name: str, tensor: Tensor) -> Any:
     """Returns the module of that name for a tensor's device.
 
     It has compiled kernels for tensors on the CPU, vectorised ones elsewhere.
@@ -68,6 +99,21 @@ def use_backend(kind: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
+def compiles_first() -> bool:
+    """Whether this is a context of :func:`compile_first`."""
+    return _compiles_first.get()
+
+
+@contextlib.contextmanager
+def compile_first() -> Iterator[None]:
+    """A context in which kernels are compiled before their first use."""
+    token = _compiles_first.set(True)
+    try:
+        yield
+    finally:
+        _compiles_first.reset(token)
+
+
 def are_differentiated(*tensors: Tensor) -> bool:
     """Whether derivatives by any of the tensors are needed.
 
@@ -100,6 +146,7 @@ def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _load(kind: str, name: str) -> ModuleType:
-    module = _loaded[kind, name] = importlib.import_module(f"pyro_truncated.ops.{kind}.{name}")
-    return module
+def _load(kind: str, name: str) -> Any:
+    found: Any = _Kernels(name) if kind == "compiled" else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
+    _loaded[kind, name] = found
+    return found

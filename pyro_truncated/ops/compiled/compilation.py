@@ -15,6 +15,9 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from pyro_truncated.ops.backend import NotCompiledError
+from pyro_truncated.ops.compiled.background import VARIABLE, compile_later, is_on
+
 _logger = logging.getLogger(__name__)
 
 # Numba logs every instruction it compiles at the level DEBUG: users whose root logger has that level drown in it.
@@ -22,7 +25,7 @@ if logging.getLogger("numba").level == logging.NOTSET:
     logging.getLogger("numba").setLevel(logging.WARNING)
 
 
-def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
+def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, later: bool = False, **options: Any) -> Any:
     """:func:`numba.njit` that also works for read-only installations.
 
     There, functions are compiled anew in every process.
@@ -32,14 +35,15 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
     Args:
         function: the function; without it, a decorator is returned.
         cache: whether to keep the compiled code on disk.
+        later: whether another process may compile it; a call raises ``NotCompiledError`` until then.
         **options: for :func:`numba.njit`.
     """
     if function is None:
-        return functools.partial(njit, cache=cache, **options)
+        return functools.partial(njit, cache=cache, later=later, **options)
     compiled = numba.njit(**options)(function)
     if cache:
         try:
-            compiled._cache = _Cache(function)
+            compiled._cache = _Cache(function, later)
         except RuntimeError as error:  # numba's, if it finds no folder
             _say_once(error)
     return compiled
@@ -54,22 +58,25 @@ class _Cache(FunctionCache):
     from other files, so here those count as well.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], later: bool) -> None:
         super().__init__(function)
+        self._later = later
         own = function.__code__.co_filename
         others = _sources(function.__globals__, {own: ""})
         # The order of the files and where they are say nothing about the code.
         stamp = self._impl.locator.get_source_stamp(), sorted(others.values())
         self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
-    def load_overload(self, *arguments: Any) -> Any:
+    def load_overload(self, signature: Any, context: Any) -> Any:
         try:
-            found = super().load_overload(*arguments)
+            found = super().load_overload(signature, context)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             _say_once(error)
             return None
         if found is None:
             _say_compiling()
+            if self._later and compile_later(self._py_func, signature, self.cache_path):
+                raise NotCompiledError
         return found
 
     def save_overload(self, *arguments: Any) -> None:
@@ -108,9 +115,11 @@ def _say_once(error: Exception) -> None:
 def _say_compiling() -> None:
     # Workers compile what their parent has not; one line, from the parent, is enough.
     if multiprocessing.parent_process() is None:
+        how = f"in the background, for up to a minute ({VARIABLE}=0: before the first step)" if is_on() else "which takes up to a minute"
         _logger.warning(
-            "compiling kernels for their first use on this machine, which takes up to a minute; the next process finds them on disk "
-            '("python -m pyro_truncated.warmup" compiles all of them at once)'
+            "compiling kernels for their first use on this machine, %s; the next process finds them on disk "
+            '("python -m pyro_truncated.warmup" compiles all of them at once)',
+            how,
         )
 
 

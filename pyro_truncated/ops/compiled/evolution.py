@@ -215,7 +215,7 @@ def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, ou
     return fewest
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint, fewest):
     """Many rows at a time; ``fewest`` gets what :func:`_select_rows` returns."""
     num_data = len(words)
@@ -234,7 +234,7 @@ def _distinct_rows(words, first, last, out):
         insert(table, words[n], 0, num_states, out[n])
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _distinct(words, out):
     """Marks the states that equal no earlier state of their row."""
     num_data = len(words)
@@ -325,7 +325,7 @@ def _draw(weights, threshold):
     return last
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _select_parents(log_joint, by_fitness, rows, seed, out):
     """Successive draws without replacement, ``out`` ``(N, P)``."""
     num_data, num_states = log_joint.shape
@@ -340,7 +340,7 @@ def _select_parents(log_joint, by_fitness, rows, seed, out):
             weights[chosen] = 0.0
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _cross(parents, word, shift, rows, seed, out):
     """Both offspring of every pair of parents, pair after pair."""
     num_data, num_parents, num_words = parents.shape
@@ -378,7 +378,7 @@ def change_latent(state_words, word, shift, cardinality, draw):
     state_words[word] ^= (old ^ new) << shift
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _flip_random(words, fields, rows, seed, out):
     """Changes one latent of every state.
 
@@ -474,7 +474,7 @@ def _move(fields, log_stay, num_draws, state, out):
     return changed
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, num_on, num_other, rows, seed, out):
     """Sparsity-driven flips.
 
@@ -616,7 +616,7 @@ def _fill(singletons, others, fields, order, state, out):
         _fill_sparse(fields, 1 + num_singletons, state, out)
 
 
-@parallel_kernel(cost=4)
+@parallel_kernel(cost=4, has_plain=True)
 def _initial_states(singletons, others, fields, rows, seed, out):
     """Returns the zero state, singletons, and ``others`` or random sparse states."""
     num_blocks = min(len(out), _BLOCKS)

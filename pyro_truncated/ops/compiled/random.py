@@ -55,7 +55,7 @@ def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
     return out
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _uniform_numbers(rows, seed, out):
     for n in prange(len(rows)):
         state = stream(seed, rows[n])

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 import torch
 
+from pyro_truncated.ops.backend import NotCompiledError
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.forks import is_forked
 
@@ -25,7 +26,7 @@ HEAVY = _SMALL
 _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
 
-def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiles a function with parallel loops.
 
     On small arrays it runs on one thread.
@@ -37,15 +38,17 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
     A forked child has none of its parent's threads, and the OpenMP runtime of the GNU compiler
     would end it. Such children are workers of a ``DataLoader``, or processes of the method "fork".
     There, functions are compiled once more, without parallel loops; their results are the same. A
-    child that was spawned has threads of its own.
+    child that was spawned has threads of its own. The same functions, which compile in a third of
+    the time, serve while another process compiles the kernel for its first use.
 
     Args:
         cost: work per entry of the arrays, relative to a simple kernel: arrays of fewer than ``2**14 / cost`` entries in all are small.
+        has_plain: whether plain torch computes the same to the last digit, so that it serves on first use and nothing is compiled.
         **options: for :func:`numba.njit`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = njit(function, cache=True, nogil=True, parallel=True, **options)
+        compiled = njit(function, cache=True, later=True, nogil=True, parallel=True, **options)
         serial = functools.cache(lambda: njit(_renamed(function), cache=True, nogil=True, **options))
 
         @functools.wraps(function)
@@ -55,13 +58,17 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
             at_most = 1 if size * cost < _SMALL else torch.get_num_threads() if _AS_TORCH else num_threads
-            if num_threads <= at_most:
-                return compiled(*arguments)
-            numba.set_num_threads(at_most)
+            if at_most < num_threads:
+                numba.set_num_threads(at_most)
             try:
                 return compiled(*arguments)
+            except NotCompiledError:
+                if has_plain:
+                    raise
             finally:
-                numba.set_num_threads(num_threads)
+                if at_most < num_threads:
+                    numba.set_num_threads(num_threads)
+            return serial()(*arguments)
 
         call.compiled = compiled  # type: ignore[attr-defined]
         return call

@@ -71,7 +71,7 @@ def _first_beyond(words, beyond):
     return -1
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _unpack_bits(words, out):
     """Bits of ``words`` ``(R, W)`` as numbers ``(R, L)``, one bit per latent."""
     num_latents = out.shape[1]
@@ -83,7 +83,7 @@ def _unpack_bits(words, out):
                 out[r, 64 * w + i] = np.int8((bits >> i) & 1)
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _unpack_fields(words, word, shift, mask, out):
     """Fields of ``words`` ``(R, W)`` as numbers ``(R, L)``."""
     for r in prange(len(words)):
@@ -124,7 +124,7 @@ def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
     return num_invalid
 
 
-@parallel_kernel()
+@parallel_kernel(has_plain=True)
 def _draw_values(tails, word, shift, rows, seed, out):
     """Draws independent latents by inversion.
 

@@ -294,7 +294,7 @@ class _Blocks:
         self.chances = log_prob.double().exp()
 
     def move(self, vector: Tensor, t: int, *, backward: bool) -> Tensor:
-        """Takes a block's chains from the step before ``t`` to it, or back."""
+        """Takes a block's chains from the step before ``t``, or back."""
         num_data, num_chains = self.block.shape
         table = self.chances[self.kind[:, t].clamp(min=0).unsqueeze(-1), self.block]
         table = table.mT if backward else table

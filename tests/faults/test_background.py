@@ -1,0 +1,115 @@
+"""Kernels that another process compiles on their first use: the same numbers before and after, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = """
+import sys, time, torch
+from pyro_truncated import StateSpace, ops
+from pyro_truncated.ops.compiled import background, quadratic, values
+
+space = StateSpace([2] * 5)
+words = space.pack(torch.arange(64).reshape(2, 32, 1) >> torch.arange(5) & 1)
+linear, pairwise = torch.rand(2, 5, dtype=torch.float64), torch.rand(5, 5, dtype=torch.float64)
+
+def compute():
+    # Of the first kernel there is a twin in plain torch, of the second one a twin without parallel loops.
+    return space.unpack(words), ops.pair_energy(words, linear, pairwise)
+
+def compiled():
+    return [bool(kernel.compiled.signatures) for kernel in (values._unpack_bits, quadratic._pair_energy)]
+
+before = compute()
+"""
+
+TAKEN = """
+assert compiled() == [False, False]
+limit = time.monotonic() + 250
+while not all(compiled()) and time.monotonic() < limit:
+    after = compute()
+    time.sleep(0.1)
+assert all(compiled())
+assert all(torch.equal(one, other) for one, other in zip(before, after))
+print(background._worker.pid)
+"""
+
+AT_ONCE = """
+assert compiled() == [True, True]
+assert background._worker is None
+"""
+
+STEPS = """
+import pyro, torch
+from pyro.infer import SVI
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.models import {model}
+pyro.set_rng_seed(0)
+y = (torch.rand(60, 9) > 0.5).float()
+model = {model}(9, 12).initialize(y)
+svi = SVI(model, AutoTruncated(model, 16), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
+print([svi.step(y).hex() for _ in range(3)])
+"""
+
+
+def run(script: str, folder: Path, background: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYRO_TRUNCATED_BACKGROUND": background,
+        "NUMBA_CACHE_DIR": str(folder / f"cache{background}"),
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=folder
+    )
+
+
+def ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_kernels_of_the_background_are_taken_once_they_are_ready(tmp_path):
+    done = run(KERNELS + TAKEN, tmp_path, "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "in the background" in done.stderr
+    assert ended(int(done.stdout))
+    # The next process finds them, and starts none.
+    done = run(KERNELS + AT_ONCE, tmp_path, "1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_variable_turns_the_background_off(tmp_path):
+    done = run(KERNELS + AT_ONCE, tmp_path, "0")
+    assert done.returncode == 0, done.stderr
+    assert "in the background" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="a script is no program there")
+def test_a_background_that_cannot_compile_is_done_without(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    start = f"import sys; sys.executable = {str(broken)!r}\n"
+    done = run(start + KERNELS + "time.sleep(1)\ncompute()\nassert compiled() == [True, True]\n", tmp_path, "1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["BinarySparseCoding", "NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses"])
+def test_the_first_steps_have_the_same_free_energies_to_the_last_digit(model, tmp_path):
+    found = [run(STEPS.format(model=model), tmp_path, background) for background in "01"]
+    assert [done.returncode for done in found] == [0, 0], found[1].stderr
+    assert found[0].stdout == found[1].stdout
