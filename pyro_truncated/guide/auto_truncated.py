@@ -17,7 +17,7 @@ from pyro_truncated.guide.companion_guides import refuse_uncovered
 from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.product_posterior import ProductPosterior
+from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior
 from pyro_truncated.guide.product_program import ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
@@ -155,7 +155,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
         Where each node of the model's factor graph has a set of states, what is returned has no list of whole states.
         """
-        return self._product_posterior(indices) if self.product is not None else self.populations.population(indices)
+        return self._product_posterior(indices) if isinstance(self.populations, ProductStore) else self.populations.population(indices)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         self.populations.seed_()  # before the model draws as many numbers as it has data
@@ -336,7 +336,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         below, is then the average over :attr:`num_draws` of them. The model and the arguments are
         those of its last call.
         """
-        if self.product is not None:
+        if isinstance(self.populations, ProductStore):
             return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
@@ -376,10 +376,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             NotImplementedError: saying what can be read.
         """
         if self.product is not None:
-            raise NotImplementedError(
-                "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
-                "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
-            )
+            raise NotImplementedError(NO_WHOLE_STATES)
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""

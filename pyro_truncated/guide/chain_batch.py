@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.plates import enter
+from pyro_truncated.guide.product_posterior import SetReadings
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.program import ProgramRun, search_asked_for
 from pyro_truncated.ops import binary_chains as chains
@@ -215,7 +216,7 @@ class ChainBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChainReadings:
+class ChainReadings(SetReadings):
     """What can be read from sets of all steps.
 
     Every result has the plates of the site in front, then steps and chains.

@@ -21,8 +21,28 @@ from pyro_truncated.utils.counts import check_count
 _ROUNDING = 1e-6
 
 
+NO_WHOLE_STATES = (
+    "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
+    "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
+)
+
+
+class SetReadings:
+    """Readings from sets of states, which list no whole states."""
+
+    @property
+    def words(self) -> Tensor:
+        """Refused by name: there are no whole states."""
+        raise AttributeError(NO_WHOLE_STATES)
+
+    @property
+    def log_joint(self) -> Tensor:
+        """Refused by name: there are no whole states."""
+        raise AttributeError(NO_WHOLE_STATES)
+
+
 @dataclasses.dataclass(frozen=True)
-class ProductPosterior:
+class ProductPosterior(SetReadings):
     """What can be read from sets of states.
 
     It has the shapes of whole states, ``(N, *site shape)``, with data points in front.

@@ -85,7 +85,7 @@ class AutomaticSearch(Search):
         elif is_of_many(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
         if not batch.population.is_complete:
-            note_once(f"no search is named: the {space.readable_size} states of a data point are searched {how}")
+            note_once(f"no search is named: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
 
 

@@ -82,7 +82,7 @@ def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
 def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     image = stripes(40).float()
     y, errors = holed(image, 0.5), []
-    for steps in (groups._STEPS, 0):
+    for steps in (groups._BREGMAN_STEPS, 0):
         monkeypatch.setattr(groups, "_BREGMAN_STEPS", steps)
         restored = inpaint(y, generator=torch.Generator().manual_seed(0), progress=False).image
         assert torch.equal(restored[~y.isnan()], y[~y.isnan()])

@@ -319,7 +319,7 @@ def test_regression_serves_new_images_and_refuses_to_start_with_a_part() -> None
         fresh(part)
     fresh(batch)
     learned = fresh.state_dict()["memory"]["targets"]
-    targets = torch.sparse_coo_tensor(learned["entries"], learned["values"], learned["shape"]).to_dense().double()
+    targets = torch.sparse_coo_tensor(learned["entries"], learned["values"], learned["shape"], check_invariants=True).to_dense().double()
     found = fresh(part)
     expected = fresh.regression.predict(batch.observations["y"][:5].flatten(1), targets)[0].reshape(5, NUM_OBJECTS, NUM_PLACES)
     torch.testing.assert_close(found.scores[..., 0].double(), expected.max(-1).values, rtol=1e-3, atol=1e-4)

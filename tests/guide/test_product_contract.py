@@ -1,0 +1,159 @@
+"""What users do to any guide, done to guides with a set of states for each node of the factor graph."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.ops.indexing import Vindex
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO, check_truncation, fit, learn
+
+NUM_STEPS, NUM_VALUES = 9, 5
+TRANSITION = (torch.eye(NUM_VALUES, dtype=torch.float64) + 0.2) / 2.0
+
+
+def chain(y):
+    """Sequences of five values, whose centres are parameters."""
+    loc = pyro.param("loc", lambda: torch.linspace(-2, 2, NUM_VALUES, dtype=torch.float64))
+    emit(y, loc)
+
+
+def chain_with_prior(y):
+    """The same, whose centres are latents."""
+    emit(y, pyro.sample("loc", dist.Normal(torch.linspace(-2, 2, NUM_VALUES, dtype=torch.float64), 1.0).to_event(1)))
+
+
+def emit(y, loc):
+    with pyro.plate("data", len(y)):
+        z = torch.tensor(2)
+        for t in pyro.markov(range(NUM_STEPS)):
+            z = pyro.sample(f"z_{t}", dist.Categorical(Vindex(TRANSITION)[..., z, :]))
+            pyro.sample(f"y_{t}", dist.Normal(Vindex(loc)[..., z], 0.7), obs=y[:, t])
+
+
+@pytest.fixture
+def y():
+    return torch.randn(6, NUM_STEPS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def fresh(num_states=3):
+    return AutoTruncated(chain, num_states=num_states)
+
+
+def trained(y, steps=3, num_states=3):
+    guide = fresh(num_states)
+    svi = SVI(chain, guide, Adam({"lr": 0.02}), Truncated_ELBO())
+    for _ in range(steps):
+        svi.step(y)
+    assert guide.product is not None
+    return guide, svi
+
+
+def assert_same_marginals(one, other):
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_copy_reads_the_same_and_trains_on(y):
+    guide, _ = trained(y)
+    twin = copy.deepcopy(guide)
+    assert_same_marginals(guide.marginals(), twin.marginals())
+    before = {name: value.clone() for name, value in guide.marginals().items()}
+    losses = [SVI(chain, twin, Adam({"lr": 0.0}), Truncated_ELBO()).step(y) for _ in range(3)]
+    assert losses[-1] <= losses[0] + 1e-9
+    assert_same_marginals(before, guide.marginals())
+
+
+def test_a_pickled_guide_holds_its_sets(y):
+    guide, _ = trained(y)
+    back = pickle.loads(pickle.dumps(guide))
+    for one, other in zip(guide.populations.stores, back.populations.stores, strict=True):
+        assert torch.equal(one.words, other.words)
+
+
+def test_a_loaded_guide_asks_for_its_model_first(y):
+    guide, _ = trained(y)
+    file = io.BytesIO()
+    torch.save(guide.state_dict(), file)
+    file.seek(0)
+    other = fresh()
+    other.load_state_dict(torch.load(file))
+    for read in (other.marginals, other.mode, other.population):
+        with pytest.raises(RuntimeError, match="with the model's arguments"):
+            read()
+    other(y)
+    assert_same_marginals(guide.marginals(), other.marginals())
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(y, tmp_path):
+    def run(steps, checkpoint):
+        pyro.set_rng_seed(1)
+        guide = fresh()
+        svi = SVI(chain, guide, Adam({"lr": 0.02}), Truncated_ELBO())
+        fit(svi, y, steps=steps, checkpoint=checkpoint, progress=False)
+        return guide.marginals(), pyro.param("loc").detach().clone()
+
+    expected, loc = run(6, tmp_path / "whole.pt")
+    pyro.clear_param_store()
+    run(3, tmp_path / "part.pt")
+    pyro.clear_param_store()
+    found, resumed = run(6, tmp_path / "part.pt")
+    torch.testing.assert_close(resumed, loc, rtol=0, atol=0)
+    assert_same_marginals(expected, found)
+
+
+def test_predictions_draw_paths_from_the_posterior(y):
+    """The share of each value lies within five standard errors of its probability: false alarms below one in ten thousand."""
+    guide, _ = trained(y, num_states=NUM_VALUES)
+    draws = Predictive(chain, guide=guide, num_samples=2000)(y)["z_4"]
+    share = torch.nn.functional.one_hot(draws.reshape(2000, 6), NUM_VALUES).double().mean(0)
+    probs = guide.marginals()["z_4"]
+    assert bool(((share - probs).abs() < 5 * (probs * (1 - probs) / 2000).sqrt() + 1e-3).all())
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_particles_beside_a_point_estimate_equal_enumeration(y, vectorize):
+    guide = AutoGuideList(chain_with_prior)
+    guide.append(AutoDelta(poutine.block(chain_with_prior, expose=["loc"])))
+    guide.append(AutoTruncated(chain_with_prior, num_states=NUM_VALUES))
+    elbo = Truncated_ELBO(num_particles=3, vectorize_particles=vectorize)
+    loss = SVI(chain_with_prior, guide, Adam({"lr": 0.0}), elbo).evaluate_loss(y)
+    stock = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(chain_with_prior), guide[0], y)
+    assert loss == pytest.approx(stock, rel=1e-9)
+
+
+def test_learn_and_check_beside_a_normal_guide(y):
+    guide = AutoGuideList(chain_with_prior)
+    guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
+    guide.append(AutoTruncated(chain_with_prior, num_states=NUM_VALUES))
+    svi = SVI(chain_with_prior, guide, Adam({"lr": 0.02}), Truncated_ELBO())
+    losses = [svi.step(y) for _ in range(100)]
+    assert sum(losses[-20:]) < sum(losses[:20])
+    report = check_truncation(guide, y)
+    assert report.is_trusted
+    torch.testing.assert_close(report.certified, report.free_energy, rtol=0, atol=1e-9)
+
+
+def test_learn_ends_no_lower_than_where_it_started(y):
+    stock = -TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(chain), lambda y: None, y)
+    guide = learn(chain, y, num_states=NUM_VALUES, steps=40, progress=False)
+    assert float(guide.population().free_energy().sum()) > stock
+
+
+def test_whole_states_are_refused_with_advice(y):
+    guide, _ = trained(y)
+    for read in (guide.weights, guide.states, lambda: guide.expectation(lambda states: states)):
+        with pytest.raises(NotImplementedError, match="whole_states=True"):
+            read()
+    with pytest.raises(AttributeError, match="whole_states=True"):
+        _ = guide.population().words
