@@ -88,6 +88,7 @@ class ConvergenceWarning(UserWarning):
         ...         z = pyro.sample("z", dist.Categorical(torch.ones(2)))
         ...         pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     guide = learn(model, torch.randn(20), starts=1, short_steps=5, steps=5, progress=False)
         >>> [warning.category.__name__ for warning in caught]
         ['ConvergenceWarning']

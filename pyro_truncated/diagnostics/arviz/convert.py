@@ -70,7 +70,8 @@ def to_arviz(
 
     Example::
 
-        svi = SVI(model, AutoTruncated(model), Adam({"lr": 0.01}), Truncated_ELBO())
+        # Any guide, as AutoTruncated with Truncated_ELBO, or a list of both.
+        svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO())
         ...
         idata = to_arviz(model, svi.guide, x, y)
         az.summary(idata), az.loo(idata), az.plot_ppc(idata)
