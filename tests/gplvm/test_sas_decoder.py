@@ -353,7 +353,7 @@ def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
     )
     for found, expected in zip(single, double, strict=True):
         torch.testing.assert_close(found, expected.float(), rtol=1e-2, atol=1e-5)
-    with pytest.raises(ValueError, match="missing outputs"):
+    with pytest.raises(ValueError, match="outputs must not be missing"):
         projected_statistics(kernel, z, z, x.masked_fill(x > 1, math.nan))
 
 
