@@ -20,7 +20,6 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.convergence import finish
 from pyro_truncated.training.model_kinds import (
     ConditionalModel,
@@ -190,9 +189,12 @@ def learn(
             settings = dataclasses.replace(settings, search=settings.search or AutomaticSearch())
             limits: dict[str, Any] = {"restarts": starts, "short_steps": short_steps, "steps": steps, "tolerance": nearness}
             reached = learn_on_product(model, y, settings, generator=generator, bar=bar, **limits)
-            if reached.doubts is not None:
-                _warn(reached.doubts)
-            reached.guide.steps, reached.guide.starts = steps, reached.energies
+            report = reached.report
+            if report.doubts is not None:
+                _warn(report.doubts)
+            if report.remaining > nearness:
+                _warn_of_gain(report.steps, report.remaining)
+            reached.guide.steps, reached.guide.starts, reached.guide.learn_report = report.steps, reached.energies, report
             return reached.guide
         with starting(model):
             found = SeveralStarts(model, part, settings, plan)
@@ -212,7 +214,7 @@ def learn(
     if doubts is not None:
         _warn(doubts)
     if last.remaining > nearness:
-        _warn_of_gain(last)
+        _warn_of_gain(last.steps, last.remaining)
     run.guide.steps, run.guide.starts = last.steps, found.pool.energies
     chosen = {"search": type(run.search).__name__, "num_states": num_states, "temperature": falling(0), "tolerance": nearness, "lr": lr}
     run.guide.learn_report = found.report(doubts, last, chosen | {"num_data": total_rows(part)})
@@ -276,11 +278,9 @@ def _little(model: Any, run: Run, noise: float) -> float:
     return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
 
 
-def _warn_of_gain(reached: Reached) -> None:
-    gain = "" if math.isinf(reached.remaining) else f": more may raise the free energy per data point by {reached.remaining:.2g}"
-    warnings.warn(
-        f"training has not converged in {reached.steps} steps{gain}. Try more steps, or a larger lr.", ConvergenceWarning, stacklevel=5
-    )
+def _warn_of_gain(steps: int, remaining: float) -> None:
+    gain = "" if math.isinf(remaining) else f": more may raise the free energy per data point by {remaining:.2g}"
+    warnings.warn(f"training has not converged in {steps} steps{gain}. Try more steps, or a larger lr.", ConvergenceWarning, stacklevel=5)
 
 
 def _show(bar: ProgressBar, free_energy: float) -> None:

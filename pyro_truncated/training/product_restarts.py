@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from pyro_truncated.training.convergence import finish
+from pyro_truncated.training.learn_report import LearnReport, Restart
 from pyro_truncated.training.model_parameters import copies, disturb, draw_start, draws_starts, forgetting_guides, put_back
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.utils.console import ProgressBar
@@ -27,12 +29,12 @@ class ProductRestarts:
     Attributes:
         guide: the guide, trained from the best restart.
         energies: free energies per data point of all restarts.
-        doubts: why the best may be a local optimum, ``None`` if two restarts agree.
+        report: what was done.
     """
 
     guide: Any
     energies: list[float]
-    doubts: str | None
+    report: LearnReport
 
 
 def learn_on_product(
@@ -84,17 +86,22 @@ def learn_on_product(
     energies = [reached for reached, _, _ in found]
     best = max(found, key=lambda one: one[0] if math.isfinite(one[0]) else -math.inf)
     put_back(model, y, best[1])
-    run = Run(model, y, settings.slowing(steps))
+    run = Run(model, y, settings if best[2] else settings.slowing(steps))
     run.take_over(best[2], y)
     bar.set_description_str("training")
-    for _ in range(steps):
-        run.step(y)
-    run.end()
-    doubts = None
+    last = finish(run, y, steps, -math.inf, tolerance)
+    doubts, reason = None, "two restarts agree"
     if not _agree(energies, tolerance):
         shown = ", ".join(f"{value:.2f}" for value in sorted(energies, reverse=True)[:3])
         doubts = f"no two of {len(energies)} restarts agree: their best free energies per data point are {shown}"
-    return ProductRestarts(run.guide, energies, doubts)
+        reason = "all restarts are made"
+    places = (
+        ["draw_start"] * len(energies) if draws_starts(model) else ["parameters of the model", *["these with noise"] * (len(energies) - 1)]
+    )
+    made = tuple(Restart(place, short_steps, energy) for place, energy in zip(places, energies, strict=True))
+    chosen = {"search": type(run.search).__name__, "num_states": settings.num_states, "tolerance": tolerance, "lr": settings.lr}
+    report = LearnReport(made, {}, reason, doubts, last.steps, last.remaining, "gradients", chosen)
+    return ProductRestarts(run.guide, energies, report)
 
 
 def _agree(energies: list[float], tolerance: float) -> bool:
