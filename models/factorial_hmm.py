@@ -5,8 +5,6 @@ Its causes are binary, with transitions of their own.
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any, Self
 
 import pyro
@@ -23,10 +21,6 @@ from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_sc
 from pyro_truncated.models.difference_start import difference_dictionary
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
-# EM has converged when it rises by less, in nats per step of the sequences.
-_CONVERGED_NATS = 1e-3
-# Restarts agree if their bounds differ by less, in nats per step.
-_AGREEMENT_NATS = 0.02
 # Transitions that the M-step adds to those that are expected, so that none becomes impossible.
 _PSEUDO_COUNT = 1e-3
 
@@ -38,14 +32,15 @@ class FactorialHMM(UniqueModule):
         y_t \sim \mathcal N(W s_t + b, \sigma^2 I).
 
     Data are ``N`` sequences of up to ``T`` steps, ``(N, T, D)``. Entries that are NaN are missing; shorter sequences are filled with
-    NaN. Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`, which :meth:`fit` decides: a cause is
-    on at most half of the time.
+    NaN. Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`.
+
+    :func:`~pyro_truncated.learn` trains it by EM. Its restarts begin with differences of neighbouring steps, and learn without dynamics.
 
     Example:
         >>> y = torch.randn(2, 30, 6)
         >>> model = FactorialHMM(6, 3)
-        >>> posterior = model.fit(y, num_states=4, max_restarts=1)
-        >>> model.marginals(posterior, y).shape
+        >>> guide = learn(model, y, num_states=4, starts=1, progress=False)
+        >>> guide.marginals()["s"].shape
         torch.Size([2, 30, 3])
 
     Args:
@@ -69,6 +64,11 @@ class FactorialHMM(UniqueModule):
     scale: Tensor
     initial: Tensor
     transition: Tensor
+    # Gaps without observation make the statistics depend on the transitions.
+    statistics_depend_on_parameters = True
+    starts_near_the_end = True
+    # Whether restarts of learn are being made.
+    is_starting = False
 
     @names_arguments
     def __init__(self, num_observed: int, num_latents: int, *, dtype: torch.dtype | None = None) -> None:
@@ -88,7 +88,7 @@ class FactorialHMM(UniqueModule):
 
         Without data it generates one sequence of ``num_steps`` steps.
         """
-        size, num_steps = (1, num_steps or 1) if y is None else y.shape[:2]
+        size, num_steps = (1, num_steps or 1) if y is None else self._checked(y).shape[:2]
         initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
             rows = selected_rows(y, index)
@@ -133,85 +133,21 @@ class FactorialHMM(UniqueModule):
         likelihood, transitions = self._terms(y, observed)
         return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
 
-    @names_arguments
     @torch.no_grad()
-    @takes_arrays
-    def fit(
-        self,
-        y: Tensor,
-        num_states: int = 8,
-        *,
-        max_restarts: int = 6,
-        max_steps: int = 100,
-        final_states: int = 32,
-        generator: torch.Generator | None = None,
-    ) -> ChainPosterior:
-        """Learns all parameters by EM.
-
-        Each restart begins with differences of neighbouring steps and learns without dynamics: transitions that keep their values would
-        lock wrong paths in. Restarts end when the best two agree. EM with dynamics goes on from the best one.
+    def sufficient_statistics(self, posterior: ChainPosterior, y: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
+        """Sums over all steps that :meth:`maximize` needs.
 
         Args:
+            posterior: of the sequences, or of those at its ``indices``.
             y: sequences ``(N, T, D)``.
-            num_states: states of each step while learning.
-            max_restarts: how many restarts, at most.
-            max_steps: EM steps of a restart, and of the training with dynamics, at most.
-            final_states: states of each step of the posterior that is returned.
-            generator: source of randomness.
-
-        Returns:
-            The truncated posterior of the data.
-        """
-        check_counts(num_states=num_states, max_restarts=max_restarts, max_steps=max_steps, final_states=final_states)
-        y = self._checked(y)
-        tolerance = _AGREEMENT_NATS * int((_observed(y).kind >= 0).sum())
-        solutions: list[tuple[float, dict[str, Any], ChainPosterior]] = []
-        for _ in range(max_restarts):
-            self.initialize(y, generator)
-            bound, posterior = self._ascend(y, num_states, max_steps, dynamics=False)
-            solutions.append((bound, copy.deepcopy(self.state_dict()), posterior))
-            solutions.sort(key=lambda one: -one[0])
-            if len(solutions) > 1 and solutions[0][0] - solutions[1][0] < tolerance:
-                break
-        _, state, posterior = solutions[0]
-        self.load_state_dict(state)
-        self._ascend(y, num_states, max_steps, dynamics=True, posterior=posterior)
-        self._turn_mostly_on()
-        return self.posterior(y, final_states)
-
-    def _ascend(
-        self, y: Tensor, num_states: int, max_steps: int, *, dynamics: bool, posterior: ChainPosterior | None = None
-    ) -> tuple[float, ChainPosterior]:
-        """Takes EM steps until the bound hardly rises.
-
-        Each has one sweep over the sets.
-        """
-        observed, bound = _observed(y), -math.inf
-        tolerance = _CONVERGED_NATS * int((observed.kind >= 0).sum())
-        for step in range(max_steps):
-            likelihood, transitions = self._terms(y, observed)
-            if posterior is None:
-                posterior = ChainPosterior(likelihood, transitions, num_states)
-            else:
-                posterior.rescored_(likelihood, transitions)
-            posterior.improve_(1, first_forward=step % 2 == 0)
-            before, bound = bound, float(posterior.free_energy().sum())
-            if step % 2 and bound - before < tolerance:
-                break
-            self.maximize(self.sufficient_statistics(posterior, y), dynamics=dynamics)
-        assert posterior is not None
-        return bound, posterior
-
-    @torch.no_grad()
-    def sufficient_statistics(self, posterior: ChainPosterior, y: Tensor) -> dict[str, Tensor]:
-        """Sums over all steps that :meth:`maximize` needs.
+            batch_size: argument of the model; plays no role here.
 
         Returns:
             Those of :meth:`.LinearSuperposition.statistics`; expected values at the first step, ``first (M, 2)``, and expected
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
-        y = self._checked(y)
-        observed = _observed(y)
+        y = self._checked(y) if posterior.indices is None else self._checked(y)[posterior.indices]
+        observed = next(steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind))
         is_part = (observed.kind >= 0).flatten()
         population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
         part = Population(population.space, population.words[is_part], population.log_joint[is_part])
@@ -223,18 +159,18 @@ class FactorialHMM(UniqueModule):
         return {**statistics, "first": first, "transitions": transitions, "power": power}
 
     @torch.no_grad()
-    def maximize(self, statistics: dict[str, Tensor], *, dynamics: bool = True) -> None:
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
         Dictionary and offset are those of :func:`.best_dictionary_and_offset`, and :math:`\sigma^2` is the mean expected squared
-        residual. Transition probabilities are expected numbers of transitions over their row sums. Without dynamics, every step has the
-        mean activity, whatever the step before.
+        residual. Transition probabilities are expected numbers of transitions over their row sums. In restarts every step has the mean
+        activity, whatever the step before: transitions that keep their values would lock wrong paths in.
         """
         weight, bias = best_dictionary_and_offset(self.weight.double(), self.bias.double(), statistics)
         superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
         scale = best_scale(superposition.square_error(statistics).sum(), statistics["power"], statistics["observed"].sum())
         first, transitions = statistics["first"] + _PSEUDO_COUNT, statistics["transitions"] + _PSEUDO_COUNT
-        if dynamics:
+        if not self.is_starting:
             initial, table = first[:, 1] / first.sum(-1), transitions / transitions.sum(-1, keepdim=True)
         else:
             total = first + transitions.sum(-2)
@@ -269,18 +205,6 @@ class FactorialHMM(UniqueModule):
         transition = transition.clamp(min=floor)
         self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()
 
-    def _turn_mostly_on(self) -> None:
-        """Takes the complement of causes that are mostly on.
-
-        Those are on more than half of the time. The likelihood of the data stays.
-        """
-        table = self.transition
-        is_on = table[:, 0, 1] > table[:, 1, 0]
-        bias = self.bias + (self.weight * is_on).sum(1)
-        weight = torch.where(is_on, -self.weight, self.weight)
-        initial = torch.where(is_on, 1 - self.initial, self.initial)
-        self._set(weight, bias, self.scale, initial, torch.where(is_on.view(-1, 1, 1), table.flip(-1, -2), table))
-
     def _checked(self, y: Tensor) -> Tensor:
         check_real(y)
         if y.dim() != 3 or y.shape[2] != self.num_observed or not y.shape[0] * y.shape[1]:
@@ -297,6 +221,11 @@ def _lengths(y: Tensor) -> Tensor:
     """
     step = torch.arange(1, y.shape[1] + 1, device=y.device)
     return ((~y.isnan().all(-1)) * step).amax(1)
+
+
+def _all_steps(y: Tensor) -> ObservedSteps:
+    """The steps up to the last observation, as the program has them."""
+    return ObservedSteps.of(torch.arange(y.shape[1], device=y.device) < _lengths(y).unsqueeze(1))
 
 
 def _observed(y: Tensor) -> ObservedSteps:

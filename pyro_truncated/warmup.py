@@ -165,7 +165,9 @@ def _mixtures(dtype: torch.dtype) -> None:
 def _chains(dtype: torch.dtype) -> None:
     """Sums, sweeps, draws and searches of sets of states along chains."""
     y = _data(dtype).unsqueeze(0)
-    posterior = models.FactorialHMM(9, 5, dtype=dtype).fit(y, 4, max_restarts=1, max_steps=2, final_states=4)
+    model = models.FactorialHMM(9, 5, dtype=dtype).initialize(y)
+    SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO()).step(y)
+    posterior = model.posterior(y, 4)
     posterior.search_(BlockSearch(2)).search_(EvolutionarySearch()).sample(1)
 
 

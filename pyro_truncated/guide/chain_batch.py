@@ -19,6 +19,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_posterior import SetReadings
 from pyro_truncated.guide.product_store import ProductStore
@@ -29,7 +30,7 @@ from pyro_truncated.program.chain_scorer import ChainScorer, places_of_states
 from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
-from pyro_truncated.sequences import BlockSearch, ChainPosterior
+from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
 
@@ -99,10 +100,15 @@ class ChainBatch:
         It is that of this run of the model.
         """
         words = self.words() if words is None else words
-        with torch.no_grad():
-            moves = self.scorer.transitions()
-            moves = Transitions(moves.log_prob.detach(), moves.kind)
-            return ChainPosterior(self.scorer, moves, words.shape[2], words=words)
+        return self._posterior(words.shape[2], words)
+
+    @torch.no_grad()
+    def _posterior(self, num_states: int, words: Tensor | None = None) -> ChainPosterior:
+        moves = self.scorer.transitions()
+        likelihood = _linear_steps(self.scorer) or self.scorer
+        posterior = ChainPosterior(likelihood, Transitions(moves.log_prob.detach(), moves.kind), num_states, words=words)
+        posterior.indices = self.scorer.chosen
+        return posterior
 
     def outside(self) -> Tensor:
         """Returns the log probability of what depends on no chain.
@@ -182,6 +188,14 @@ class ChainBatch:
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
         """Improves the sets in place, and returns them with their log joints.
 
+        See :meth:`improved_`.
+        """
+        return self._populations(self.improved_(search, steps, is_new=is_new))
+
+    @torch.no_grad()
+    def improved_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> ChainPosterior:
+        """Improves the sets in place, and returns the posterior on them.
+
         A step sweeps over flips of the members, forward and backward. Then a block of chains takes all its configurations at all
         steps, which mends what is wrong over a stretch of time; by default nothing else proposes. Any other search proposes for each step.
 
@@ -201,18 +215,30 @@ class ChainBatch:
         with poutine.block():
             stored = self._stored()
             is_scored = not bool(stored.log_joint.isnan().any())
-            posterior = self.posterior() if is_scored else self._start(stored.num_states)
+            posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
             for _ in range(steps):
                 posterior.improve_(_SWEEPS_PER_STEP).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
                     posterior.search_(search)
-            populations = self._populations(posterior)
-            self.populations.store_(populations)
-        return populations
+            self.populations.store_(self._populations(posterior))
+        return posterior
 
-    def _start(self, num_states: int) -> ChainPosterior:
-        moves = self.scorer.transitions()
-        return ChainPosterior(self.scorer, Transitions(moves.log_prob.detach(), moves.kind), num_states)
+
+def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
+    """Returns kernels that score the states of a linear Gaussian program.
+
+    Its one observed site is a :class:`.LinearSuperposition` of the very chains; ``None`` stands for other programs.
+    """
+    site = scorer.product.site.name
+    (node, *others) = (scorer.nodes[name] for name in scorer.product.dependents - {site} - scorer.uncovered)
+    fn = getattr(node["fn"], "base_dist", None)
+    if others or not isinstance(fn, LinearSuperposition) or node["fn"].reinterpreted_batch_ndims != 1:
+        return None
+    is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
+    is_whole = node["mask"] is None and bool(torch.as_tensor(node["scale"] == scorer.scale).all())
+    if fn.states is not scorer.nodes[site]["value"] or not (is_shared and is_whole and node["value"].dim() == 3):
+        return None
+    return LinearGaussianSteps(node["value"], fn.weight, fn.scale, fn.bias)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,7 @@ class ChainPosterior:
         space: the states of a step.
         words: the sets, ``(N, T, S, W)``.
         unary: their log likelihoods, ``(N, T, S)``; minus infinity of places that no state has.
+        indices: which of all sequences these are; ``None`` for all.
     """
 
     @names_arguments
@@ -75,6 +76,7 @@ class ChainPosterior:
         self.space = StateSpace([2] * transitions.log_prob.shape[1])
         self.num_states = min(check_count("num_states", num_states), self.space.size)
         self._messages: Messages | None = None
+        self.indices: Tensor | None = None
         if self.is_complete:
             words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
             self._set(words, self._scored(words))

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
@@ -26,7 +27,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
-from pyro_truncated.training.em_step import EMStep
+from pyro_truncated.training.em_step import EMStep, collect_on_chains
 from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_draws, shared_out
 from pyro_truncated.training.together import averaged_by_others, start_alike, total, watched
 from pyro_truncated.utils.annealing import Temperature, temperature_at
@@ -188,6 +189,10 @@ class Truncated_ELBO(Described, ELBO):
         with together():
             with torch.no_grad(), poutine.block():
                 batch = guide.batch_of(*call.args, **call.kwargs)
+            if isinstance(batch, ChainBatch):
+                if temperature != 1.0:
+                    raise NotImplementedError("sets of states of binary chains are trained at temperature one")
+                return collect_on_chains(closed_form, batch, self.search if self._search_is_due() else None, self.search_steps)
             return self._em_step(closed_form, batch, self._improve, temperature, is_annealed=callable(self.temperature))
 
     def _improve(self, batch: Batch) -> Population:

@@ -13,8 +13,10 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.ops import look, soon, together
 from pyro_truncated.program.call import Call
+from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 
@@ -66,6 +68,21 @@ class EMStep:
                 visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
                 closed_form.renew(_statistics(closed_form, store.population(visited), temperature, call), is_part=store.is_part)
             return -free_energy
+
+
+@torch.no_grad()
+def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search | None, search_steps: int) -> float:
+    """Improves the sets of sequences, collects statistics, returns the loss.
+
+    The model takes the posterior of the sequences in place of a population.
+    """
+    call, scorer = batch.scorer.call, batch.scorer
+    with poutine.block():
+        posterior = batch.posterior() if search is None else batch.improved_(search, search_steps)
+        loss = -float(scorer.scale * posterior.free_energy().sum() + batch.outside())
+        new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
+    closed_form.collect(new, None, scorer.chosen, scorer.full_size, scale=scorer.full_size / scorer.num_data)
+    return loss
 
 
 def _chosen(batch: Batch) -> Tensor | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import drawn_rows, own_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
@@ -30,9 +29,8 @@ from pyro_truncated.training.model_kinds import (
     starts_near_the_end,
 )
 from pyro_truncated.training.model_parameters import parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
 from pyro_truncated.training.plan import Plan
-from pyro_truncated.training.product_restarts import learn_on_product
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
@@ -166,8 +164,8 @@ def learn(
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
     settings = Settings(search, num_states or 1, lr, max_count=max_count)
-    layout = None if isinstance(model, GibbsModel) else layout_of(model, y, settings)
-    space = None if layout is None else layout.space
+    guide = None if isinstance(model, GibbsModel) else settings.guide_for(model, y)
+    layout, space = (None, None) if guide is None else (guide.layout, guide.layout.space)
     is_beside = has_others_beside(model, layout)
     steps = steps or (_STEPS_BESIDE if is_beside else _STEPS)
     num_states = num_states or _num_states(model, space)
@@ -175,27 +173,18 @@ def learn(
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
     number = _number_for_starts(model, y, space)
-    posteriors = total_rows(y) if layout is None else num_posteriors(layout, y)
-    is_shared = posteriors < total_rows(y)
-    is_all = is_shared or total_rows(y) <= number
+    posteriors = total_rows(y) if guide is None else num_posteriors(guide, y)
+    # Sets of nodes: rows of data may be steps of one sequence.
+    is_product = guide is not None and guide.product is not None
+    is_shared = posteriors < total_rows(y) and not is_product
+    is_all = is_shared or is_product or total_rows(y) <= number
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
-    first_temperature, nearness = _DEFAULTS_BESIDE if is_beside else _defaults(model, space)
+    first_temperature, nearness = _DEFAULTS_BESIDE if is_beside else _DEFAULTS_NEAR_THE_END if is_product else _defaults(model, space)
     nearness = max(nearness, _NEAR_OF_ALL / posteriors) if tolerance is None else tolerance
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
-    plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None)
+    plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None, is_product)
     with undriven(model), progress_bar(progress, unit="step") as bar:
         settings = dataclasses.replace(settings, watch=partial(_show, bar))
-        if layout is not None and settings.guide_for(model, y).product is not None:
-            settings = dataclasses.replace(settings, search=settings.search or AutomaticSearch())
-            limits: dict[str, Any] = {"restarts": starts, "short_steps": short_steps, "steps": steps, "tolerance": nearness}
-            reached = learn_on_product(model, y, settings, generator=generator, bar=bar, **limits)
-            report = reached.report
-            if report.doubts is not None:
-                _warn(report.doubts)
-            if report.remaining > nearness:
-                _warn_of_gain(report.steps, report.remaining)
-            reached.guide.steps, reached.guide.starts, reached.guide.learn_report = report.steps, reached.energies, report
-            return reached.guide
         with starting(model):
             found = SeveralStarts(model, part, settings, plan)
             found.make(bar)

@@ -18,7 +18,7 @@ from pyro_truncated.training.decoders import observed_numbers
 from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.linear_causes import LinearCauses
 from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
 from pyro_truncated.training.starts import Start
 from pyro_truncated.utils.devices import device_of
 
@@ -36,8 +36,9 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     parameters = parameters_of(model, y)
     if not any(takes_gradients(model, parameters[name]) for name in layers_of(model, y) & parameters.keys()):
         return None
-    layout = layout_of(model, y, settings)
-    is_apart = num_posteriors(layout, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
+    guide = settings.guide_for(model, y)
+    layout = guide.layout
+    is_apart = num_posteriors(guide, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
     if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or is_of_many(layout.space):
         return None
     found = observed_numbers(model, y, layout)

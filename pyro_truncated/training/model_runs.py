@@ -23,6 +23,7 @@ from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
@@ -117,7 +118,8 @@ class Run:
             elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
             self.guide, self.truncated, space = _guides(model, y, settings, temperature is not None)
-            search = settings.search or default_search(model, space, settings.num_states)
+            is_product = self.truncated.product is not None
+            search = settings.search or (AutomaticSearch() if is_product else default_search(model, space, settings.num_states))
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
         # A user's search may remember data points by their position among all.
@@ -189,7 +191,7 @@ class Run:
         """Takes a training step; returns the free energy before it."""
         self.relocations.before_step()
         loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
-        value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
+        value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated, y))
         self._watch(value)
         return value
 
@@ -234,10 +236,10 @@ class Run:
         searched by combined flips unless you named a search: under a trained model they reach as far as full conditionals at a tenth of
         the cost.
         """
-        if self.truncated is not None and self.guide is self.truncated:
+        if self.truncated is not None and self.guide is self.truncated and self.truncated.product is None:
             before, reached = self._elbo.search, -math.inf
             # In a single posterior a round may find nothing by chance.
-            are_apart = num_posteriors(self.truncated.layout, y) == total_rows(y)
+            are_apart = num_posteriors(self.truncated, y) == total_rows(y)
             least = _HARDLY_MORE if are_apart else -math.inf
             if self.look_closely() and are_apart and self.truncated.space.is_binary:
                 self._elbo.search = CombinedFlips()
@@ -284,12 +286,13 @@ def layout_of(model: Any, y: Tensor, settings: Settings) -> Layout:
     return dataclasses.replace(settings, num_states=1).guide_for(model, y).layout
 
 
-def num_posteriors(layout: Layout, y: Tensor) -> float:
+def num_posteriors(guide: AutoTruncated, y: Tensor) -> float:
     """Returns how many posteriors the rows of data have.
 
-    Rows may share latents; without a plate all data have one posterior.
+    Rows may share latents; without a plate all data have one posterior. Of sequences of chains every step has one.
     """
-    return total_rows(y) * min(1.0, layout.num_data / len(y))
+    steps = guide.product.num_steps if isinstance(guide.product, ChainLayout) else 1
+    return steps * total_rows(y) * min(1.0, guide.layout.num_data / len(y))
 
 
 def _selection() -> Search:

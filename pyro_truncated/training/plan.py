@@ -25,6 +25,7 @@ class Plan:
             posterior are met twice.
         are_compared: whether agreement also needs the same latents. With closed-form M-steps these are active for the same data points. By
             gradients data points have the same free energies (see :func:`are_alike`).
+        is_product: whether each node of the program has a set of states. Restarts then exchange nothing.
     """
 
     starts: int | None
@@ -35,3 +36,4 @@ class Plan:
     is_of_gains: bool = False
     is_shared: bool = False
     are_compared: bool = False
+    is_product: bool = False

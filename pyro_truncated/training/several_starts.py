@@ -51,7 +51,7 @@ class SeveralStarts:
         self._model, self._y, self._plan = model, y, plan
         self._num_steps, settings = 0, dataclasses.replace(settings, watch=partial(self._count, settings.watch))
         self._first = None if draws_starts(model) else _first_place(model, y)
-        is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
+        is_full = plan.starts == 1 or plan.is_product or (self._first is None and not starts_near_the_end(model))
         self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self.rule = StopRule(model, y, self._settings, plan)
@@ -129,7 +129,7 @@ class SeveralStarts:
         self._near = None
         if self._first is None or number == 0:
             return
-        if number == 1:
+        if number == 1 and not self._plan.is_product:
             self.pool.assembly = self._assembled(self._first)
             self.pool.is_network = self.pool.assembly is None and bool(layers_of(self._model, self._y))
             self.pool.decoded = decoded_values(self._model, self._y, self._settings) if self.pool.is_network else None

@@ -67,11 +67,11 @@ def start(
             offer(run, y, states.unsqueeze(1))
         reached = train(run, y, of_restart(run, model, temperature, steps, tolerance))
         if starts_near_the_end(model):
-            return Start(reached, copies(model, y), states_of(run))
+            return Start(reached, copies(model, y), None if run.truncated is None or run.truncated.product is not None else states_of(run))
     found = start_of(run, model, y, reached)
-    if run.truncated is None:
+    if run.truncated is None or run.truncated.product is not None:
         return found
-    are_apart = num_posteriors(run.truncated.layout, y) == total_rows(y)
+    are_apart = num_posteriors(run.truncated, y) == total_rows(y)
     is_told = are_apart and run.is_by_gradients and run.truncated.space.is_binary and is_a_network(model, y)
     probabilities = run.truncated.population().marginals().double().cpu() if is_told else None
     is_code = probabilities is not None and bool(vary(probabilities).any())

@@ -102,6 +102,8 @@ class StopRule:
         layout = layout_of(self._model, self._y, self._settings)
         if has_others_beside(self._model, layout):
             return True
+        if self._plan.is_product:
+            return False
         if self._plan.is_of_gains:
             return self._y.numel() * layout.space.size <= _MOST_OF_SMALL_MIXTURES
         return self._are_by_gradients and total_rows(self._y) < _FEW_ROWS_PER_LATENT * layout.space.num_latents

@@ -153,6 +153,33 @@ def test_learn_ends_no_lower_than_where_it_started(y):
     assert report.steps == guide.steps == 40
 
 
+def levels(y):
+    """A hidden Markov model of two levels that begin near each other."""
+    loc = pyro.param("loc", lambda: torch.tensor([0.0, 1.0]))
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+    stay, state = torch.tensor([[0.9, 0.1], [0.1, 0.9]]), 0
+    for t in pyro.markov(range(len(y))):
+        state = pyro.sample(f"z_{t}", dist.Categorical(stay[state]))
+        pyro.sample(f"y_{t}", dist.Normal(loc[state], scale), obs=y[t])
+
+
+def test_restarts_converge_before_they_are_compared():
+    """A plain run from the levels of the data ends no higher, by more than the tolerance of half a nat."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.tensor([-2.0, 2.0]).repeat_interleave(8) + 0.5 * torch.randn(16, generator=generator)
+    guide = learn(levels, y, short_steps=10, progress=False, generator=generator)
+    report = guide.learn_report
+    assert report.doubts is None
+    assert max(restart.steps for restart in report.restarts) > 10
+    best = -Truncated_ELBO().loss(levels, guide, y)
+    pyro.get_param_store()["loc"] = torch.tensor([-2.0, 2.0])
+    pyro.get_param_store()["scale"] = torch.tensor(0.5)
+    svi = SVI(levels, other := AutoTruncated(levels, num_states=2), Adam({"lr": 0.02}), Truncated_ELBO())
+    for _ in range(100):
+        svi.step(y)
+    assert best > -Truncated_ELBO().loss(levels, other, y) - 0.5
+
+
 def test_whole_states_are_refused_with_advice(y):
     guide, _ = trained(y)
     for read in (guide.weights, guide.states, lambda: guide.expectation(lambda states: states)):

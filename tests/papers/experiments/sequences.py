@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_truncated import learn
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import FactorialHMM
 from pyro_truncated.ops import binary_chains as chains
@@ -195,8 +196,8 @@ def run_recovery(first: int, last: int) -> None:
     for seed in range(first, last):
         y, _, weight, prior = factorial_chains(30, 40, 2000, 1.0, seed)
         model, clock = FactorialHMM(40, 30, dtype=DOUBLE), Clock()
-        posterior = model.fit(y, generator=torch.Generator().manual_seed(seed), final_states=32)
-        seconds = clock.read()
+        learn(model, y, num_states=8, progress=False, generator=torch.Generator().manual_seed(seed))
+        posterior, seconds = model.posterior(y, 32), clock.read()
         truth = ChainPosterior(LinearGaussianSteps(y, weight, torch.tensor(1.0)), prior.transitions(), 32).improve_()
         bounds = [f"{float(one.free_energy()) / 2000:.3f}" for one in (posterior, truth)]
         row("recovery", seed, recovered(model.weight.detach(), weight), *bounds, f"{float(model.scale.detach()):.3f}", f"{seconds:.0f}")
@@ -215,7 +216,8 @@ def run_learning() -> None:
                 fresh = LinearGaussianSteps(y, model.weight, model.scale, model.bias)
                 posterior.rescored_(fresh, steps.transitions(model.initial.detach(), model.transition.detach()))
                 posterior.improve_(1, first_forward=step % 2 == 0)
-                model.maximize(model.sufficient_statistics(posterior, y), dynamics=step >= 30)
+                model.is_starting = step < 30
+                model.maximize(model.sufficient_statistics(posterior, y))
             found = recovered(model.weight.detach(), weight)
             cells.append(f"{float(posterior.free_energy()) / 1000:.3f}, {found}, {clock.read():.0f}")
         row("learning", seed, *cells)
