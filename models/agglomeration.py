@@ -145,7 +145,7 @@ class Merging:
     Args:
         kind: the kind of covariances of their components.
         likeliest: these components, as a function of statistics.
-        statistics: of the clusters; they change.
+        statistics: of the clusters. They change.
         pairs: which ones lie next to each other, ``(P, 2)``.
     """
 

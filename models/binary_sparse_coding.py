@@ -40,9 +40,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
-        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none. Without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`. With one the free energy may fall.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.

@@ -50,9 +50,9 @@ class BinaryVAE(UniqueModule):
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
-        hidden: widths of the hidden layers of a network with leaky rectifiers; empty for a linear one.
+        hidden: widths of the hidden layers of a network with leaky rectifiers. Empty for a linear one.
         decoder: a network of your own instead, from states ``(*batch, H)`` to ``(*batch, D)``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         decoder: the network :math:`f`.
@@ -156,7 +156,7 @@ class BinaryVAE(UniqueModule):
 
         Args:
             y: data ``(N, D)``, NaN where missing.
-            generator: source of randomness; default: torch's global one.
+            generator: source of randomness. Default: torch's global one.
 
         Returns:
             The model itself.

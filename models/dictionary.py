@@ -76,7 +76,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
 
     Args:
         elements: ``(D, H)``.
-        rows: data points, ``(N, D)``, of which a thousand are looked at; entries that are missing (NaN) are left out.
+        rows: data points, ``(N, D)``, of which a thousand are looked at. Entries that are missing (NaN) are left out.
         share: the share of the data points that the mean is over.
 
     Returns:
@@ -121,7 +121,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
         weight: old dictionary, ``(D, H)`` in float64.
         pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
         cross: :math:`c`, ``(D, H)``.
-        activity: what the ridge is a tiny part of; default: the mean of the diagonal of ``pairs``.
+        activity: what the ridge is a tiny part of. Default: the mean of the diagonal of ``pairs``.
 
     Returns:
         ``(D, H)``.
@@ -210,7 +210,7 @@ def best_claims(
         statistics: those of the old dictionary, with ``won``, ``wins`` and the ``errors``. Also the
             ``magnitude`` of the terms of the errors, if it is not that of the squared data.
         errors_of: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
-        total: sums over the data of all processes, by which they choose the same dictionary; default: there is one process.
+        total: sums over the data of all processes, by which they choose the same dictionary. Default: there is one process.
 
     Returns:
         The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.

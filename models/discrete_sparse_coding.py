@@ -46,8 +46,8 @@ class DiscreteSparseCoding(LinearDictionary):
         values: the values of a coefficient, distinct, with zero among them.
         shared_prior: whether all latents share one :math:`\pi`.
         tied_signs: whether values of equal magnitude have equal probabilities.
-        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none. Without it the data's background must be zero.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.

@@ -64,7 +64,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         family: ``"poisson"`` for counts, ``"bernoulli"`` for zeros and ones, ``"exponential"`` for numbers that are not negative,
             ``"gamma"`` for positive numbers, whose concentration is learned.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: means :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square, and probabilities below ``1 - 1e-6``.

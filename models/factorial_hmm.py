@@ -51,7 +51,7 @@ class FactorialHMM(UniqueModule):
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of binary causes ``M``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, M)``.

@@ -98,7 +98,7 @@ class GatedDecoder(UniqueModule):
     Args:
         outputs: examples ``(A, D)``.
         switches: their switches ``(A, H)``, zeros and ones.
-        poses: their poses ``(A, H, P)``; those of absent parts have no influence.
+        poses: their poses ``(A, H, P)``. Those of absent parts have no influence.
         width: hidden units of the network that guides poses.
 
     Raises:
@@ -158,7 +158,7 @@ class GatedDecoder(UniqueModule):
 
         Args:
             y: images ``(N, D)``, which play no role but for their shape.
-            generator: source of randomness; default: torch's global one.
+            generator: source of randomness. Default: torch's global one.
 
         Returns:
             The model itself.
@@ -243,7 +243,7 @@ class GatedDecoder(UniqueModule):
         :math:`p(x \mid b, z)\, p(z) / q(z \mid b)`.
 
         Args:
-            population: truncated posteriors over the switches; its ``indices`` select the images among ``y``.
+            population: truncated posteriors over the switches. Its ``indices`` select the images among ``y``.
             y: all images, ``(N, D)``; NaN where pixels are missing.
             num_draws: draws of poses for every state.
 

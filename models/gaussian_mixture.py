@@ -60,8 +60,8 @@ class GaussianMixture(LinearMixture):
             full ones.
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
-        pseudo_data: how many data points the prior of a covariance counts for, 0 for none; default: six, one if diagonal or spherical.
-        dtype: floating point type of the parameters; default: torch's.
+        pseudo_data: how many data points the prior of a covariance counts for, 0 for none. Default: six, one if diagonal or spherical.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
@@ -70,9 +70,9 @@ class GaussianMixture(LinearMixture):
             Standard deviations ``(K, D)`` if diagonal and ``(K,)`` if spherical. Those of the noise
             :math:`\sigma`, ``(K,)`` or ``()``, if of low rank. factor: :math:`W`, ``(K, D, R)``; of
             low-rank covariances only.
-        center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
-        spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``; empty without prior.
-        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero if unknown.
+        center: where moments are taken, ``(D,)``. The data's mean after :meth:`initialize`, which avoids cancellation.
+        spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``. Empty without prior.
+        pseudo: how many data points it counts for, half its log determinant, ``(2,)``. Zero if unknown.
 
     Raises:
         ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.

@@ -64,7 +64,7 @@ class Gaussians:
         kind: the kind of covariances.
         weights: :math:`\pi`, ``(K,)``.
         loc: means above a center that data and statistics are relative to, too, ``(K, D)``.
-        spreads: the parameters of the covariances by name, in any type; the others are in float64.
+        spreads: the parameters of the covariances by name, in any type. The others are in float64.
     """
 
     kind: Covariances

@@ -31,7 +31,7 @@ class LinearDictionary(UniqueModule):
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         bias: offset :math:`b`, ``(D,)``; ``None`` in models without.
-        center: where moments are taken, ``(D,)``; the data's mean after ``initialize``, which avoids cancellation. Only with an offset.
+        center: where moments are taken, ``(D,)``. The data's mean after ``initialize``, which avoids cancellation. Only with an offset.
         ridge: :math:`\lambda` of a prior :math:`W_{dh} \sim \mathcal N(0, \sigma^2 / \lambda)` of the dictionary's entries in the M-step,
             in squares of a coefficient. Where little is observed, elements that fit it closely explain what is missing badly.
             It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.

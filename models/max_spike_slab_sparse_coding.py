@@ -55,7 +55,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
         shared_slab: whether all latents share one :math:`\mu` and one :math:`\tau`.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
@@ -154,12 +154,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
         Args:
             y: data ``(n, D)``.
-            selected: selected latents ``(n, K)``; all others are off.
+            selected: selected latents ``(n, K)``. All others are off.
             coefficients: where the chains start, ``(n, H)``.
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
-            rows: positions ``(n,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. n - 1``.
+            rows: positions ``(n,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. n - 1``.
             generator: source of randomness.
 
         Returns:
@@ -241,8 +241,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Args:
             draws: draws of the coefficients; their ``indices`` select the data points among ``y``.
             y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
+            batch_size: as in :meth:`forward`. Not used.
+            num_data: as in :meth:`forward`. Not used.
 
         Returns:
             ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``.

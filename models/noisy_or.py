@@ -46,7 +46,7 @@ class NoisyOr(SuperposedCauses):
         update: ``"exact"``, or ``"fixed_point"`` for the fixed-point equation of the weights
             (Guiraud, Drefs and Lücke 2018, Eqs. 12 and 13). The latter may lower the free energy,
             and its results are clipped to the unit interval.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: probabilities :math:`W`, ``(D, H)``, kept away from 0 and 1 by ``1e-6``.
@@ -129,7 +129,7 @@ class NoisyOr(SuperposedCauses):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.NoisyOrSuperposition.statistics`; with ``update="fixed_point"`` also ``claims``, the sum of
+            Those of :meth:`.NoisyOrSuperposition.statistics`. With ``update="fixed_point"`` also ``claims``, the sum of
             :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
         """
         likelihood = self.likelihood()

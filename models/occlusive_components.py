@@ -63,9 +63,9 @@ class OcclusiveComponents(UniqueModule):
         num_channels: number of colour channels ``F``.
         order: ``"exclusive"`` or ``"depth"``.
         wrap: whether objects that leave the canvas on one side come back on the other, so that there are as many places as pixels.
-        min_scale: floor of both standard deviations, as a share of the data's root mean square; without noise no density has a maximum.
-        min_mask: masks stay in [min_mask, 1 - min_mask]; at 0 or 1 no pixel could ever change a mask again.
-        dtype: floating point type of the parameters; default: torch's.
+        min_scale: floor of both standard deviations, as a share of the data's root mean square. Without noise no density has a maximum.
+        min_mask: masks stay in [min_mask, 1 - min_mask]. At 0 or 1 no pixel could ever change a mask again.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         features: colours :math:`w`, ``(H, t, u, F)``.
@@ -209,10 +209,10 @@ class OcclusiveComponents(UniqueModule):
         r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
 
         Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            population: truncated posteriors. Its ``indices`` select the data points among ``y``.
             y: all images, ``(N, height, width, F)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
+            batch_size: as in :meth:`forward`. Not used.
+            num_data: as in :meth:`forward`. Not used.
             temperature: temperature of the posteriors.
 
         Returns:

@@ -34,7 +34,7 @@ class PoissonMixture(LinearMixture):
     Args:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.

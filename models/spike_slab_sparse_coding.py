@@ -49,16 +49,16 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
             Restarts of :func:`~pyro_truncated.learn` have independent slabs in any case, as
             correlated ones lead to worse optima.
-        offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
-        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`a` is learned, as the literature's models have none. Without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`. With one the free energy may fall.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
         slab_mean: :math:`\mu`, ``(H,)``.
-        slab_scale: standard deviations :math:`\tau`, ``(H,)``; the lower Cholesky factor of :math:`\Psi`, ``(H, H)``, if full.
+        slab_scale: standard deviations :math:`\tau`, ``(H,)``. The lower Cholesky factor of :math:`\Psi`, ``(H, H)``, if full.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
         is_starting: whether slabs that are independent stay so in M-steps.

@@ -56,7 +56,7 @@ class Moves:
     Attributes:
         components: all as they are before.
         kept: which components take over the data of another one, ``(M,)``.
-        moved: which ones move, ``(M,)``; where it is the one that is kept, its data are left to all others.
+        moved: which ones move, ``(M,)``. Where it is the one that is kept, its data are left to all others.
         split: where they move to, ``(M,)``.
         merged: what the kept ones become.
         halves: what those that are split become, and those that move, two and two, ``2 M`` components.
@@ -116,7 +116,7 @@ class MoveSearch:
     best splits.
 
     Args:
-        components: as they are; the moves begin from the ones that an M-step makes of them.
+        components: as they are. The moves begin from the ones that an M-step makes of them.
         population: the truncated posteriors of all data points under them.
         x: data above the center, ``(N, D)``.
         statistics: of these data and posteriors.

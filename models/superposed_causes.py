@@ -31,7 +31,7 @@ class SuperposedCauses(UniqueModule):
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
         weight: what the dictionary satisfies: any numbers, positive ones, or probabilities.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: floating point type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
@@ -77,7 +77,7 @@ class SuperposedCauses(UniqueModule):
         r"""The likelihood :math:`p(y \mid s)`.
 
         Args:
-            states: states ``(*batch, H)``; default: any, for what is the same for all of them.
+            states: states ``(*batch, H)``. Default: any, for what is the same for all of them.
             weight: another dictionary.
         """
         weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()

@@ -47,7 +47,7 @@ def enumerate_log_joint(
         guide: the guide, trained or not, with ``num_states=1`` if need be.
         *args: the model's positional arguments.
         max_states: largest space that is enumerated.
-        values: the model's other latents by site name; default: those not given are drawn as the guide draws them, once.
+        values: the model's other latents by site name. Default: those not given are drawn as the guide draws them, once.
         **kwargs: the model's keyword arguments.
 
     Returns:

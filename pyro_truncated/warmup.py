@@ -52,7 +52,7 @@ def warm_up(progress: bool | None = None) -> None:
     Pyro's parameter store and torch's generator are as before afterwards.
 
     Args:
-        progress: whether to show a bar; default: if standard error is a terminal.
+        progress: whether to show a bar. Default: if standard error is a terminal.
     """
     tasks = [(name, task, dtype) for dtype in (torch.float32, torch.float64) for name, task in _TASKS.items()]
     with compile_first(), progress_bar(progress, iterable=tasks, unit="task") as bar:

@@ -137,7 +137,7 @@ def linear_bars(
 
     Args:
         num_data: number of images ``N``.
-        size: side of the image; there are ``2 * size`` bars.
+        size: side of the image. There are ``2 * size`` bars.
         mean_active: mean number of bars in an image.
         amplitude: value of a bar's pixels.
         noise: standard deviation of the noise.

@@ -41,7 +41,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
         slab_scale_tril: lower Cholesky factor :math:`T` of their covariance, ``(H, H)``.
-        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -134,7 +134,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         .. math:: \frac{\partial \mathcal F}{\partial \mu} = g, \qquad \frac{\partial \mathcal F}{\partial T} = \mathrm{tril}(K T).
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
             value: all data, ``(N, D)``; NaN where missing.
             temperature: temperature of the posteriors over the indicators.
 
@@ -177,7 +177,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         with the posterior of indicators and slabs under the parameters as they are.
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
             value: all data, ``(N, D)``; NaN where missing.
             means: other means :math:`m`, ``(T, H)``.
             covariances: other covariances :math:`P`, ``(T, H, H)``, positive definite.

@@ -40,7 +40,7 @@ class LinearSuperposition(GaussianSuperposition):
         states: states ``(*batch, H)``; real numbers, usually zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
         scale: standard deviation :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
-        bias: offset :math:`b`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`b`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -143,10 +143,10 @@ class LinearSuperposition(GaussianSuperposition):
         parameters, so the method needs no distribution.
 
         Args:
-            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
+            population: truncated posteriors over the ``H`` latents. Its ``indices`` select the data points among all data.
             value: all data, ``(N, D)``; NaN where missing.
             temperature: temperature of the posteriors.
-            levels: coefficient that each value of a latent stands for, ``(K,)``; by default the values 0, 1, ... themselves.
+            levels: coefficient that each value of a latent stands for, ``(K,)``. By default the values 0, 1, ... themselves.
 
         Returns:
             ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares``

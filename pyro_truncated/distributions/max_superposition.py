@@ -114,8 +114,8 @@ class MaximumSuperposition(GaussianSuperposition):
         :meth:`draw_coefficients` makes the draws.
 
         Args:
-            selected: selected latents, ``(N, K)``; all others are off.
-            coefficients: draws of their coefficients, ``(N, S, K)``; zero where a latent is off.
+            selected: selected latents, ``(N, K)``. All others are off.
+            coefficients: draws of their coefficients, ``(N, S, K)``. Zero where a latent is off.
             value: observations, ``(N, D)``; NaN where missing.
 
         Returns:
@@ -158,8 +158,8 @@ class MaximumSuperposition(GaussianSuperposition):
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
-            rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
-            generator: source of randomness; default: torch's global generator.
+            rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. N - 1``.
+            generator: source of randomness. Default: torch's global generator.
 
         Returns:
             Draws ``(N, sweeps, K)``, zero where a latent is off, and the mean of the exact conditional probabilities that the latents are

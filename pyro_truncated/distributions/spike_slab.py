@@ -45,7 +45,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
         scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
         slab_scale: standard deviations of the slabs :math:`\tau`, as ``slab_mean``.
-        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -136,7 +136,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
         They depend on the parameters, through the posterior of the slabs; nothing is subtracted from the data that are summed.
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
             value: all data, ``(N, D)``; NaN where missing.
             temperature: temperature of the posteriors over the indicators.
 

@@ -48,13 +48,13 @@ class GibbsEM(ELBO):
         >>> losses = [svi.step(y) for _ in range(2)]
 
     Args:
-        search: selects the latents; its proposals are not used.
+        search: selects the latents. Its proposals are not used.
         sweeps: sweeps whose outcomes are kept as draws.
         burn_in: sweeps before them.
         settling: E-steps that chains take before the first one with an M-step; 0 where a model begins with random parameters.
         temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
-        batch_size: data points per step, drawn without replacement; default: all.
-        generator: source of randomness; default: torch's global generator.
+        batch_size: data points per step, drawn without replacement. Default: all.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the search does not select latents.

@@ -36,7 +36,7 @@ class GibbsDraws:
 
     Attributes:
         selected: selected latents, ``(n, K)`` int64.
-        coefficients: ``(n, S, K)``; zero where a latent is off.
+        coefficients: ``(n, S, K)``. Zero where a latent is off.
         probabilities: mean over the draws of the exact conditional probabilities that the selected latents are on, ``(n, K)``.
         indices: positions ``(n,)`` of the data points in the full data set, or ``None`` if these are all data in order.
     """
@@ -120,7 +120,7 @@ class GibbsGuide(PyroModule):
         coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
         probabilities: posterior probabilities that the latents are active, ``(N, H)`` in float64: means of exact conditional probabilities
             over the sweeps. Zero for latents that were not selected. Random numbers before a data point's first step.
-        unit: the unit that the coefficients were drawn in, see the model's; zero before a data point's first step.
+        unit: the unit that the coefficients were drawn in, see the model's. Zero before a data point's first step.
 
         ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
 
@@ -181,7 +181,7 @@ class GibbsGuide(PyroModule):
         Args:
             search: selects the latents.
             y: all data, ``(N, D)``.
-            indices: the data points ``(n,)`` to work on; default: all.
+            indices: the data points ``(n,)`` to work on. Default: all.
             sweeps: sweeps kept as draws.
             burn_in: sweeps before them.
             temperature: factor on the variance of the noise.

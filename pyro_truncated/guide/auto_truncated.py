@@ -71,7 +71,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     Args:
         model: a Pyro model; fast if it vectorises over a left-most dimension, as parallel enumeration asks for.
-        num_states: states per data point, ``S``; all states there are if these are fewer, which makes inference exact. Memory is
+        num_states: states per data point, ``S``. All states there are if these are fewer, which makes inference exact. Memory is
             ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
             samples (with ``pyro.sample``) continuous latents given the states. With the exact one log joints are collapsed.
@@ -85,8 +85,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             or one after the other (``False``). ``None`` tests a few states on the first call. A
             model that does not take many states at once (``s[:, 0]``, ``if z == 1``) is scored more
             slowly, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
-        create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
-        memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
+        create_plates: as for every autoguide. Needed only if the guide should subsample where the model does not.
+        memory_budget: bytes that the temporaries of one operation may take, roughly. Default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
         whole_states: whether a population holds whole states of a data point even where the model's factor graph has several nodes. By
             default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets. With ``conditional``,
@@ -301,9 +301,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
         Args:
             data: the model's positional arguments, one tensor or a tuple: the model must take all data points at once.
-            search: fills the populations; default: what :class:`~pyro_truncated.search.AutomaticSearch` chooses, as in training.
+            search: fills the populations. Default: what :class:`~pyro_truncated.search.AutomaticSearch` chooses, as in training.
             steps: number of search steps.
-            num_states: states per data point; default: as in this guide.
+            num_states: states per data point. Default: as in this guide.
             init: initial states, as for the constructor.
             **kwargs: the model's keyword arguments.
 

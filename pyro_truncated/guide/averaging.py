@@ -76,7 +76,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     Args:
         guide: the truncated guide.
         call: the model and its arguments.
-        subsamples: subsamples of plates, by name; default: those that the model draws.
+        subsamples: subsamples of plates, by name. Default: those that the model draws.
 
     Returns:
         The populations, or ``None`` where nothing makes draws that differ.

@@ -86,7 +86,7 @@ class Siblings:
             names: of the model's other latents.
             call: the model and its arguments.
             median: whether to take medians.
-            subsamples: subsamples of plates by name; default: those of the model.
+            subsamples: subsamples of plates by name. Default: those of the model.
 
         Returns:
             The values, with the subsamples that they are for.

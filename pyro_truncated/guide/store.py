@@ -44,7 +44,7 @@ class PopulationStore(torch.nn.Module):
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
         num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
-        portion: which of all data points these are; all, unless the model was first called with a shard of them.
+        portion: which of all data points these are. All, unless the model was first called with a shard of them.
         seen: what was observed of the data points that the populations belong to.
         seed: seed of all random numbers of the populations, except those of searches with their own
             generators. It is drawn from torch's generator when the guide first sees its model,

@@ -219,7 +219,7 @@ class WholeModelGuide(AutoGuide):
 
         Args:
             call: the model and its arguments.
-            values: other latents, and subsamples of plates, by name; default: as the model draws them.
+            values: other latents, and subsamples of plates, by name. Default: as the model draws them.
 
         Raises:
             NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
@@ -267,7 +267,7 @@ class WholeModelGuide(AutoGuide):
         Args:
             call: the model and its arguments.
             median: whether to take medians, where a guide knows its own.
-            subsamples: subsamples of plates by name; default: those of the model.
+            subsamples: subsamples of plates by name. Default: those of the model.
 
         Returns:
             Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.

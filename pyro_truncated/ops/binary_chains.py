@@ -31,8 +31,8 @@ class Transitions(NamedTuple):
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
 
     Attributes:
-        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's; minus infinity is legal.
-        kind: kind of the transition into each step, ``(N, T)`` int64; negative beyond the end of a sequence.
+        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's. Minus infinity is legal.
+        kind: kind of the transition into each step, ``(N, T)`` int64. Negative beyond the end of a sequence.
     """
 
     log_prob: Tensor
@@ -72,7 +72,7 @@ class Flips(NamedTuple):
     Attributes:
         member: position of the member, ``(N, T, P)``.
         latent: the latent, ``(N, T, P)``.
-        log_mass: what the candidate adds, relative to the sum over the sets: a logarithm, ``(N, T, P)``; minus infinity of none.
+        log_mass: what the candidate adds, relative to the sum over the sets: a logarithm, ``(N, T, P)``. Minus infinity of none.
     """
 
     member: Tensor
@@ -149,7 +149,7 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
         unary: likewise.
         transitions: likewise.
         sums: the messages.
-        weight: factor of each sequence, ``(N,)``; default: one.
+        weight: factor of each sequence, ``(N,)``. Default: one.
 
     Returns:
         ``(K, M, 2, 2)`` in float64.

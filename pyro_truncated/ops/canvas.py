@@ -26,7 +26,7 @@ class Canvas:
         width: columns of an image.
         template_height: rows of a template.
         template_width: columns of a template.
-        wrap: whether a template that leaves the canvas on one side comes back on the other; otherwise it lies inside.
+        wrap: whether a template that leaves the canvas on one side comes back on the other. Otherwise it lies inside.
 
     Raises:
         ValueError: if a size is not positive or templates are larger than images.

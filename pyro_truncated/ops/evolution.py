@@ -153,7 +153,7 @@ def select_parents(
         log_joint: log joints ``(N, S)``.
         num_parents: number of parents ``P``, at most ``S``.
         by_fitness: ``False`` draws uniformly among the states of positive probability.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -176,7 +176,7 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
     Args:
         parents: packed states ``(N, P, W)``.
         fields: where their latents lie, at least two.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -202,7 +202,7 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -267,7 +267,7 @@ def flip_sparse(
         fields: where their latents lie.
         target_activity: wanted mean number of active binary latents.
         flip_probability: mean probability of a flip, in (0, 1].
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -306,7 +306,7 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
         num_data: number of data points ``N``.
         num_states: number of states per data point ``S``.
         generator: source of randomness.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, W)``.

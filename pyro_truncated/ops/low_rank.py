@@ -66,7 +66,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
 
     Args:
-        rows: data :math:`y`, ``(N, D)``; entries that are NaN are not observed.
+        rows: data :math:`y`, ``(N, D)``. Entries that are NaN are not observed.
         row: which of them, ``(E,)``.
         component: under which component, ``(E,)``.
         loc: means :math:`\mu`, ``(K, D)``.
@@ -206,7 +206,7 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
         component: components :math:`k_{ns}`, ``(N, S)``.
         weight: responsibilities :math:`r`, ``(N, S)``, not negative.
         num_components: ``K``.
-        around: centers :math:`c`, ``(K, D)``; default: zero.
+        around: centers :math:`c`, ``(K, D)``. Default: zero.
 
     Returns:
         ``(K, D, D)``, in the type of the rows.

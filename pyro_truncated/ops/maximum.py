@@ -36,7 +36,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
     Args:
         words: packed states, ``(N, C, W)``.
         value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
-        weight: dictionary :math:`W`, ``(D, H)``; negative entries never win.
+        weight: dictionary :math:`W`, ``(D, H)``. Negative entries never win.
         precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
 
     Returns:
@@ -64,7 +64,7 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Returns:
         First moments :math:`\sum_c w_{nc} s`, ``(N, H)``; predictions :math:`\sum_c w_{nc} \bar y(s)`, ``(N, D)``, also of missing
         entries; wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries,
-        ``(D, H)``; all float64.
+        ``(D, H)``. All float64.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -119,7 +119,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     Args:
         words: packed states, ``(N, C, W)``.
         value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
-        natural: natural parameters, ``(D, H + 1)``; the last are those of the background.
+        natural: natural parameters, ``(D, H + 1)``. The last are those of the background.
         partition: log partition functions, ``(D, H + 1)``.
 
     Returns:
@@ -211,11 +211,11 @@ def maximum_slab_gibbs(
         slab_mean: :math:`\mu`, ``(H,)``.
         slab_deviation: :math:`\tau`, ``(H,)``.
         selected: selected causes, ``(N, K)`` int64, distinct within a row.
-        coefficients: where the chains start, ``(N, H)``; those of causes that are not selected count as zero.
+        coefficients: where the chains start, ``(N, H)``. Those of causes that are not selected count as zero.
         burn_in: sweeps before the first one kept.
         sweeps: sweeps kept, at least one.
-        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
-        generator: source of randomness; default: torch's global generator.
+        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. N - 1``.
+        generator: source of randomness. Default: torch's global generator.
 
     Returns:
         The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``. Also the mean

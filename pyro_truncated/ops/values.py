@@ -76,7 +76,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
             have.
         num_samples: number of states per data point.
         fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:

@@ -97,7 +97,7 @@ def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tens
         node: the site in a run of the model.
         data_plates: names of the data plates.
         low: its lowest values.
-        high: its highest values; where they differ between data points, the site has those of the largest.
+        high: its highest values. Where they differ between data points, the site has those of the largest.
 
     Raises:
         ValueError: if the number of its values may differ between data points and only some have been seen.

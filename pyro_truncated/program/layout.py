@@ -76,7 +76,7 @@ class SiteLayout:
         Args:
             levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
             depth: number of plate dimensions; ``batch`` is padded with ones up to it.
-            dtypes: value types by site; default: those of the prototype.
+            dtypes: value types by site. Default: those of the prototype.
 
         Returns:
             Values ``(*batch with inner plates filled in, *event_shape)`` by site name.

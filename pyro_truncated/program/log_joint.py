@@ -84,7 +84,7 @@ class LogJoint(Probe):
         layout: its discrete sites.
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
-        memory_budget: bytes that one run of the model on candidates may take, roughly; default: see :func:`.budget_on`.
+        memory_budget: bytes that one run of the model on candidates may take, roughly. Default: see :func:`.budget_on`.
         scoring: how the states are scored: together, in a new left-most dimension. Or by
             ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
             other, for models whose Python code looks at values.
@@ -248,7 +248,7 @@ class LogJoint(Probe):
 
         Args:
             states_per_row: states of a data point that are kept or scored.
-            proposed_per_row: how many more a search proposes; on a device all are sorted at a time, with several numbers for each.
+            proposed_per_row: how many more a search proposes. On a device all are sorted at a time, with several numbers for each.
         """
         if self.packed is None:
             return [slice(0, self.num_data)]

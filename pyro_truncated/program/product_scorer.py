@@ -42,7 +42,7 @@ class Tables:
     Attributes:
         scopes: by table, the nodes that it is of.
         shapes: by table, its shape.
-        entries: those of all tables, one table after the other, in float64; impossible ones are finite.
+        entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
         dtype: the type that the model computes them in.
     """
 

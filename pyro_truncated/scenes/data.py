@@ -126,7 +126,7 @@ def occluded_scenes(
         canvas: height and width of an image.
         presence: probability that an object is in an image.
         noise: standard deviation of the pixels' noise.
-        wrap: whether an object that leaves the canvas on one side comes back on the other; otherwise objects lie inside.
+        wrap: whether an object that leaves the canvas on one side comes back on the other. Otherwise objects lie inside.
         generator: source of the randomness.
 
     Raises:

@@ -164,7 +164,7 @@ class OccludedScene(TorchDistribution):
         where :math:`m_{hi}` is how often the mask is on and :math:`n_h` how often the object is present.
 
         Args:
-            population: truncated posteriors over presence, position and perhaps order; its ``indices`` select the
+            population: truncated posteriors over presence, position and perhaps order. Its ``indices`` select the
                 data points among all data.
             value: all images, ``(N, height, width, F)``.
             temperature: temperature of the posteriors.

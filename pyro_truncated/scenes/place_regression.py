@@ -48,15 +48,15 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         canvas: sizes.
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact.
+        rank: rank of an incomplete Cholesky factor. Default: exact.
         num_candidates: places per object.
         smooth: whether scores of neighbouring places support each other.
-        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``; default: the pixels.
+        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``. Default: the pixels.
         leave_out: whether to leave each image's own posterior out. If not, the regression mostly returns what it was given.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of images that a fit looks at, drawn at random; predictions use all.
         site: name of the observed images.
-        generator: source of randomness for the choice of these images; default: torch's global generator.
+        generator: source of randomness for the choice of these images. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -39,11 +39,11 @@ class PlacementSelection(AffinitySearch):
         affinity: maps a batch to :class:`Candidates`, such as a :class:`~pyro_truncated.scenes.PlaceScan` or
             :class:`~pyro_truncated.scenes.PlaceRegression`.
         num_selected: number of selected objects :math:`H'`.
-        max_active: largest number of objects in a scene made of candidates; default: all.
+        max_active: largest number of objects in a scene made of candidates. Default: all.
         extended: number of best states of the population that candidates are put into.
         explore: mean share of the :math:`H'` slots given to chance; see :class:`~pyro_truncated.search.Preselection`.
         explore_places: probability that the last place of a selected object is a random one instead.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the affinity is not callable.
@@ -180,7 +180,7 @@ class PlacementCompletion(Search):
     Args:
         scan: compares objects with images; its best place of each object counts.
         num_added: number of objects that are put into a scene.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if ``num_added`` is not positive.
@@ -254,9 +254,9 @@ class PlacementMoves(Search):
         grid: rows and columns of the grid of places.
         parents: number of parents per data point, selected in proportion to fitness, without replacement.
         children: children of each parent.
-        wrap: whether the grid of places closes on itself; otherwise shifts end at its edges.
+        wrap: whether the grid of places closes on itself. Otherwise shifts end at its edges.
         shares: relative frequency of the moves, in the order of the table.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.

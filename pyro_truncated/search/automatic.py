@@ -34,7 +34,7 @@ class AutomaticSearch(Search):
         >>> guide = AutoTruncated(model, num_states=16).infer(y, AutomaticSearch(), steps=2)
 
     Args:
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Attributes:
         chosen: the search in use, ``None`` before it has met a population.

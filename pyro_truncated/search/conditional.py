@@ -43,9 +43,9 @@ class ConditionalSearch(Search):
         >>> guide = AutoTruncated(model, num_states=16).infer(y, ConditionalSearch(64), steps=2)
 
     Args:
-        num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S``
+        num_candidates: states scored per data point and step, ``C``. Default: ``256 + 2 S`` for populations of ``S``
             states, so that large populations fill as fast as small ones.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if ``num_candidates`` is below 4.

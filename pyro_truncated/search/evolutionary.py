@@ -52,7 +52,7 @@ class EvolutionarySearch(Search):
         torch.Size([20, 16, 8])
 
     Args:
-        parents: number of parents per data point (8); all states of a population that holds fewer.
+        parents: number of parents per data point (8). All states of a population that holds fewer.
         children: mutated copies of each parent (7). With crossover there are ``parents * (parents - 1)`` children in
             all, so that 8 parents have 56 children either way. A single parent, or a single latent, cannot be crossed
             and has mutated copies.
@@ -65,7 +65,7 @@ class EvolutionarySearch(Search):
         flip_probability: mean probability of a flip in ``"sparseflips"``; default ``1 / L``, one flip per child.
         target_activity: mean number of active binary latents that ``"sparseflips"`` aims at. Default: their mean
             number under the truncated posteriors of the batch, the sparsity learned by the model.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range or unknown.

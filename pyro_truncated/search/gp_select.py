@@ -175,7 +175,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     Args:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
+        rank: rank of an incomplete Cholesky factor. Default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
         pivots: how data points are chosen for that factor, ``"variance"`` or ``"targets"``, see
             :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a
@@ -183,7 +183,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             Missing (NaN) entries are replaced by the mean of their column.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of data points that a fit looks at, drawn at random; predictions use all.
-        generator: source of randomness for the choice of these points; default: torch's global generator.
+        generator: source of randomness for the choice of these points. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -348,7 +348,7 @@ class GPSelect(Preselection):
         num_selected: number of selected latents.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
         pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict
             the marginals best. The latter takes longer and needs a smaller rank.
         explore: mean share of the selected places given to chance, see :class:`Preselection`.
@@ -357,7 +357,7 @@ class GPSelect(Preselection):
             default: the observations.
         max_active: largest number of active latents in a proposal.
         fit_steps: largest number of L-BFGS steps of a fit.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -229,8 +229,8 @@ class Preselection(AffinitySearch):
         affinity: maps a :class:`~pyro_truncated.search.SearchBatch` to scores ``(N, P)``, larger for latents that are more likely to be
             active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent. A NaN
             is an error, infinities are not.
-        num_selected: number of selected latents :math:`H'`; all of them where there are fewer.
-        max_active: largest number :math:`\gamma` of active latents in a proposal; default: all :math:`2^{H'}` states. Has no meaning
+        num_selected: number of selected latents :math:`H'`. All of them where there are fewer.
+        max_active: largest number :math:`\gamma` of active latents in a proposal. Default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
         explore: mean share of the :math:`H'` places given to chance. Their number is :math:`r_n = \lfloor
             \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point. So less than one
@@ -238,7 +238,7 @@ class Preselection(AffinitySearch):
             prediction.
         merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it: expectation
             truncation, in which every E-step forgets the one before.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the affinity is not callable.

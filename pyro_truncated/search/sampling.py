@@ -27,7 +27,7 @@ class SampledSearch(Search):
     Args:
         num_samples: number of candidates per data point.
         prior_share: fraction of the candidates that come from the prior, rounded to a whole number of candidates.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -61,11 +61,11 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         codes = coder.fit_transform(scale(load_wine().data))
 
     Args:
-        n_components: number of dictionary elements; default: as many as there are features, at most 100.
+        n_components: number of dictionary elements. Default: as many as there are features, at most 100.
         family: ``"spike_slab"``, ``"gaussian"`` or ``"bernoulli"``.
         offset: whether the data have a background that is learned. It is the offset :math:`b`, or
             the probability :math:`w_0` per feature instead of 0.001.
-        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
+        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``. Default: the data are zeros and ones.
         ridge: strength of a normal prior of the dictionary, see
             :class:`~pyro_truncated.models.SpikeSlabSparseCoding`. Default: ten times the squared
             share of missing data, so none for complete data. Not for ``"bernoulli"``.
@@ -74,7 +74,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
         n_init: the most starts; training ends sooner with a start on which two agree.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         model_: the fitted model, a Pyro program, of the standardised data.

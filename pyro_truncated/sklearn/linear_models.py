@@ -17,7 +17,7 @@ class Coefficients(NamedTuple):
     """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors.
 
     Attributes:
-        positions: the predictors, ``(C, k)``; where there are fewer, any others.
+        positions: the predictors, ``(C, k)``. Where there are fewer, any others.
         is_used: which of them are used, ``(C, k)``.
         factor: Cholesky factors of the precisions in units of the noise's, ``(C, k, k)``; 1 on the diagonal where unused.
         mean: means ``(C, k)``; 0 where unused.

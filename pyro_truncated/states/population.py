@@ -277,8 +277,8 @@ def initial_population(
         num_data: number of data points ``N``.
         num_states: number of states per data point ``S``.
         generator: source of randomness.
-        device: where the result goes; it is computed on the CPU, once.
-        rows: positions ``(N,)`` of the data points among all data, which decide on their states; default: ``0 .. N - 1``.
+        device: where the result goes. It is computed on the CPU, once.
+        rows: positions ``(N,)`` of the data points among all data, which decide on their states. Default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, num_words)``.

@@ -72,7 +72,7 @@ def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
 
     Args:
         bytes_per_row: bytes of all temporaries of a row.
-        num_bytes: the budget; default: the one in force.
+        num_bytes: the budget. Default: the one in force.
     """
     return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
 

@@ -42,7 +42,7 @@ def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
     """A bar on standard error.
 
     Args:
-        progress: whether to show it; default: if standard error is a terminal.
+        progress: whether to show it. Default: if standard error is a terminal.
         **options: of tqdm.
     """
     return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)

@@ -90,8 +90,8 @@ def to_arviz(
         training: records of the training by name, each ``(num_steps,)`` or ``(num_restarts, num_steps)``.
         checks: what :func:`~pyro_truncated.diagnostics.check_truncation` returned for the same data.
         stores: states of Pyro's parameter store, one per guide (``Restarts.stores``).
-        conditional_log_likelihood: whether to add the likelihood given drawn states; wrong for cross-validation.
-        memory_budget: bytes of a single array; larger ones are left out (attribute ``omitted``).
+        conditional_log_likelihood: whether to add the likelihood given drawn states. Wrong for cross-validation.
+        memory_budget: bytes of a single array. Larger ones are left out (attribute ``omitted``).
         **kwargs: the model's keyword arguments.
 
     Returns:

@@ -36,7 +36,7 @@ class States:
         part: the truncated guide.
         log_joint: a scorer.
         population: populations whose weights and free energies are means over the draws.
-        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``; a mean over draws of the other latents.
+        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``. A mean over draws of the other latents.
         index: indices of the states drawn, ``(draws, N)``.
     """
 
@@ -63,12 +63,12 @@ class Draws:
         computed: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
         lp: log joint density of each draw.
         log_q: log density of each draw under the guide.
-        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``; empty where they do not exist.
+        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
         log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
         local: names of the latents of data points.
         given: those of them that ``log_likelihood`` is conditional on.
         plates: plates whose members are the data points, by dimension from left to right, with their sizes.
-        joint: name of the variable of ``log_likelihood`` that has one entry per data point; others have the shapes of their sites.
+        joint: name of the variable of ``log_likelihood`` that has one entry per data point. Others have the shapes of their sites.
         states: of a truncated guide.
     """
 

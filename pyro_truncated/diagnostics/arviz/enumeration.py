@@ -37,7 +37,7 @@ class Enumeration:
         hidden: latents that nobody knows, and on which nothing depends; their densities are left out.
 
     Attributes:
-        plates: the plates from left to right, with their sizes; empty if no data point has such latents of its own.
+        plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
         local: the latents inside them.
         inside: the sites inside them.
     """

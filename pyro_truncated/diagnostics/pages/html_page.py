@@ -53,7 +53,7 @@ def write_report(
     The page needs no network.
 
     Args:
-        folder: where to write; created if it does not exist.
+        folder: where to write. Created if it does not exist.
         title: heading of the page.
         lead: opening paragraph, plain text.
         numbers: the main results by name, shown large under the lead.

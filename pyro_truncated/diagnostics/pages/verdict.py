@@ -100,9 +100,9 @@ def diagnose(
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
-        path: the page, such as ``"diagnosis.html"``; default: none is written.
+        path: the page, such as ``"diagnosis.html"``. Default: none is written.
         weight: dictionary ``(D, H)`` to show as images, for image models.
-        image_shape: height and width of the images; default: square.
+        image_shape: height and width of the images. Default: square.
         warn: whether to issue a :class:`TruncationWarning` if something is wrong with the truncation.
 
     Returns:

@@ -159,7 +159,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
-        search: improves both populations; default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
+        search: improves both populations. Default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
             keeps what it knows and takes these for new ones, so ``GPSelect(inputs=...)`` needs a function here.
         steps: search steps.
         **kwargs: the model's keyword arguments.

@@ -57,7 +57,7 @@ class Evidence:
             estimate nor interval is reliable, unless next to nothing lies outside. NaN where the
             weights take too few values for a tail to be fitted (small spaces).
         effective_draws: how many draws the estimated missing mass rests on, :math:`(\sum_i w_i)^2 / \sum_i w_i^2` over those outside.
-        possible_draws: how many draws outside have positive probability; where none has, how many of twenty draws from the prior have,
+        possible_draws: how many draws outside have positive probability. Where none has, how many of twenty draws from the prior have,
             inside or outside. Where none has either, nothing is known of the mass outside.
         is_complete: whether the populations hold all states, so that nothing lies outside.
         stochastic_upper: an upper bound in expectation, where exact posterior draws were given; else ``None``.

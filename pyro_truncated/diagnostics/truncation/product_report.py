@@ -70,7 +70,7 @@ class ProductReport:
         doubled: the bound with sets of twice the size.
         exact: the log evidence, of full sets, where these are small; ``None`` elsewhere.
         nodes: what was measured of the nodes, by group.
-        findings: what is wrong, and what to change; empty if nothing is.
+        findings: what is wrong, and what to change. Empty if nothing is.
     """
 
     free_energy: Tensor

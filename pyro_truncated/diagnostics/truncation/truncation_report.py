@@ -44,7 +44,7 @@ class TruncationReport:
         growth: free energies after more search, and with twice the states.
         evidence: importance-sampling estimate of the log evidence, or ``None``.
         exact: comparison with enumeration where the space is small, or ``None``.
-        findings: what is wrong, and what to change; empty if nothing is.
+        findings: what is wrong, and what to change. Empty if nothing is.
     """
 
     num_states: int
@@ -179,7 +179,7 @@ def check_truncation(
         search: looks for better states; give the one that the guide was trained with, or a stronger one.
         steps: search steps.
         num_samples: draws per data point for the estimate of the evidence; 0 leaves it out.
-        num_parents: states whose neighbours the certificate visits; default: all.
+        num_parents: states whose neighbours the certificate visits. Default: all.
         warn: whether to issue a :class:`TruncationWarning` if something is wrong.
         **kwargs: the model's keyword arguments.
 

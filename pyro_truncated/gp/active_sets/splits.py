@@ -99,7 +99,7 @@ class UniformSplits:
 
     Args:
         num_data: number of data points ``N``.
-        batch_size: data points per minibatch ``B``; the last one of an epoch may hold fewer.
+        batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
         num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
         generator: source of the randomness.
 
@@ -164,7 +164,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         kernel: the kernel.
         latents: candidates ``(N, Q)``.
         size: how many to choose.
-        noise: noise variance of an observation; default: a hundredth of the mean prior variance.
+        noise: noise variance of an observation. Default: a hundredth of the mean prior variance.
         num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
 
     Raises:

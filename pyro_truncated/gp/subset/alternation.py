@@ -83,7 +83,7 @@ class Alternation:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
         log_noise: the noise as a free parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``; the subset of the last is chosen by ``"vfe"``.
+        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The subset of the last is chosen by ``"vfe"``.
         search: how subsets are improved.
         num_inducing: size of the subset.
         generator: source of randomness.
@@ -217,7 +217,7 @@ def fitted_from_some_start(
 
     Args:
         attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
-        kernel: the kernel; without length-scales to learn there is one attempt.
+        kernel: the kernel. Without length-scales to learn there is one attempt.
         targets: standardised, ``(n, H)``.
         log_noise: the noise as a free parameter.
         record: says how much time is left, of which the search for another start takes half at most.

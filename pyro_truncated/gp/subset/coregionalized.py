@@ -120,7 +120,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         generator: source of randomness.
 
     Attributes:
-        mixing: :math:`W`, ``(H, R)``; it starts at the leading correlations of the targets.
+        mixing: :math:`W`, ``(H, R)``. It starts at the leading correlations of the targets.
         log_own: :math:`\log v`, ``(H,)``.
         log_noise: noise variances as free parameters, ``(H,)``; see :attr:`noise`.
         history: seconds, ``"exact"`` and objective of each improvement.
@@ -204,7 +204,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         Args:
             max_iterations: most iterations.
-            max_seconds: most seconds by ``clock``; default: no limit.
+            max_seconds: most seconds by ``clock``. Default: no limit.
             tolerance: gain per observed entry below which it ends.
             clock: seconds from some moment on.
             progress: whether to show a progress bar.
@@ -315,7 +315,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         It is differentiable in numeric inputs and draws by ``rsample()``.
 
         Args:
-            new: new inputs, as the kernel takes them; the kernel must offer ``among(new)``.
+            new: new inputs, as the kernel takes them. The kernel must offer ``among(new)``.
             noiseless: whether it is that of the functions alone, or of targets with noise of their own.
 
         Returns:

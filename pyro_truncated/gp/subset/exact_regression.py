@@ -96,7 +96,7 @@ def learn_exactly(
 
     Args:
         weighted: returns the objective times a weight, whose gradient it adds to the parameters.
-        size: number of targets; the settings's gain is for each of them.
+        size: number of targets. The settings's gain is for each of them.
         parameters: what is learned.
         settings: most iterations, the gain below which they end, and the time.
         record: takes each improvement.

@@ -368,7 +368,7 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
     Args:
         covariance: of the targets, with the factor :math:`L = K_{nI} C^{-\top}`.
         triangle: :math:`C`, ``(m, m)``.
-        members: positions ``(m,)`` of the inducing inputs; empty if they are no data points.
+        members: positions ``(m,)`` of the inducing inputs. Empty if they are no data points.
         targets: ``(n, H)``.
         unexplained: diagonal ``(n,)`` of :math:`K - \hat K`.
     """
@@ -427,7 +427,7 @@ class SparsePosterior:
     What is left out of an inducing input is the input, too: as long as it stays, its neighbours look easy to predict.
 
     Args:
-        basis: inducing inputs; those that depend on earlier ones are left out.
+        basis: inducing inputs. Those that depend on earlier ones are left out.
         targets: ``(n, H)`` float64.
         noise: noise variance.
         objective: by which hyper-parameters were learned. ``"vfe"``; ``"fitc"``, where the

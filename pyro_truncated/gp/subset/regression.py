@@ -196,13 +196,13 @@ class SubsetGPRegression(torch.nn.Module):
         X: the training inputs, of any type that the kernel takes; or a :class:`DataKernel`, which holds them (see :func:`as_data_kernel`).
         y: targets, ``(n,)`` or ``(n, H)``, finite.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`; default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
+            such as :class:`CountKernel`. Default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
         num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 5000 data points; else 512. Exact fits
             of 3000, 4000 and 5000 data points of eight inputs took 32, 58 and 108 CPU seconds, the last of a process of 1.1 GiB.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
         algorithm: ``"exchange"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
-            subset after each change of hyper-parameters; the best pair is kept.
+            subset after each change of hyper-parameters. The best pair is kept.
         generator: source of randomness.
 
     Attributes:
@@ -305,7 +305,7 @@ class SubsetGPRegression(torch.nn.Module):
         """Learns hyper-parameters and the subset, from where they are.
 
         Args:
-            max_seconds: most seconds by ``clock``; default: no limit.
+            max_seconds: most seconds by ``clock``. Default: no limit.
             max_epochs: most alternations.
             hyper_evaluations: evaluations of the objective per continuous phase. Few are better: hyper-parameters that fit a poor subset
                 exactly switch off inputs which a better one would need.
@@ -314,7 +314,7 @@ class SubsetGPRegression(torch.nn.Module):
                 point. An epoch with enough attempts for every member ends it, too.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs. With ``"pp"``, which is no bound, a
                 tenth of the data has no part in it, and calibrates the variances.
-            polish_evaluations: most evaluations of the objective while they move; default: 200, or what fits into ``max_seconds``.
+            polish_evaluations: most evaluations of the objective while they move. Default: 200, or what fits into ``max_seconds``.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. A result
                 is kept only if it lowers the objective of all data. Otherwise the next epoch uses
@@ -415,7 +415,7 @@ class SubsetGPRegression(torch.nn.Module):
 
         Args:
             new: new inputs, as the kernel takes them.
-            joint: whether they are predicted jointly, with all their covariances; the kernel must offer ``among(new)``.
+            joint: whether they are predicted jointly, with all their covariances. The kernel must offer ``among(new)``.
             noiseless: whether it is that of the function alone, or of targets with noise of their own.
 
         Returns:

@@ -96,14 +96,14 @@ class SASDecoder(UniqueModule):
         num_data: number of data points ``N``, in all processes.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
-        num_active: size of the active set where a training step is not given a split; default: 200, but at most half of the minibatch.
-        batch_size: size of the minibatch where a training step is not given a split; default: 1000, or all data if these are fewer.
+        num_active: size of the active set where a training step is not given a split. Default: 200, but at most half of the minibatch.
+        batch_size: size of the minibatch where a training step is not given a split. Default: 1000, or all data if these are fewer.
         bayesian: whether ``q`` is a normal distribution rather than a point mass.
         encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
             ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
         encoder_sees_active: call the encoder as ``encoder(x, x_active)``. Outside training it is shown the first ``num_active`` complete
             data points.
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs. Default: RBF with a length-scale per dimension.
 
     Attributes:
         loc: means of the outputs, ``(D,)``, a buffer.
@@ -421,7 +421,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data, NaN where missing.
-            epochs: passes over the data; default: 60, and so many that there are 400 minibatches.
+            epochs: passes over the data. Default: 60, and so many that there are 400 minibatches.
             learning_rate: that of latents or encoder at first; kernel and noise, which have far to go, have twice as much.
             generator: source of the splits and jumps.
             progress: whether to show a progress bar.
@@ -485,7 +485,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data ``(N, D)``.
-            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
+            num_active: size of ``A``, at most half of the data. All its points are complete if there are enough of these.
             generator: source of the random active set.
 
         Returns:

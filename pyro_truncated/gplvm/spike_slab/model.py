@@ -81,11 +81,11 @@ class SpikeSlabMRD(UniqueModule):
         num_observed: number of outputs of each view.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel (each further view gets a copy), or a function that makes one; or one for each view.
-        num_inducing: inducing inputs ``M`` of each view; default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
+        num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
             inducing inputs at the unit vectors, and gets these.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"``, :class:`~pyro_truncated.gplvm.CategoricalLabels`; or one for each
             view. Those that are not Gaussian have a local quadratic bound, whose points of contact are learned along.
-        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`; default: data points
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`. Default: data points
             are independent.
         prior: prior probability :math:`\pi` of a switch, a number or ``(C, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
@@ -458,7 +458,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         num_observed: number of outputs ``D``.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
-        num_inducing: inducing inputs ``M``; default: 50, at most ``N``.
+        num_inducing: inducing inputs ``M``. Default: 50, at most ``N``.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
         prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.

@@ -190,7 +190,7 @@ def fit_minibatches(
         steps: number of steps.
         batch_size: data points per step.
         learning_rate: of Adam.
-        rate: of the natural gradient, at the start; it falls likewise.
+        rate: of the natural gradient, at the start. It falls likewise.
         switches_from: share of the steps after which the switches are free.
         generator: source of randomness of the minibatches.
         callback: called with the number of each step and its estimate of the bound.

@@ -63,7 +63,7 @@ class TimePrior(UniqueModule):
     Args:
         times: time stamps ``(N,)``, in any order and spacing.
         kernel: ``"rbf"``, ``"matern"`` (3/2), ``"ou"`` (Ornstein-Uhlenbeck, Matern 1/2), or ``"periodic"``.
-        sequences: number of the sequence that each data point belongs to, ``(N,)``; sequences are independent. Default: one.
+        sequences: number of the sequence that each data point belongs to, ``(N,)``. Sequences are independent. Default: one.
         period: of the periodic kernel.
 
     Attributes:

@@ -33,9 +33,9 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     Where numba finds no folder for compiled code (containers, clusters), or cannot read or write it (a full disk), one line is logged.
 
     Args:
-        function: the function; without it, a decorator is returned.
+        function: the function. Without it, a decorator is returned.
         cache: whether to keep the compiled code on disk.
-        later: whether another process may compile it; a call raises ``NotCompiledError`` until then.
+        later: whether another process may compile it. A call raises ``NotCompiledError`` until then.
         **options: for :func:`numba.njit`.
     """
     if function is None:

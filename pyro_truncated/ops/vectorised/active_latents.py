@@ -25,7 +25,7 @@ class ActiveLatents(NamedTuple):
     Attributes:
         where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
         data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
-        latents: which ones, ``(n, c, K)``; zero in places that are not taken.
+        latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
         is_taken: which places are, ``(n, c, K)`` in float64.
     """
 

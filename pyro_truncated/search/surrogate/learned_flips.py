@@ -46,10 +46,10 @@ class LearnedFlips(AffinitySearch):
         mean_flips: mean number of flips of a child, at least 1.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
         inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
             default: the observations.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range; when searching, if a latent has more than two values.

@@ -30,7 +30,7 @@ class Trials:
         states: ``(n, M, H)``, zeros and ones.
         log_joint: their log joints ``(n, M)``.
         features: of the data points, ``(n, Q)``.
-        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point; the regression is
+        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point. The regression is
             of the rest.
         best: the best state of each data point, ``(n, 1, H)``.
         gap: how far the log joints lie below its one, ``(n, M)``.
@@ -191,7 +191,7 @@ class Belief:
     Args:
         trials: the trials.
         regression: has the shared effects, and how much own ones deviate.
-        least: how much own effects of each data point deviate at least, ``(n,)``; default: not at all.
+        least: how much own effects of each data point deviate at least, ``(n,)``. Default: not at all.
     """
 
     def __init__(self, trials: Trials, regression: LogJointRegression, least: Tensor | None = None) -> None:

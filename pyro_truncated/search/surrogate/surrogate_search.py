@@ -68,9 +68,9 @@ class SurrogateSearch(Search):
             latest. All states scored under the same parameters are kept all the same, so that none is scored twice: up to ``children``
             more per data point with every step.
         rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
-        inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
+        inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`. Default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Attributes:
         MAX_LATENTS: number of latents above which log joints alone are regressed.
