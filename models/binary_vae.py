@@ -48,11 +48,11 @@ class BinaryVAE(UniqueModule):
         svi = SVI(model, guide, Adam({"lr": 3e-3}), Truncated_ELBO(EvolutionarySearch()))
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         hidden: widths of the hidden layers of a network with leaky rectifiers. Empty for a linear one.
         decoder: a network of your own instead, from states ``(*batch, H)`` to ``(*batch, D)``.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         decoder: the network :math:`f`.

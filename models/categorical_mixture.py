@@ -36,7 +36,7 @@ class CategoricalMixture(LinearMixture):
         num_observed: number of observed variables ``D``.
         num_components: number of classes ``K``.
         num_values: number of values ``L`` that a variable has at most; they are 0, 1, ... ``L - 1``.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.

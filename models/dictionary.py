@@ -121,7 +121,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
         weight: old dictionary, ``(D, H)`` in float64.
         pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
         cross: :math:`c`, ``(D, H)``.
-        activity: what the ridge is a tiny part of. Default: the mean of the diagonal of ``pairs``.
+        activity: the unit of the ridge. Default: the mean of the diagonal of ``pairs``.
 
     Returns:
         ``(D, H)``.

@@ -41,13 +41,13 @@ class DiscreteSparseCoding(LinearDictionary):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         values: the values of a coefficient, distinct, with zero among them.
         shared_prior: whether all latents share one :math:`\pi`.
         tied_signs: whether values of equal magnitude have equal probabilities.
         offset: whether an offset :math:`b` is learned, as the literature's models have none. Without it the data's background must be zero.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
@@ -142,7 +142,7 @@ class DiscreteSparseCoding(LinearDictionary):
 
         Returns:
             ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
-            :math:`x = \phi_s`, of the data above the ``center`` if there is an offset.
+            :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
         """
         population, y = self._above_center(population, check_data(y, self.num_observed))
         statistics = LinearSuperposition.statistics(population, y, temperature, levels=self.values)

@@ -59,17 +59,17 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         family: ``"poisson"`` for counts, ``"bernoulli"`` for zeros and ones, ``"exponential"`` for numbers that are not negative,
             ``"gamma"`` for positive numbers, whose concentration is learned.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: means :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square, and probabilities below ``1 - 1e-6``.
         background: means :math:`b` without a cause, ``(D,)``, within the same limits.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
         concentration: shape :math:`k` of gamma distributions, whose deviation is :math:`m / \sqrt k`, a scalar; other families have none.
 
     Raises:

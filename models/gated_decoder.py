@@ -244,7 +244,7 @@ class GatedDecoder(UniqueModule):
 
         Args:
             population: truncated posteriors over the switches. Its ``indices`` select the images among ``y``.
-            y: all images, ``(N, D)``; NaN where pixels are missing.
+            y: all images, ``(N, D)``. NaN where pixels are missing.
             num_draws: draws of poses for every state.
 
         Returns:

@@ -33,15 +33,13 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance
-    for all dimensions, and variances of low rank, are kept above that of the mean. Of data that do
-    not vary the rounding error counts. Of full and tied covariances these are the eigenvalues in
-    units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact
-    maximiser under this constraint. Covariances of components have a weak prior from
-    :meth:`initialize` on. It is as if each component had seen a few more data points with the
-    covariance of all data, scaled to the component. :meth:`log_prior` is a part of losses in
-    training and restarts of ``learn``. It is no part of losses of guides of new data (``infer``),
-    nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance for all dimensions, and variances of low
+    rank, are kept above that of the mean. Of data that do not vary the rounding error counts. Of full and tied covariances these are the
+    eigenvalues in units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this
+    constraint. Covariances of components have a weak prior from :meth:`initialize` on. It is as if each component had seen a few more data
+    points with the covariance of all data, scaled to the component. The losses in training and in restarts of ``learn`` include
+    :meth:`log_prior`. It is no part of losses of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows
+    its site, ``covariances``, empty.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -51,7 +49,7 @@ class GaussianMixture(LinearMixture):
         >>> losses = [svi.step(y) for _ in range(10)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
         covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component,
             ``"tied"`` for a full one that all share. ``"low-rank"`` for :math:`W_k W_k^\top +
@@ -61,7 +59,7 @@ class GaussianMixture(LinearMixture):
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
         pseudo_data: how many data points the prior of a covariance counts for, 0 for none. Default: six, one if diagonal or spherical.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
@@ -320,8 +318,8 @@ class GaussianMixture(LinearMixture):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k}
-        \sum_n r_{nk} y_n`, and :math:`\Sigma_k` is the weighted covariance around it, with the
+        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N` and :math:`\mu_k = \frac{1}{n_k}
+        \sum_n r_{nk} y_n`. The covariance :math:`\Sigma_k` is the weighted one around it, with the
         prior's data. It is averaged over dimensions if spherical and over components if tied. A
         component without data keeps its mean and covariance.
         """

@@ -63,7 +63,7 @@ class Gaussians:
     Attributes:
         kind: the kind of covariances.
         weights: :math:`\pi`, ``(K,)``.
-        loc: means above a center that data and statistics are relative to, too, ``(K, D)``.
+        loc: means above a center, ``(K, D)``. Data and statistics are relative to it, too.
         spreads: the parameters of the covariances by name, in any type. The others are in float64.
     """
 

@@ -27,7 +27,7 @@ class LinearMixture(UniqueModule):
     """A mixture whose log joints are linear in features of the data.
 
     Attributes:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
         knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.

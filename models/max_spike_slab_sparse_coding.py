@@ -47,20 +47,20 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    Scaling an element and unscaling its slab changes nothing. :meth:`maximize` therefore sets slab
-    means to one, so that an element is what its cause adds to the data at mean strength.
+    The scale of an element and that of its slab are exchangeable. So :meth:`maximize` sets slab
+    means to one: an element is what its cause adds to the data at mean strength.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        shared_slab: whether all latents share one :math:`\mu` and one :math:`\tau`.
-        dtype: floating point type of the parameters. Default: torch's.
+        shared_slab: likewise :math:`\mu` and :math:`\tau`.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
         slab_mean: :math:`\mu`, a scalar or ``(H,)``.
         slab_scale: :math:`\tau`, a scalar or ``(H,)``.
         unit: product of all factors by which :meth:`maximize` has rescaled coefficients so far, a scalar or ``(H,)``.
@@ -245,7 +245,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             num_data: as in :meth:`forward`. Not used.
 
         Returns:
-            ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``.
+            ``num_data``; ``states``, the sum of the activation probabilities, ``(H,)``. Then
             ``active``, ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b
             \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``. Those of
             :meth:`.MaximumSuperposition.draw_statistics`, with ``claims`` in the place of ``won``:
@@ -299,7 +299,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         r"""Posterior mean :math:`\langle \max(0, \max_h s_h W_h) \rangle` of the noise-free data, ``(n, D)`` as the draws.
 
         Args:
-            population: draws of the coefficients, those of ``GibbsGuide.draws()``: the mean is that over them.
+            population: draws of the coefficients, ``GibbsGuide.draws()``. The mean is over them.
             y: all data, ``(N, D)``, whose type the result has; given the draws they play no other role.
 
         Raises:

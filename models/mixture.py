@@ -38,7 +38,7 @@ class Shares:
     Args:
         population: truncated posteriors over the component.
         num_components: ``K``.
-        temperature: temperature of the posteriors.
+        temperature: of the posteriors.
     """
 
     def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:

@@ -51,7 +51,7 @@ class Clusters(NamedTuple):
     Attributes:
         objects: ``(K, F, t, u)``, less the background.
         size: how many windows each is the average of, ``(K,)``.
-        energy: squared length, less that of the noise that is left in the average, ``(K,)``.
+        energy: squared length, less that of the noise left, ``(K,)``.
     """
 
     objects: Tensor

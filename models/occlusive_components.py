@@ -65,12 +65,12 @@ class OcclusiveComponents(UniqueModule):
         wrap: whether objects that leave the canvas on one side come back on the other, so that there are as many places as pixels.
         min_scale: floor of both standard deviations, as a share of the data's root mean square. Without noise no density has a maximum.
         min_mask: masks stay in [min_mask, 1 - min_mask]. At 0 or 1 no pixel could ever change a mask again.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         features: colours :math:`w`, ``(H, t, u, F)``.
         masks: mask probabilities :math:`\alpha`, ``(H, t, u)``.
-        prior: probability :math:`\pi` that an object is present, ``(H,)``.
+        prior: probability :math:`\pi` of presence, ``(H,)``.
         scale: :math:`\sigma`, a scalar.
         background: :math:`B`, ``(F,)``.
         background_scale: :math:`\sigma_B`, a scalar.
@@ -213,7 +213,7 @@ class OcclusiveComponents(UniqueModule):
             y: all images, ``(N, height, width, F)``.
             batch_size: as in :meth:`forward`. Not used.
             num_data: as in :meth:`forward`. Not used.
-            temperature: temperature of the posteriors.
+            temperature: of the posteriors.
 
         Returns:
             Those of :meth:`.OccludedScene.statistics`.

@@ -27,7 +27,7 @@ def lies_on_background(y: Tensor) -> bool:
     as for three.
 
     Args:
-        y: data ``(N, D)``; NaN where missing.
+        y: data ``(N, D)``. NaN where missing.
     """
     smallest, quartile = quantile_of_rows(y, 100), quantile_of_rows(y, 4)
     spread = quartile - smallest

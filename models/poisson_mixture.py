@@ -32,9 +32,9 @@ class PoissonMixture(LinearMixture):
         >>> losses = [svi.step(y) for _ in range(10)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.

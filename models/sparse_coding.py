@@ -26,15 +26,15 @@ class SparseCoding(SuperposedCauses):
     A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters. Default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
 
     Raises:
         ValueError: if a size is no positive integer.

@@ -117,7 +117,7 @@ class MoveSearch:
 
     Args:
         components: as they are. The moves begin from the ones that an M-step makes of them.
-        population: the truncated posteriors of all data points under them.
+        population: truncated posteriors of all data points.
         x: data above the center, ``(N, D)``.
         statistics: of these data and posteriors.
         prior: of the covariances.

@@ -27,15 +27,15 @@ class SuperposedCauses(UniqueModule):
     A subclass says by which likelihood the causes superpose, and what it takes beside the dictionary.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        weight: what the dictionary satisfies: any numbers, positive ones, or probabilities.
-        dtype: floating point type of the parameters. Default: torch's.
+        weight: the constraint of the dictionary: real, positive, or probabilities.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
 
     Raises:
         ValueError: if a size is no positive integer.

@@ -47,7 +47,7 @@ def enumerate_log_joint(
         guide: the guide, trained or not, with ``num_states=1`` if need be.
         *args: the model's positional arguments.
         max_states: largest space that is enumerated.
-        values: the model's other latents by site name. Default: those not given are drawn as the guide draws them, once.
+        values: other latents by site name. Default: drawn once, as the guide draws them.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -81,7 +81,7 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         >>> check_guide(AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1), y)
 
     Args:
-        guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (latents of the other parts are drawn once).
+        guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (others are drawn once).
         *args: the model's positional arguments.
         max_states: largest space whose evidence is computed.
         **kwargs: the model's keyword arguments.

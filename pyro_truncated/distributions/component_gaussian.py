@@ -23,7 +23,7 @@ class ComponentGaussian(TorchDistribution):
     Args:
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means ``(K, D)``.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if components are no integers, or, on the CPU and where checked, if there are others.

@@ -34,7 +34,7 @@ class ComponentLowRankNormal(ComponentGaussian):
         loc: means ``(K, D)``.
         factor: :math:`W`, ``(K, D, R)``.
         scale: standard deviations of the noise :math:`\sigma`, ``(K,)``, or ``()`` if all components share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means, factors and deviations disagree about the number of components or

@@ -31,7 +31,7 @@ class ComponentMultivariateNormal(ComponentGaussian):
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means :math:`\mu`, ``(K, D)``.
         scale_tril: Cholesky factors :math:`L`, ``(K, D, D)``, or ``(D, D)`` if all components share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means and factors disagree about the number of components or entries. Also if

@@ -27,7 +27,7 @@ class ComponentNormal(ComponentGaussian):
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means ``(K, D)``.
         scale: standard deviations ``(K, D)``, or ``(K, 1)`` where all entries share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means and deviations disagree about the number of components or entries. Also

@@ -18,8 +18,8 @@ from pyro_truncated.utils.constraints import without_missing
 class CorrelatedSlabSuperposition(SlabSuperposition):
     r"""Normal observations of a superposition of jointly normal, integrated slabs.
 
-    With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \Psi)`,
-    :math:`\Psi = T T^\top`, the density given the binary indicators :math:`b` is exactly
+    Let :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` with slabs :math:`z \sim \mathcal N(\mu, \Psi)`, :math:`\Psi =
+    T T^\top`. The density given the binary indicators :math:`b` is
 
     .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu) + a,\;
         \mathrm{diag}(\sigma^2) + W (b b^\top \odot \Psi) W^\top\bigr),
@@ -112,7 +112,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         that are off.
 
         Args:
-            value: observations ``(*batch, D)``; NaN where missing.
+            value: observations ``(*batch, D)``. NaN where missing.
         """
         _, factor, solution = self._collapse(self.states, self._above_bias(value))
         identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
@@ -135,8 +135,8 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
         Args:
             population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors over the indicators.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors over the indicators.
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states`` and
@@ -178,10 +178,10 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
         Args:
             population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
+            value: all data, ``(N, D)``. NaN where missing.
             means: other means :math:`m`, ``(T, H)``.
             covariances: other covariances :math:`P`, ``(T, H, H)``, positive definite.
-            temperature: temperature of the posteriors over the indicators.
+            temperature: of the posteriors over the indicators.
 
         Returns:
             ``(T,)``, in float64.

@@ -54,7 +54,7 @@ class PiecewiseGaussian(TorchDistribution):
         integrated out.
 
         Args:
-            value: data :math:`y`, ``(*batch, D)``; NaN where missing.
+            value: data :math:`y`, ``(*batch, D)``. NaN where missing.
             others: :math:`m \ge 0`, ``(*batch, D)``.
             element: dictionary element :math:`w \ge 0`, ``(*batch, D)``.
             scale: standard deviation :math:`\sigma` of the noise, broadcastable to ``(*batch, D)``.
@@ -132,7 +132,7 @@ class MaximumSlabs(TorchDistribution):
         scale: standard deviation of the noise, a scalar or ``(D,)``.
         slab_mean: means of the slabs, a scalar or ``(H,)``.
         slab_scale: standard deviations of the slabs, a scalar or ``(H,)``.
-        value: data, ``(*batch, D)``; NaN where missing.
+        value: data, ``(*batch, D)``. NaN where missing.
         validate_args: whether to check values.
     """
 

@@ -24,9 +24,8 @@ class Superposition(TorchDistribution):
 
     A subclass knows more than the density of an observation under its states:
 
-    * :meth:`packed_log_prob` scores the packed states of a population.
-      :class:`~pyro_truncated.AutoTruncated` calls it if :attr:`has_packed_log_prob` is true and the
-      model has no other latents than the binary ones.
+    * :meth:`packed_log_prob` scores the packed states of a population. It is called if
+      :attr:`has_packed_log_prob` is true and the model has no other latents than the binary ones.
     * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the
       data points. The gradient of the truncated free energy follows from them (Fisher's identity),
       and a closed-form M-step needs them.
@@ -44,7 +43,7 @@ class Superposition(TorchDistribution):
         states: states ``(*batch, H)``.
         weight: dictionary ``(D, H)``, or with batch dimensions in front.
         validate_args: whether to check parameters and values.
-        **parameters: the other parameters, by the names of its ``arg_constraints``. They are scalars,
+        **parameters: the others, by the names of its ``arg_constraints``. They are scalars,
             or tensors whose dimensions before the last are batch dimensions.
 
     Raises:
@@ -134,7 +133,7 @@ class Superposition(TorchDistribution):
 
         Args:
             words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
+            value: observations ``(N, D)``. NaN where missing.
             state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
 
         Returns:
@@ -149,8 +148,8 @@ class Superposition(TorchDistribution):
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
 
         Returns:
             Sums by name; all can be added over data points and scaled.

@@ -39,8 +39,8 @@ class ClosedFormModel(Protocol):
 
         Args:
             population: truncated posteriors. Its ``indices`` select the data points among all data.
-            *args: the model's own arguments, with all data; how the model would subsample them plays no role.
-            temperature: temperature of the posteriors over the discrete latents.
+            *args: the model's own arguments, with all data. Subsampling plays no role.
+            temperature: of the posteriors over the discrete latents.
             **kwargs: the model's own keyword arguments.
 
         Returns:

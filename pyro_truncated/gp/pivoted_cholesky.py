@@ -30,7 +30,7 @@ class PivotedCholesky:
     Attributes:
         factor: :math:`L`, ``(N, Q)``. Its rows at the pivots are lower triangular.
         pivots: positions of the pivots among the inputs, ``(Q,)`` int64, in the order they were chosen.
-        residual: what is missing on the diagonal, :math:`k(x_n, x_n) - \|L_n\|^2 \ge 0`, ``(N,)``.
+        residual: :math:`k(x_n, x_n) - \|L_n\|^2 \ge 0`, ``(N,)``.
     """
 
     factor: Tensor
@@ -74,9 +74,9 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
         torch.Size([30, 10])
 
     Args:
-        kernel: covariance function, such as a kernel of :mod:`pyro.contrib.gp.kernels`.
+        kernel: covariance function, such as one of :mod:`pyro.contrib.gp.kernels`.
         inputs: ``(N, D)``.
-        max_rank: largest number of pivots.
+        max_rank: most pivots.
         tolerance: share of the trace that may be missing, at least 0. A matrix whose remaining diagonal is rounding error ends the
             factor at any tolerance.
 

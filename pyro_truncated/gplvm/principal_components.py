@@ -32,8 +32,9 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         torch.Size([20, 2])
 
     Args:
-        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are. Of a
-            shard (:func:`pyro_truncated.distributed.shard`), which all processes give, the components of all data, at its rows.
+        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side
+            as they are. If all processes give a shard (:func:`pyro_truncated.distributed.shard`),
+            the components are those of all data, at its rows.
         num: number of components.
         generator: source of the random columns, default torch's global one. It advances by ``num`` columns whatever the rank.
 

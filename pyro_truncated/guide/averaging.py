@@ -70,8 +70,8 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     enough.
 
     A ``conditional`` that is not exact makes draws as well. Each is a state's importance weight
-    :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`; log joints are then
-    :math:`\log \frac1M \sum_m w_m(s)`.
+    :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`. Log joints are
+    then :math:`\log \frac1M \sum_m w_m(s)`.
 
     Args:
         guide: the truncated guide.

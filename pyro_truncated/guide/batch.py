@@ -231,7 +231,7 @@ class Batch:
 
         Args:
             temperature: :math:`\tau`: the gradient weighs states by :math:`q \propto p^{1/\tau}`.
-            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+            particles: draws of the latents that no guide covers. Gradient and value are means over them.
         """
         number = self._num_draws(particles)
         if self.is_idle:

@@ -188,7 +188,7 @@ class ChainBatch:
         Args:
             search: proposes states of a step.
             steps: number of search steps.
-            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
 
         Raises:
             TypeError: if ``search`` is none.

@@ -150,7 +150,7 @@ class ProductBatch:
 
         Args:
             temperature: :math:`\tau`: the gradient weighs states by the posterior of densities to the power :math:`1/\tau`.
-            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+            particles: draws of the latents that no guide covers. Gradient and value are means over them.
         """
         losses = [batch._backward_(temperature, particles) for batch in self.draws(particles)]
         return sum(losses) / len(losses)
@@ -181,7 +181,7 @@ class ProductBatch:
         Args:
             search: proposes the states.
             steps: number of search steps.
-            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
 
         Raises:
             TypeError: if ``search`` is none.

@@ -127,7 +127,7 @@ class SetSearch:
     Attributes:
         scorer: densities of a run of the model as tables over sets.
         random: the seeds of this search.
-        is_new: whether the data are new ones, of which a search that learns from data shall not learn.
+        is_new: whether the data are new. Searches do not learn from new data.
     """
 
     scorer: ProductScorer
@@ -200,7 +200,7 @@ class SetSearch:
             scored: the sets as they are.
             joined: the sets with candidates.
             is_free: by group, which candidates are new.
-            look_ahead: whether nodes that are still to come count with their candidates, so that these find partners.
+            look_ahead: whether later nodes count with their candidates.
         """
         scorer, product = self.scorer, self.scorer.product
         weights, limits = scorer.weights(joined.sets), {}

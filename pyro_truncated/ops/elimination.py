@@ -108,7 +108,7 @@ class Messages:
     Args:
         tree: the elimination order.
         sums: by variable, the sum of the tables of its bucket.
-        weights: by variable, the log weights of its states.
+        weights: by variable, log weights of states.
         maximum: whether messages are maxima in place of sums.
     """
 

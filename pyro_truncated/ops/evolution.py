@@ -152,7 +152,7 @@ def select_parents(
     Args:
         log_joint: log joints ``(N, S)``.
         num_parents: number of parents ``P``, at most ``S``.
-        by_fitness: ``False`` draws uniformly among the states of positive probability.
+        by_fitness: ``False`` draws uniformly among possible states.
         rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
@@ -265,8 +265,8 @@ def flip_sparse(
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
-        target_activity: wanted mean number of active binary latents.
-        flip_probability: mean probability of a flip, in (0, 1].
+        target_activity: wanted mean number of active latents.
+        flip_probability: mean, in (0, 1].
         rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
@@ -303,8 +303,8 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
 
     Args:
         fields: where the latents lie.
-        num_data: number of data points ``N``.
-        num_states: number of states per data point ``S``.
+        num_data: data points ``N``.
+        num_states: states per data point ``S``.
         generator: source of randomness.
         rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
 

@@ -22,8 +22,8 @@ class Fields:
     Operations on states know nothing else of a state space.
 
     Attributes:
-        word: word of each latent's field, ``(L,)`` int64, on the CPU as all others.
-        shift: lowest bit of each latent's field in its word, ``(L,)``.
+        word: word of each latent's field, ``(L,)`` int64.
+        shift: lowest bit in that word, ``(L,)``.
         bits: width of each latent's field, ``(L,)``.
         cardinality: number of values of each latent, ``(L,)``.
     """

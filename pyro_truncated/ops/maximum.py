@@ -35,7 +35,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
         weight: dictionary :math:`W`, ``(D, H)``. Negative entries never win.
         precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
 
@@ -58,7 +58,7 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
 
     Returns:
@@ -118,7 +118,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
         natural: natural parameters, ``(D, H + 1)``. The last are those of the background.
         partition: log partition functions, ``(D, H + 1)``.
 
@@ -138,13 +138,13 @@ def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) 
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights :math:`w_{nc}` of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary and background, or anything that grows with them, ``(D, H + 1)``.
 
     Returns:
         First moments :math:`\sum_c w_{nc} s`, ``(N, H)``. Sums :math:`\sum_c w_{nc}` of the maxima,
-        ``(N, D)``, also where entries are missing. With :math:`A_{dh}(s) = 1` where ``h`` is the
-        largest, wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
+        ``(N, D)``, also where entries are missing. Let :math:`A_{dh}(s) = 1` where ``h`` is the
+        largest. Wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
         A_{dh}(s)` over the observed entries, ``(D, H + 1)``. All are float64.
 
     Raises:
@@ -204,7 +204,7 @@ def maximum_slab_gibbs(
     A sweep updates every selected cause once, in random order.
 
     Args:
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W \ge 0`, ``(D, H)``.
         precision: inverse noise variances :math:`\lambda`, ``(D,)``.
         log_odds: prior log odds of the indicators, ``(H,)``.
@@ -245,7 +245,7 @@ def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, dra
     :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
 
     Args:
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W \ge 0`, ``(D, H)``.
         selected: selected causes, ``(N, K)``.
         draws: their coefficients, ``(N, S, K)``.

@@ -29,7 +29,7 @@ def noisy_or_log_prob(
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations in {0, 1}, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        value: observations in {0, 1}, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
         log_complement: :math:`\log(1 - W)`, ``(D, H)``.
         log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
         linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
@@ -63,7 +63,7 @@ def noisy_or_statistics(
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations in {0, 1} or NaN where missing, ``(N, D)``.
+        value: observations in {0, 1}, ``(N, D)``. NaN where missing.
         log_complement: :math:`\log(1 - W)`, ``(D, H)``.
         log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
 

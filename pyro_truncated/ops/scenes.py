@@ -44,7 +44,7 @@ def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canva
         images: ``(N, D, F)``.
         scene: objects and background.
         canvas: sizes.
-        rank: depth of the objects, ``(N, C, H)`` integers, of which the smallest lies in front; ``None`` without depth.
+        rank: depth of the objects, ``(N, C, H)`` integers. The smallest lies in front. ``None`` without depth.
 
     Returns:
         ``(N, C)`` in float64.

@@ -94,9 +94,9 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
 
     Args:
         trace: a run of the program.
-        scopes: by sample site, the latents that its density is computed from.
-        sites: the discrete sites by name.
-        num_states: the most states that a node keeps.
+        scopes: by sample site, the latents that its density depends on.
+        sites: discrete, by name.
+        num_states: most states of a node.
     """
     # What follows from other sites has no density of its own.
     plates = {

@@ -75,7 +75,7 @@ class SiteLayout:
 
         Args:
             levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
-            depth: number of plate dimensions; ``batch`` is padded with ones up to it.
+            depth: number of plate dimensions. Ones pad ``batch`` up to it.
             dtypes: value types by site. Default: those of the prototype.
 
         Returns:

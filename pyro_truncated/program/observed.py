@@ -84,7 +84,7 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         >>> check_observable(model, y, pyro_truncated.distributions.or_missing(dist.constraints.real))
 
     Args:
-        model: takes data and the size of minibatches, and observes the data at site ``y``, one row per data point.
+        model: takes data and the size of minibatches. It observes the data at site ``y``, one row per data point.
         y: the data.
         support: of the entries that it observes.
 

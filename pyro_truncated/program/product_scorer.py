@@ -92,8 +92,8 @@ class ProductScorer(Probe):
     Args:
         call: the Pyro model and its arguments.
         product: the nodes of its factor graph.
-        values: fixed values by site name: other latents, subsamples of plates.
-        sets: the sets of all rows, for the first run.
+        values: fixed, by site name: other latents, subsamples.
+        sets: those of all rows.
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.

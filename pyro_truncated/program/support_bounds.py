@@ -32,7 +32,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
 
     Args:
         node: the site in a run of the model.
-        parents: the sites that its support depends on, with their values in that run (for their shapes).
+        parents: the sites that its support depends on, with their values in that run.
         dependencies: of the model.
 
     Returns:

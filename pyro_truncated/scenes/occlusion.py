@@ -167,7 +167,7 @@ class OccludedScene(TorchDistribution):
             population: truncated posteriors over presence, position and perhaps order. Its ``indices`` select the
                 data points among all data.
             value: all images, ``(N, height, width, F)``.
-            temperature: temperature of the posteriors.
+            temperature: of the posteriors.
 
         Returns:
             ``num_data``; ``owned (H, T, F + 2)`` and ``background (F + 2,)``; ``on (H, T)`` :math:`m` and ``present

@@ -32,8 +32,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     templates and, without ``smooth``, no neighbourhood of places. Predictions for all ``H L`` outputs are a product
     of an ``N x N`` matrix and the sparse targets, so the number of outputs hardly matters.
 
-    Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
-    the places beside, and a quarter of those on the diagonals.
+    Of one image, an output can only be predicted if an object lay at this very place in another one. So ``smooth`` adds half of the scores
+    of the places beside, and a quarter of those on the diagonals.
 
     It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On
     several processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all data, and predicts

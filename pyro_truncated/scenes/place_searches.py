@@ -252,7 +252,7 @@ class PlacementMoves(Search):
 
     Args:
         grid: rows and columns of the grid of places.
-        parents: number of parents per data point, selected in proportion to fitness, without replacement.
+        parents: parents per data point, selected in proportion to fitness without replacement.
         children: children of each parent.
         wrap: whether the grid of places closes on itself. Otherwise shifts end at its edges.
         shares: relative frequency of the moves, in the order of the table.

@@ -79,7 +79,7 @@ def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) 
         values: ``(n, ...)`` of the data points of this process.
         positions: of these among the data of all processes.
         seed: the same on every process.
-        most: how many, roughly; ``None`` for all.
+        most: how many, roughly. All of them if ``None``.
     """
     number = sum(world.gather(len(values)))
     if most is not None and number > most:

@@ -26,7 +26,7 @@ class SampledSearch(Search):
 
     Args:
         num_samples: number of candidates per data point.
-        prior_share: fraction of the candidates that come from the prior, rounded to a whole number of candidates.
+        prior_share: fraction of the candidates that come from the prior, rounded to whole ones.
         generator: source of randomness. Default: torch's global generator.
 
     Raises:

@@ -40,8 +40,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     Of a data point :math:`y` every element :math:`h` is on with probability :math:`\pi_h`, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, and
 
-    * ``"spike_slab"``: :math:`y \sim \mathcal N(W (s \odot z) + b, \sigma^2 I)` with strengths :math:`z_h \sim \mathcal N(\mu_h,
-      \tau_h^2)`, which are integrated out (:class:`~pyro_truncated.models.SpikeSlabSparseCoding`);
+    * ``"spike_slab"``: :math:`y \sim \mathcal N(W (s \odot z) + b, \sigma^2 I)` with :math:`z_h \sim \mathcal N(\mu_h,
+      \tau_h^2)` integrated out (:class:`~pyro_truncated.models.SpikeSlabSparseCoding`);
     * ``"gaussian"``: :math:`y \sim \mathcal N(W s + b, \sigma^2 I)` (:class:`~pyro_truncated.models.BinarySparseCoding`);
     * ``"bernoulli"``: :math:`p(y_d = 1) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)` for data in {0, 1}
       (:class:`~pyro_truncated.models.NoisyOr`).

@@ -54,7 +54,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
             Ley and Steel (2001).
         expected_model_size: mean number of predictors of a beta-binomial prior (Ley and Steel,
             2009). Default: half of them, for which every number is equally likely.
-        n_models: sets of predictors kept.
+        n_models: sets to keep.
         max_iter: most search steps.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 

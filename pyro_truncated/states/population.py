@@ -126,7 +126,7 @@ class Population:
     def value_probabilities(self, temperature: float = 1.0) -> Tensor:
         r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality.
 
-        Summed over the data points they are the sufficient statistics of the latents' priors: of :math:`P(s_l = v) = \pi_{lv}` the
+        Summed over the data points they are the sufficient statistics of the latents' priors. For :math:`P(s_l = v) = \pi_{lv}` the
         gradient is :math:`\partial \mathcal F / \partial \pi_{lv} = \pi_{lv}^{-1} \sum_n q_n(s_l = v)`. Of a mixture, whose one latent is
         the component, they are the responsibilities.
 

@@ -124,7 +124,7 @@ class DataLabels:
     Attributes:
         plates: names of dimensions by plate.
         dims: names of event dimensions by site.
-        arguments: names of dimensions, other than those of data plates, by argument that is not observed.
+        arguments: names of other dimensions, by argument that is not observed.
         coords: labels by dimension.
     """
 

@@ -35,7 +35,7 @@ class States:
     Attributes:
         part: the truncated guide.
         log_joint: a scorer.
-        population: populations whose weights and free energies are means over the draws.
+        population: weights and free energies are means over the draws.
         covered_mass: upper bound on the posterior mass of the populations, ``(N,)``. A mean over draws of the other latents.
         index: indices of the states drawn, ``(draws, N)``.
     """

@@ -34,7 +34,7 @@ class Enumeration:
         kwargs: its keyword arguments.
         nodes: sites of a run of the model.
         names: the discrete latents.
-        hidden: latents that nobody knows, and on which nothing depends; their densities are left out.
+        hidden: unknown latents on which nothing depends. Their densities are left out.
 
     Attributes:
         plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.

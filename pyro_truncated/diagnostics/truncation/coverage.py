@@ -56,7 +56,7 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
-        num_parents: use only the neighbours of the so many most probable states: cheaper, looser, still a bound. Default: all.
+        num_parents: use only the neighbours of so many most probable states. Cheaper, looser, still a bound. Default: all.
         **kwargs: the model's keyword arguments.
 
     Returns:

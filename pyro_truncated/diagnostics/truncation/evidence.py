@@ -49,7 +49,7 @@ class Evidence:
 
     Attributes:
         free_energy: the deterministic lower bound :math:`\mathcal F_n`.
-        log_evidence: :math:`\log \hat p(y_n)`; never below the free energy, and a lower bound in expectation.
+        log_evidence: :math:`\log \hat p(y_n)`. Never below the free energy, and a lower bound in expectation.
         lower: lower end of the confidence interval.
         upper: upper end of the confidence interval.
         standard_error: standard error of :math:`\log \hat p(y_n)`, to first order.
@@ -144,7 +144,7 @@ def estimate_evidence(
               \qquad s_i \sim r_n .
 
     This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)`
-    (Jensen), and it is never below the free energy. :math:`r_n` is a *defensive* mixture
+    (Jensen). It is never below the free energy. The proposal :math:`r_n` is a *defensive* mixture
     (Hesterberg 1995). With probability 0.7 it draws a state of the population, half from the
     posterior and half uniformly. Each latent then changes with a small probability (one or three
     changes expected). Otherwise latents are independent. Their values follow the posterior

@@ -89,7 +89,7 @@ class AllData:
     """A guide of the data points of all processes.
 
     Attributes:
-        guide: it has the populations of all; of other guides it takes what they say, as a guide for new data does.
+        guide: it has the populations of all; Of other guides it takes what they say, as a guide for new data does.
         args: the model's arguments, with the data of all processes.
         kwargs: its keyword arguments, likewise.
     """

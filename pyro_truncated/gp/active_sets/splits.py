@@ -30,7 +30,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
         batch_size: number of data points in the batch, ``B``.
         num_active: size of the active set.
         num_data: number of data points in all, ``N``.
-        like: tensor whose type and device the weights are to have.
+        like: has the type and device of the weights.
 
     Raises:
         ValueError: if the sizes are impossible, or no remaining point stands for those outside the batch.
@@ -101,7 +101,7 @@ class UniformSplits:
         num_data: number of data points ``N``.
         batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
         num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
-        generator: source of the randomness.
+        generator: source of randomness.
 
     Raises:
         ValueError: if the sizes are impossible.

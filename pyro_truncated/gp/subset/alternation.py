@@ -31,7 +31,7 @@ class RowSample(NamedTuple):
         kernel: the kernel on these alone.
         targets: ``(r, H)``.
         inducing: where the inducing inputs are among them, ``(m,)``.
-        rows: where they are among all data points, ``(r,)``; None if they are all.
+        rows: where they are among all data points, ``(r,)``. ``None`` if they are all.
     """
 
     kernel: DataKernel
@@ -82,7 +82,7 @@ class Alternation:
     Attributes:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: the noise as a free parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
+        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
         objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The subset of the last is chosen by ``"vfe"``.
         search: how subsets are improved.
         num_inducing: size of the subset.
@@ -219,7 +219,7 @@ def fitted_from_some_start(
         attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
         kernel: the kernel. Without length-scales to learn there is one attempt.
         targets: standardised, ``(n, H)``.
-        log_noise: the noise as a free parameter.
+        log_noise: unconstrained noise.
         record: says how much time is left, of which the search for another start takes half at most.
         generator: source of randomness.
 
@@ -324,7 +324,7 @@ def polish(
         kernel: the kernel on the training inputs.
         inputs: the inducing inputs ``(m, D)``, changed in place.
         targets: ``(n, H)`` float64.
-        log_noise: the noise as a free parameter.
+        log_noise: unconstrained noise.
         objective: ``"vfe"``, ``"pp"`` or ``"fitc"``.
         held_out: positions of the data points that it does not look at.
         most: most evaluations of the objective.

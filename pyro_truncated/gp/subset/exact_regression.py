@@ -45,7 +45,7 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
     Args:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
+        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
         weight: what the objective is multiplied by.
     """
     with torch.enable_grad():
@@ -83,7 +83,7 @@ def fit_exactly(
         targets: ``(n, H)`` float64.
         log_noise: unconstrained noise parameter.
         parameters: the kernel's, and the noise.
-        settings: most iterations of L-BFGS, the gain below which they end, and the time.
+        settings: most iterations of L-BFGS, least gain, and time.
         record: takes each improvement.
     """
     return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, settings, record)

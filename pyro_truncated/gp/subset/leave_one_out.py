@@ -250,7 +250,7 @@ class LeaveOneOutRegression:
     Attributes:
         kernel: the kernel, at the current parameters, for targets in the unit.
         noise: the current noise variance, a scalar tensor, for targets in the unit.
-        unit: the largest magnitude of the last fit's targets; 1 without a fit.
+        unit: the largest magnitude of the last fit's targets. Without a fit it is 1.
 
     Raises:
         ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.

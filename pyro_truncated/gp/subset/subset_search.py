@@ -25,7 +25,7 @@ class Budget:
         max_swaps: most members exchanged. Default: no limit.
         max_attempts: most attempts, whether they succeed or not. Default: no limit.
         max_seconds: most seconds by ``clock``. Default: no limit.
-        clock: seconds from some moment on; wall clock time by default.
+        clock: seconds from some moment on. Default: wall clock time.
         progress: whether to show a progress bar.
         swaps: members exchanged so far.
         attempts: attempts so far.
@@ -454,8 +454,8 @@ def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
 
     They are removed one after the other.
 
-    With :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and
-    :math:`A = M K_{In} K_{nI} M`, removing member ``i`` raises the objective by
+    Let :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and :math:`A = M K_{In}
+    K_{nI} M`. To remove member ``i`` raises the objective by
 
     .. math:: \tfrac12 \Big[ \sum_h \frac{\beta_{ih}^2}{\sigma^2 N_{ii}} + H \log \frac{\sigma^2 N_{ii}}{M_{ii}}
         + \frac{H}{\sigma^2} \frac{A_{ii}}{M_{ii}} \Big],

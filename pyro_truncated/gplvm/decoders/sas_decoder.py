@@ -62,8 +62,8 @@ class SASDecoder(UniqueModule):
     .. math:: \mathbb E_q\Bigl[\log p(x_A \mid z_A) + \tfrac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z)\Bigr]
         - \mathrm{KL}_A - \tfrac{N - |A|}{|R|} \mathrm{KL}_R,
 
-    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses
-    for ``q`` (MAP latents, the KL terms are prior log densities), the Bayesian one :math:`q(z_n) = \mathcal N(\mu_n,
+    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses for
+    ``q`` (MAP latents, the KL terms are prior log densities). The Bayesian one has :math:`q(z_n) = \mathcal N(\mu_n,
     \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``.
 
     .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
@@ -96,7 +96,7 @@ class SASDecoder(UniqueModule):
         num_data: number of data points ``N``, in all processes.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
-        num_active: size of the active set where a training step is not given a split. Default: 200, but at most half of the minibatch.
+        num_active: size of the active set of a step without a split. Default: 200, but at most half of the minibatch.
         batch_size: size of the minibatch where a training step is not given a split. Default: 1000, or all data if these are fewer.
         bayesian: whether ``q`` is a normal distribution rather than a point mass.
         encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
@@ -173,7 +173,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data.
-            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
+            steps: how long an encoder learns to imitate the first latents. With 0 it does not.
             latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
 
         Raises:

@@ -29,7 +29,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
     Args:
         module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
-        held: the data points that these are of, ``None`` for all.
+        held: the data points that these are of. ``None`` for all.
         x: the data, or the shard of them that this process has.
 
     Raises:

@@ -41,7 +41,7 @@ class Latents:
     Attributes:
         loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
         scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
-        used: probability :math:`\rho_q` that one of the observed views uses a dimension, ``(Q,)``. Otherwise the prior holds.
+        used: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
         observed: the views that were observed.
         bound: what each data point contributes to the bound, ``(N,)``.
     """
@@ -356,7 +356,7 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
         model: the trained model.
         y: its data.
         num_samples: number of draws per chain.
-        num_chains: number of chains that the independent draws are dealt to.
+        num_chains: number of chains that the draws are dealt to.
         seed: seeds the draws. Without it torch's global generator is used.
 
     Raises:

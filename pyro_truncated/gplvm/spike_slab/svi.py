@@ -192,8 +192,8 @@ def fit_minibatches(
         learning_rate: of Adam.
         rate: of the natural gradient, at the start. It falls likewise.
         switches_from: share of the steps after which the switches are free.
-        generator: source of randomness of the minibatches.
-        callback: called with the number of each step and its estimate of the bound.
+        generator: source of randomness.
+        callback: called with the number of each step and its bound.
 
     Returns:
         The estimates of the bound.
@@ -287,8 +287,8 @@ class Analytic_ELBO(ELBO):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        warm_up: number of steps with all switches on; 0 for a model whose switches are to stay where they are at first.
-        every: steps between updates of the switches; ``None`` leaves them to the gradient from the first step on.
+        warm_up: number of steps with all switches on. With 0 switches keep their first values.
+        every: steps between updates of the switches. ``None`` leaves them to the gradient from the first step on.
     """
 
     @names_arguments

@@ -67,7 +67,7 @@ class TimePrior(UniqueModule):
         period: of the periodic kernel.
 
     Attributes:
-        timescale: length-scales of the dimensions, ``(Q,)``, in units of time; of the periodic kernel, relative to a period.
+        timescale: length-scales of the dimensions, ``(Q,)``, in units of time. Those of the periodic kernel are relative to a period.
         targets: the posterior's pseudo-observations, ``(N, Q)``.
         spread: their noise deviations, ``(N, Q)``.
 

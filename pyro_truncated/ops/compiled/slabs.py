@@ -127,8 +127,9 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
 
     They are ``mean + deviation * e`` with standard normal ``e``.
 
-    Leaves in ``factor`` the Cholesky factor ``L`` of ``M = I + T G T`` (``T = diag(deviation)``), the posterior precision of ``e``, and in
-    ``solution`` the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the state.
+    Leaves in ``factor`` the Cholesky factor ``L`` of the posterior precision of ``e``, ``M = I + T G T`` with ``T = diag(deviation)``. In
+    ``solution`` it leaves the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the
+    state.
     """
     energy = 0.0
     for a in range(count):
@@ -279,8 +280,8 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
     It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean``
-    in ``vectors``. In ``joint`` it leaves what is not below the diagonal of the precision ``M =
-    D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it. Returns
+    in ``vectors``. In ``joint`` it leaves the precision ``M = D^-1 + R' G R`` of ``c`` given the
+    data, without what is below the diagonal. A column beyond it is ``R' (a - G mean)``. Returns
     ``mean (a - G mean / 2)``.
     """
     size = size_of(count)
