@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.extend import ask, refuse
+from pyro_truncated.extend import raise_if, read_conditions
 from pyro_truncated.models.binary_causes import perturbed_rows
 
 WEIGHT_FLOOR = 1e-6
@@ -42,7 +42,7 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
     Raises:
         ValueError: if no entry is observed.
     """
-    refuse(~(observed > 0), _refuse_nothing_observed)
+    raise_if(~(observed > 0), _refuse_nothing_observed)
     scale = (squares / observed).sqrt()
     return torch.where(scale > 0, scale, 1.0)
 
@@ -147,7 +147,7 @@ def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
 def cholesky(matrix: Tensor) -> Tensor:
     """Returns Cholesky factors, with deferred checks that they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    refuse((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
+    raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
     return factor  # type: ignore[no-any-return]
 
 
@@ -224,7 +224,7 @@ def best_claims(
     chosen = weight + step
     errors = errors_of(chosen, slice(None))
     is_better = total([errors])[0] <= allowed
-    left = [d for d, is_taken in enumerate(ask(is_better)) if not is_taken]
+    left = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
     if left:
         where = torch.tensor(left, device="cpu").to(weight.device, non_blocking=True)
         chosen[where], errors[where] = weight[where], statistics["errors"][where]

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
+from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, raise_if, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import activation, best_prior, check_real, first_rows, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.object_initialization import background_of, lone_windows, typical_objects
@@ -286,7 +286,7 @@ class OcclusiveComponents(UniqueModule):
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
             complain()
-        refuse(~y.isfinite().all(), complain)
+        raise_if(~y.isfinite().all(), complain)
         return y
 
 

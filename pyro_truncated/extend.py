@@ -7,7 +7,7 @@ A model of your own needs none of them. They are for models that others use.
 - :func:`names_arguments`: errors from the depths name the argument that caused them.
 - :func:`check_counts`: numbers of things are positive integers.
 - :func:`check_observable`: data are what a likelihood can observe.
-- :func:`refuse`, :func:`ask`: checks of data on a device that do not wait for it.
+- :func:`raise_if`, :func:`read_conditions`: checks of data on a device that do not wait for it.
 - :func:`selected_rows`: the data points that a plate selects.
 - :func:`device_of`: the device on which a generator draws.
 - :func:`sums_of`: sums over data points that several processes share.
@@ -16,7 +16,7 @@ A model of your own needs none of them. They are for models that others use.
 """
 
 from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of
-from pyro_truncated.ops.checks import ask, refuse
+from pyro_truncated.ops.deferred_checks import raise_if, read_conditions
 from pyro_truncated.program.observed import check_observable
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -27,13 +27,13 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 
 __all__ = [
     "UniqueModule",
-    "ask",
     "check_counts",
     "check_observable",
     "device_of",
     "names_arguments",
     "positions_of",
-    "refuse",
+    "raise_if",
+    "read_conditions",
     "selected_rows",
     "some_rows",
     "sums_of",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_truncated.ops import is_vectorised, refuse
+from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.utils.constraints import check_entries
 
 
@@ -57,7 +57,7 @@ def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -
     for name, tensor in tensors.items():
         complain = functools.partial(check_entries, constraint, **{name: tensor})
         if is_vectorised(tensor) and not tensor.is_complex() and tensor.dtype != torch.bool:
-            refuse(~constraint.check(tensor).all(), complain)
+            raise_if(~constraint.check(tensor).all(), complain)
         else:
             complain()
 
@@ -102,7 +102,7 @@ class _Later(constraints.Constraint):
         valid: Tensor = self.base.check(value)
         if not is_vectorised(value):
             return valid
-        refuse(~valid.all(), lambda: self.complain(value))
+        raise_if(~valid.all(), lambda: self.complain(value))
         return torch.ones((), dtype=torch.bool, device="cpu")
 
 

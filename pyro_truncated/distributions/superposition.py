@@ -83,7 +83,7 @@ class Superposition(TorchDistribution):
         constrained = {name: constraint for name, constraint in self.arg_constraints.items() if not constraints.is_dependent(constraint)}
         valid = [constraint.check(getattr(self, name)).all() for name, constraint in constrained.items()]
         shapes = self.batch_shape, self.event_shape
-        ops.refuse(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
+        ops.raise_if(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Returns the distribution over a larger batch, or itself if shapes agree."""

@@ -13,7 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.ops import together
+from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described
@@ -273,7 +273,7 @@ def _all_or_nothing(model: Any) -> Iterator[None]:
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     before = [parameter.detach().clone() for parameter in parameters]
     try:
-        with together():
+        with defer_checks():
             yield
     except BaseException:
         for parameter, value in zip(parameters, before, strict=True):

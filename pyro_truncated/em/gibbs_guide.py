@@ -207,8 +207,8 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        ops.refuse(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
-        ops.afterwards(lambda: self._keep_(rows, selected, coefficients, chances))
+        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
+        ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
     def _keep_(self, rows: slice | Tensor, selected: Tensor, coefficients: Tensor, chances: Tensor) -> None:
@@ -319,7 +319,7 @@ class SingletonScore:
         if not len(words):
             return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
         states = self.space.unpack(words)
-        ops.refuse((states.sum(-1, dtype=torch.int64) > 1).any(), self._complain)
+        ops.raise_if((states.sum(-1, dtype=torch.int64) > 1).any(), self._complain)
         # Position 0 is the state without any.
         numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
         return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]

@@ -299,7 +299,7 @@ class PopulationStore(torch.nn.Module):
         The data are first checked to be possible, so that the two always agree.
         """
         check_possible(log_joint)
-        ops.afterwards(lambda: self._write_(log_joint, where, words))
+        ops.on_success(lambda: self._write_(log_joint, where, words))
 
     def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:
         if self.log_joint.dtype != log_joint.dtype:

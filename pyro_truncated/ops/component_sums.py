@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.utils.counts import check_count
 
 
@@ -73,7 +73,7 @@ def check_below(component: Tensor, number: int) -> None:
     """
     if component.numel():
         lowest, highest = component.aminmax()
-        refuse((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+        raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
 
 
 def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:

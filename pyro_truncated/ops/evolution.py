@@ -71,7 +71,7 @@ def most_flips(number: int, probability: float) -> int:
     return next(exceeds, number)
 
 
-def repeated(words: Tensor) -> Tensor:
+def find_duplicates(words: Tensor) -> Tensor:
     """Which states of each data point equal an earlier one.
 
     Args:
@@ -84,7 +84,7 @@ def repeated(words: Tensor) -> Tensor:
         ValueError: if ``words`` is not a three-dimensional int64 tensor.
     """
     check_words("words", words)
-    return backend("evolution", words).repeated(words)  # type: ignore[no-any-return]
+    return backend("evolution", words).find_duplicates(words)  # type: ignore[no-any-return]
 
 
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky, refuse
 from pyro_truncated.ops.component_sums import checked_components
+from pyro_truncated.ops.deferred_checks import cholesky, raise_if
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.budget import current_budget, rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -219,7 +219,7 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
-    refuse(~(weight >= 0).all(), _complain_of_weights)
+    raise_if(~(weight >= 0).all(), _complain_of_weights)
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = Grouped.of(component.flatten(), num_components)

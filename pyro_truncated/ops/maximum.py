@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.words import check_likelihood, check_weights
 
@@ -272,8 +272,8 @@ def _check_slabs(value: Tensor, weight: Tensor, selected: Tensor) -> None:
         raise ValueError(f"value (N, D) and weight (D, H) must share D; got {tuple(value.shape)} and {tuple(weight.shape)}")
     if selected.dim() != 2 or len(selected) != len(value):
         raise ValueError(f"selected must have shape (N, K) with N = {len(value)}; got {tuple(selected.shape)}")
-    refuse(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
-    refuse(~(weight >= 0).all(), _complain_of_weight)
+    raise_if(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
+    raise_if(~(weight >= 0).all(), _complain_of_weight)
 
 
 def _complain_of_selected(selected: Tensor, weight: Tensor) -> None:
@@ -290,7 +290,7 @@ def _complain_of_repetition() -> None:
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
     ordered = selected.sort(1).values
-    refuse((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
+    raise_if((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
     if coefficients.shape != (len(value), weight.shape[1]):
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.fields import Fields
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.words import check_bits, check_words
@@ -63,7 +63,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     _check_weighted(words, weights, fields)
     out, num_invalid = backend("values", words).value_probabilities(words, weights, fields)
-    refuse(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
+    raise_if(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
     return out  # type: ignore[no-any-return]
 
 

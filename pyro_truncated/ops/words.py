@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, is_vectorised
-from pyro_truncated.ops.checks import afterwards, refuse
+from pyro_truncated.ops.deferred_checks import on_success, raise_if
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.utils.devices import is_noted, note_of
@@ -63,8 +63,8 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     if is_vectorised(rows):
         question = f"has at most {num_latents} latents"
         if not is_noted(rows, question):
-            refuse((rows[..., -1] & beyond).any(), complain)
-            afterwards(lambda: note_of(rows, question, True))
+            raise_if((rows[..., -1] & beyond).any(), complain)
+            on_success(lambda: note_of(rows, question, True))
     elif backend("values", rows).first_beyond(rows, beyond) >= 0:
         complain()
 

@@ -219,4 +219,4 @@ def places_of_states(words: Tensor) -> Tensor:
 
     No earlier place of a set holds the same state.
     """
-    return ~ops.repeated(words.flatten(0, 1)).view(words.shape[:3])
+    return ~ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])

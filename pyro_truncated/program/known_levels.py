@@ -16,7 +16,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.ops import gather_states, repeated
+from pyro_truncated.ops import find_duplicates, gather_states
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout, SiteLayout
 from pyro_truncated.program.sites import is_delta, sample_nodes
@@ -74,7 +74,7 @@ class KnownLevels:
         changed = space.pack(torch.where(self.levels >= 0, self.levels, space.unpack(words).long()))
         # States that have the levels already count as the first of their kind: they repeat none of each other.
         order = self.contradicts(words).byte().argsort(dim=-1, stable=True)
-        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(gather_states(changed, order)))
+        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, find_duplicates(gather_states(changed, order)))
         return torch.where(repeats.unsqueeze(-1), words, changed)
 
 

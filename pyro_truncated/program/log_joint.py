@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops import is_vectorised, refuse
+from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
 from pyro_truncated.program.layout import Layout
@@ -223,7 +223,7 @@ class LogJoint(Probe):
 
     def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
         if log_joint.numel():
-            refuse(~(log_joint.detach().max() < math.inf), lambda: self._complain(log_joint, words))
+            raise_if(~(log_joint.detach().max() < math.inf), lambda: self._complain(log_joint, words))
 
     def _complain(self, log_joint: Tensor, words: Tensor) -> None:
         kind = "NaN" if bool(log_joint.isnan().any()) else "+inf"

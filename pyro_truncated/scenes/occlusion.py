@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.checked_later import check_entries_later, each_checked_later, validate_later
-from pyro_truncated.ops import refuse
+from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
 from pyro_truncated.scenes.arrangement import depth_rank, places_of
@@ -222,7 +222,7 @@ class OccludedScene(TorchDistribution):
         Impossible codes are scored too: the prior excludes them.
         """
         assert self.order is not None
-        refuse(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
+        raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
         return depth_rank(self.order.long(), self.presence)
 
     def _complain_of_order(self) -> None:

@@ -176,7 +176,7 @@ class EvolutionarySearch(Search):
         space, fitness = pool.space, pool.log_joint
         if not known_distinct:
             # Siblings may be equal; without this, a state with many copies would be its own partner.
-            fitness = fitness.masked_fill(ops.repeated(pool.words), -math.inf)
+            fitness = fitness.masked_fill(ops.find_duplicates(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
         chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
         parents = pool.take(chosen)

@@ -333,7 +333,7 @@ class Preselection(AffinitySearch):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the affinity must return a tensor of shape {expected}, data points by latents (or values); got {got}")
-        ops.refuse(scores.isnan().any(), lambda: _refuse_unknown(scores))
+        ops.raise_if(scores.isnan().any(), lambda: _refuse_unknown(scores))
         return scores.detach()
 
 

@@ -88,7 +88,7 @@ class Population:
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
         possible = log_joint.amax(-1, keepdim=True) > -math.inf
         if ops.is_vectorised(possible):
-            ops.refuse(log_joint.isnan().any(), self._refuse_unscored)
+            ops.raise_if(log_joint.isnan().any(), self._refuse_unscored)
             log_joint = log_joint.masked_fill(~possible, 0.0)
         elif not bool(possible.all()):
             self._refuse_unscored()
@@ -196,7 +196,7 @@ class Population:
 
     def find_duplicates(self) -> Tensor:
         """Returns the positions of data points that hold a state twice, ascending."""
-        return ops.repeated(self.words).any(-1).nonzero().squeeze(-1)
+        return ops.find_duplicates(self.words).any(-1).nonzero().squeeze(-1)
 
     def assert_distinct(self) -> None:
         """Checks that no data point holds a state twice.

@@ -91,7 +91,7 @@ def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget:
     """Returns which neighbours are outside the population and not repeated, ``(n, P * M)``."""
     size = rows_per_block(32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count), memory_budget)
     blocks = [
-        ~ops.repeated(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
+        ~ops.find_duplicates(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
         for own, chosen in zip(words.split(size), parents.split(size), strict=True)
     ]
     return torch.cat(blocks)

@@ -25,8 +25,8 @@ from pyro_truncated.ops.fields import Fields
 ROWS_PER_TASK = 64
 
 
-def repeated(words: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.repeated`."""
+def find_duplicates(words: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.find_duplicates`."""
     out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
     _distinct(words.contiguous().numpy(), out.numpy())
     return ~out

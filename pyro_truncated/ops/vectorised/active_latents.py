@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import afterwards, refuse, soon
+from pyro_truncated.ops.deferred_checks import lazy_values, on_success, raise_if
 from pyro_truncated.ops.most_active import most_active, note_most_active
 from pyro_truncated.ops.vectorised.values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
@@ -109,7 +109,7 @@ def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> 
     """All states together."""
     latents, is_taken, number = _places(words, num_latents, most)
     if is_checked and number.numel():
-        refuse((number > most).any(), _complain)
+        raise_if((number > most).any(), _complain)
     return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
 
 
@@ -179,9 +179,9 @@ def _asked(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
         words = owner
     size = rows_per_block(16 * words.shape[0] * num_latents)
     counts = [unpack_bits(part, num_latents, torch.uint8).sum(-1).amax() for part in words.split(size, 1) if part.numel()]
-    most = soon(torch.stack(counts).amax() if counts else words.new_zeros(()))
+    most = lazy_values(torch.stack(counts).amax() if counts else words.new_zeros(()))
     if words._base is None:
-        afterwards(lambda: note_most_active(words, int(most()[0])))
+        on_success(lambda: note_most_active(words, int(most()[0])))
     return most
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.unpacked import collapse, collapse_correlated
 from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
 

@@ -324,7 +324,7 @@ class ScoredStates:
     def with_more(self, found: Population) -> ScoredStates:
         """Appends other states, without repetitions within a data point."""
         words = torch.cat([self.words, found.words], 1)
-        is_new = ~ops.repeated(words)
+        is_new = ~ops.find_duplicates(words)
         log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
         size = max(1, int(is_new.sum(1).max()))
         order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
