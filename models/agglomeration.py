@@ -19,7 +19,7 @@ from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collec
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
 from pyro_truncated.models.variance_floor import floored
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 # Chosen on data of other seeds than those of the tables.
 _SURPLUS = 2
@@ -229,7 +229,9 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         x, centres = (x / unit).float(), (centres / unit).float()
     # The smallest distance is the largest of these linear functions.
     linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
-    functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1))
+    functions = MaxInnerProductIndex(
+        linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
+    )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
     return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
 

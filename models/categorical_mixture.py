@@ -17,7 +17,7 @@ from pyro_truncated.models.binary_causes import check_data, first_rows, number_o
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 _PROBABILITY_FLOOR = 1e-6
 _Categorical = checked_later(dist.Categorical)
@@ -98,12 +98,12 @@ class CategoricalMixture(LinearMixture):
         """One, and which values the data have, ``(N, 1 + D L)``."""
         return torch.cat([self.probs.new_ones(len(y), 1), self._indicators(y).to(self.probs)], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """The log joints."""
         probs = self.probs.detach().flatten(1)
         coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
         features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)
-        return LinearFunctions(coefficients, features, lambda: grouped(probs), len(y))
+        return MaxInnerProductIndex(coefficients, features, lambda: grouped(probs), len(y))
 
     @torch.no_grad()
     @takes_arrays

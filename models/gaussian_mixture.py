@@ -23,7 +23,7 @@ from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped
 from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, offered, populations_of_all, statistics_of_all
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 _ROWS_PER_COMPONENT = 50
 # Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
@@ -267,13 +267,13 @@ class GaussianMixture(LinearMixture):
         x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """Returns the log joints, in the data's type.
 
         For integers it is the means' type.
         """
         loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
-        return LinearFunctions(
+        return MaxInnerProductIndex(
             components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
         )
 

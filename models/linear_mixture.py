@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.search import LinearFunctions, SearchBatch
+from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
@@ -72,7 +72,7 @@ class LinearMixture(UniqueModule):
         """What log joints of data ``(N, D)`` are linear in, ``(N, F)``."""
 
     @abc.abstractmethod
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """Returns the components' log joints as functions of the features.
 
         They are in the type of the data.

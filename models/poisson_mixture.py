@@ -16,7 +16,7 @@ from pyro_truncated.models.binary_causes import check_data, first_rows, number_o
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 _RATE_FLOOR = 1e-6
 _Poisson = checked_later(dist.Poisson)
@@ -102,11 +102,11 @@ class PoissonMixture(LinearMixture):
         counts = y.to(self.rate)
         return torch.cat([torch.ones_like(counts[:, :1]), counts], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """The log joints."""
         constant = self.weights.log() - self.rate.sum(1)
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
-        return LinearFunctions(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
+        return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
 
     @torch.no_grad()
     @takes_arrays

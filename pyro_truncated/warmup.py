@@ -32,7 +32,7 @@ from pyro_truncated import (
 )
 from pyro_truncated.ops.backend import compile_first
 from pyro_truncated.ops.component_sums import sums_of_components
-from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.quadratic import flip_energy
 from pyro_truncated.ops.square_distances import square_distances
@@ -155,9 +155,9 @@ def _psi(dtype: torch.dtype) -> None:
 
 def _mixtures(dtype: torch.dtype) -> None:
     features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
-    largest_of_all(features, features, 1)
-    value, index = largest_of_groups(features, features, group, 9, group.reshape(-1, 1), 1)
-    walked(features, features, index, value, index, 1)
+    max_inner_products(features, features, 1)
+    value, index = max_inner_products_in_groups(features, features, group, 9, group.reshape(-1, 1), 1)
+    follow_neighbours(features, features, index, value, index, 1)
     sums_of_components(index, value, features, 9)
     square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 

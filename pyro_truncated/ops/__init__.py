@@ -31,6 +31,7 @@ from pyro_truncated.ops.evolution import (
     sparse_flip_probabilities,
 )
 from pyro_truncated.ops.fields import Fields, enumerate_states, pack
+from pyro_truncated.ops.latent_values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.maximum import (
     maximum_error,
     maximum_score,
@@ -41,6 +42,7 @@ from pyro_truncated.ops.maximum import (
 )
 from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
+from pyro_truncated.ops.packed_checks import check_bits, check_words, gather_states
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import (
     correlated_slab_log_prob,
@@ -52,8 +54,6 @@ from pyro_truncated.ops.slabs import (
     spike_slab_moments_by_dimension,
 )
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
-from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
-from pyro_truncated.ops.words import check_bits, check_words, gather_states
 from pyro_truncated.utils.budget import memory_budget
 
 _RENAMED = {"mixed": "mix_bits", "take": "gather_states", "use": "use_backend"}

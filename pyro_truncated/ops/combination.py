@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.words import check_words
+from pyro_truncated.ops.packed_checks import check_words
 
 _MAX_STATES = 2**20
 

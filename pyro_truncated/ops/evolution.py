@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
+from pyro_truncated.ops.latent_values import unpack
 from pyro_truncated.ops.most_active import inherit_active_bound
+from pyro_truncated.ops.packed_checks import check_words
 from pyro_truncated.ops.streams import Source, draw_seed, positions
-from pyro_truncated.ops.values import unpack
-from pyro_truncated.ops.words import check_words
 
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
 UNFIT, IMPOSSIBLE = 1e-100, 1e-200

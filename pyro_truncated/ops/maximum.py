@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.deferred_checks import raise_if
+from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
-from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
-class MetData:
+class ReplayMemory:
     """Inputs and latest marginals of met data points, by global position."""
 
     def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
     @classmethod
-    def like(cls, inputs: Tensor, marginals: Tensor) -> MetData:
+    def like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
         """An empty memory for data points of the kind."""
         return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
@@ -190,7 +190,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     """
 
     learns_together = True
-    _memory: MetData | None
+    _memory: ReplayMemory | None
 
     @names_arguments
     def __init__(
@@ -234,7 +234,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = MetData.like(data, marginals)
+            self._memory = ReplayMemory.like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
         visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
@@ -257,7 +257,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         rows = memory["rows"]
-        self._memory = MetData(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
+        self._memory = ReplayMemory(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
         for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])

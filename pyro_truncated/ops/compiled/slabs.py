@@ -16,9 +16,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_above, gather_square, square_of
-from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import (
+from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
     as_array,
@@ -29,6 +27,8 @@ from pyro_truncated.ops.compiled.walk import (
     most_active,
     padded,
 )
+from pyro_truncated.ops.compiled.simd_rows import add_row, add_square, clear_row, gather_above, gather_square, square_of
+from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 
 def gram_of(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

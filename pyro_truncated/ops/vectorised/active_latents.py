@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.deferred_checks import lazy_values, on_success, raise_if
 from pyro_truncated.ops.most_active import most_active, note_most_active
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.evolution import find_duplicates
 from pyro_truncated.ops.pair_terms import PairTerms, pair_terms
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 
 
 class _Steps:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 # Of the size of a block's states that are held at once: bits on the way, states, a product with them, and a product of both.

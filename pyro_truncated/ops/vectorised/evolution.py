@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.packed_checks import gather_states
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.words import gather_states
 
 
 def find_duplicates(words: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.vectorised.blocks import blocks_of_states
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import blocks_of_rows
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.packed_checks import gather_states
 from pyro_truncated.ops.unpacked import normal_log_density
-from pyro_truncated.ops.words import gather_states
 from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
 
 _TINY = 1e-300

@@ -54,7 +54,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     beyond = -1 << used
 
     def complain() -> None:
-        first = backend("values", rows).first_beyond(rows, beyond)
+        first = backend("latent_values", rows).first_beyond(rows, beyond)
         raise ValueError(
             f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
             "it belongs to another state space"
@@ -65,7 +65,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         if not is_noted(rows, question):
             raise_if((rows[..., -1] & beyond).any(), complain)
             on_success(lambda: note_of(rows, question, True))
-    elif backend("values", rows).first_beyond(rows, beyond) >= 0:
+    elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
         complain()
 
 

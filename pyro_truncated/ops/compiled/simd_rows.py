@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.walk import padded
+from pyro_truncated.ops.compiled.iterate_active import padded
 
 # Entries of a row that are worked on at a time.
 _LANES = 8

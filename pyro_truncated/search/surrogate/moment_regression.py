@@ -14,7 +14,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import blocks_of_rows
 
 
-class ExpectedObservations:
+class MomentRegression:
     r"""Regresses means of observations on binary states, for all data points.
 
     The functions are quadratic, fitted by ridge regression on all scored states.
@@ -97,7 +97,7 @@ class ExpectedObservations:
         return {"num_latents": self.num_latents, "rank": self.rank, **{name: total.clone() for name, total in totals.items()}}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> ExpectedObservations:
+    def of(cls, state: Mapping[str, Any]) -> MomentRegression:
         """The regression that :meth:`state_dict` has described."""
         found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
         found._products, found._sums = state["products"].clone(), state["sums"].clone()
