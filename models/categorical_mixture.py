@@ -11,7 +11,7 @@ from torch.distributions import constraints
 from torch.nn import functional as F
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import categorical, checked_later
+from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
 from pyro_truncated.models.linear_mixture import LinearMixture
@@ -20,7 +20,7 @@ from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 _PROBABILITY_FLOOR = 1e-6
-_Categorical = checked_later(dist.Categorical)
+_Categorical = defer_validation(dist.Categorical)
 
 
 class CategoricalMixture(LinearMixture):

@@ -31,7 +31,7 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.backend import compile_first
-from pyro_truncated.ops.component_sums import sums_of_components
+from pyro_truncated.ops.component_sums import component_sums
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.quadratic import flip_energy
@@ -158,7 +158,7 @@ def _mixtures(dtype: torch.dtype) -> None:
     max_inner_products(features, features, 1)
     value, index = max_inner_products_in_groups(features, features, group, 9, group.reshape(-1, 1), 1)
     follow_neighbours(features, features, index, value, index, 1)
-    sums_of_components(index, value, features, 9)
+    component_sums(index, value, features, 9)
     square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 
 

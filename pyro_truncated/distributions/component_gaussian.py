@@ -9,7 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import validate_later
+from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.ops.component_sums import as_integers, check_below
 
 HALF_LOG_TWO_PI = 0.9189385332046727

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
+from pyro_truncated.distributions.deferred_validation import defer_constraints
 
 
 class ComponentNormal(ComponentGaussian):
@@ -34,7 +34,7 @@ class ComponentNormal(ComponentGaussian):
             if components are no integers or, on the CPU with checks, out of range.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {"loc": constraints.real_vector, "scale": constraints.independent(constraints.positive, 1)}
     )
 

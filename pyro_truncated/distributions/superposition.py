@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.checked_later import validate_later
+from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import in_blocks
@@ -69,9 +69,9 @@ class Superposition(TorchDistribution):
         shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
         batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
-        is_checked_later = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_checked_later else validate_args)
-        if is_checked_later:
+        is_deferred = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
+        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_deferred else validate_args)
+        if is_deferred:
             # Whether values are checked is asked again when they are there, unless it was said for this distribution.
             del self._validate_args
             if validate_args is not None:

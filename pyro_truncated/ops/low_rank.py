@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.component_sums import checked_components
+from pyro_truncated.ops.component_sums import check_components
 from pyro_truncated.ops.deferred_checks import cholesky, raise_if
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.budget import current_budget, rows_per_block
@@ -193,12 +193,12 @@ def _pairs(basis: Tensor) -> Tensor:
     return (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
 
 
-def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
+def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
     r"""Sums of squares and products, :math:`\sum_{n, s: k_{ns} = k} r_{ns} (x_n - c_k)(x_n - c_k)^\top`.
 
     Example:
         >>> rows = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-        >>> products_of_components(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
+        >>> component_products(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
         [[1.0, 2.0], [2.0, 4.0]]
 
     Args:
@@ -215,7 +215,7 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
         ValueError: if shapes do not fit, the number is below 1, there are other components, or a weight is negative or NaN.
     """
     num_components = check_count("num_components", num_components)
-    component = checked_components(component, weight, rows, num_components)
+    component = check_components(component, weight, rows, num_components)
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")

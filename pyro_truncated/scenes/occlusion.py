@@ -10,7 +10,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import check_entries_later, each_checked_later, validate_later
+from pyro_truncated.distributions.deferred_validation import defer_check_entries, defer_constraints, validate_later
 from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
@@ -60,7 +60,7 @@ class OccludedScene(TorchDistribution):
         decided as said above.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {
             "presence": constraints.independent(constraints.boolean, 1),
             "features": constraints.independent(constraints.real, 4),
@@ -101,8 +101,8 @@ class OccludedScene(TorchDistribution):
             torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
         )
         if self._validate_args if validate_args is None else validate_args:
-            check_entries_later(finite, position=position, background=background)
-            check_entries_later(positive_finite, scale=self.scale, background_scale=self.background_scale)
+            defer_check_entries(finite, position=position, background=background)
+            defer_check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
         event_shape = torch.Size((*canvas, features.shape[-1]))
         super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.component_sums import sums_of_components
+from pyro_truncated.ops.component_sums import component_sums
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 
 
@@ -163,7 +163,7 @@ def test_sums_for_components_are_those_of_a_table(number: int) -> None:
     component = torch.randint(number, (400, 3), generator=generator)
     weight, rows = torch.rand(400, 3, generator=generator), torch.randn(400, 5, generator=generator)
     shares = torch.zeros(400, number, dtype=torch.float64).scatter_add_(1, component, weight.double())
-    torch.testing.assert_close(sums_of_components(component, weight, rows, number), shares.mT @ rows.double())
+    torch.testing.assert_close(component_sums(component, weight, rows, number), shares.mT @ rows.double())
 
 
 @pytest.mark.usefixtures("kind")
@@ -180,18 +180,18 @@ def test_sums_for_components_are_those_of_a_table(number: int) -> None:
 )
 def test_sums_for_components_that_do_not_exist_are_refused(change: dict[str, Any], message: str) -> None:
     fitting = {"component": torch.tensor([[0], [1]]), "weight": torch.ones(2, 1), "rows": torch.ones(2, 3), "number": 2}
-    assert sums_of_components(**fitting).tolist() == [[1.0] * 3] * 2
+    assert component_sums(**fitting).tolist() == [[1.0] * 3] * 2
     with pytest.raises(ValueError, match=message):
-        sums_of_components(**(fitting | change))
+        component_sums(**(fitting | change))
 
 
 @pytest.mark.usefixtures("kind")
 def test_sums_for_components_are_differentiable() -> None:
     weight, rows = torch.tensor([[2.0], [3.0]], requires_grad=True), torch.tensor([[1.0], [5.0]], requires_grad=True)
-    sums_of_components(torch.tensor([[1], [1]]), weight, rows, 2)[1].sum().backward()
+    component_sums(torch.tensor([[1], [1]]), weight, rows, 2)[1].sum().backward()
     assert weight.grad is not None
     assert rows.grad is not None
     assert weight.grad.tolist() == [[1.0], [5.0]]
     assert rows.grad.tolist() == [[2.0], [3.0]]
     with torch.no_grad():
-        assert not sums_of_components(torch.tensor([[1], [1]]), weight, rows, 2).requires_grad
+        assert not component_sums(torch.tensor([[1], [1]]), weight, rows, 2).requires_grad

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributions import Component, LinearSuperposition, categorical, checked_later
+from pyro_truncated.distributions import Component, LinearSuperposition, categorical, defer_validation
 from tests.pretended_device import PretendedDevice, here, there
 
-Poisson, MultivariateNormal = checked_later(dist.Poisson), checked_later(dist.MultivariateNormal)
+Poisson, MultivariateNormal = defer_validation(dist.Poisson), defer_validation(dist.MultivariateNormal)
 
 
 @contextlib.contextmanager
