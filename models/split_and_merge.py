@@ -43,7 +43,7 @@ def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Populatio
         raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
     population = guide.refresh_(y)
     if guide.populations.is_part:
-        raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
+        raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
     return population  # type: ignore[no-any-return]
 
 

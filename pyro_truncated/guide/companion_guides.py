@@ -136,9 +136,8 @@ class Siblings:
         unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
         if unknown:
             raise ValueError(
-                f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each data point "
-                "it was trained on. Give AutoTruncated a conditional=... that samples them given the states, or append to the "
-                "AutoGuideList a guide that computes them from the model's arguments (an amortised one)."
+                f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each training "
+                "point. Give AutoTruncated a conditional=... that samples them, or append an amortised guide to the AutoGuideList."
             )
 
     @contextmanager
@@ -179,9 +178,8 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
             inside = partial & {frame.name for frame in site["cond_indep_stack"]}
             if inside:
                 raise ValueError(
-                    f"{type(part).__name__} holds one vector for all latents it has seen and cannot take the latent '{name}' for a "
-                    f"subsample of plate '{min(inside)}'. Give latents of data points to AutoNormal or AutoDelta, which keep them by "
-                    "position in the data, or to a function of the data (an amortised guide), or train without minibatches."
+                    f"{type(part).__name__} holds one vector for all latents and cannot take the latent '{name}' for a subsample of plate "
+                    f"'{min(inside)}'. Cover it by AutoNormal, AutoDelta or an amortised guide, or train without minibatches."
                 )
 
 
@@ -193,9 +191,8 @@ def refuse_uncovered(names: Sequence[str]) -> None:
     """
     if names:
         raise ValueError(
-            f"infer() knows nothing of the latents {list(names)}, which no guide beside AutoTruncated covers: they could only be drawn "
-            "from the prior. Train with an AutoGuideList that holds their guide before AutoTruncated, and call infer of that "
-            "AutoTruncated; or give it a conditional=... that samples them given the states."
+            f"infer() could only draw the latents {list(names)} from the prior: no guide covers them. Append their guide to an "
+            "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
         )
 
 

@@ -41,7 +41,7 @@ class SharedPlates(Messenger):
         if recorded is None:
             return
         if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(recorded)):
-            raise ValueError(f"plate '{msg['name']}' is open with other data points than those that a guide asks for with subsample=...")
+            raise ValueError(f"plate '{msg['name']}' is open with other data points than the guide's: give both the same subsample=...")
         msg["value"], msg["done"], msg["stop"] = recorded, True, True
 
 
@@ -159,8 +159,7 @@ def refuse_other_size(held: int, size: int, plates: Iterable[str]) -> None:
     if held != size:
         raise ValueError(
             f"the guide holds populations of {held} data points, but the model's data plate {list(plates)} now has {size}. For other data "
-            "use guide.infer(new_data, search, steps); give minibatches that are passed as arguments their positions in the data: "
-            "pyro.plate(name, num_data, subsample=positions)."
+            "use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions)."
         )
 
 

@@ -267,8 +267,8 @@ class PopulationStore(torch.nn.Module):
         population = self.population(indices)
         if bool(population.log_joint.isnan().any()):
             raise RuntimeError(
-                "some of these populations have never been scored under the model; train first, or refresh them with "
-                "guide.refresh_(*args) (with the model's arguments)"
+                "some of these populations have never been scored under the model: train first, or call guide.refresh_(*args) with "
+                "the model's arguments"
             )
         return population
 

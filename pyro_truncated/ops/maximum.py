@@ -285,7 +285,7 @@ def _complain_of_weight() -> None:
 
 
 def _complain_of_repetition() -> None:
-    raise ValueError("selected causes repeat within a data point")
+    raise ValueError("selected must not hold a cause twice for a data point")
 
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:

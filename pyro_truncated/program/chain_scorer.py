@@ -160,9 +160,9 @@ class ChainScorer(Probe):
         shape = log_prob.shape[log_prob.dim() - opened :]
         if not opened or shape[0] != self.product.num_steps:
             raise NotImplementedError(
-                f"the density of site '{node['name']}' cannot be told apart by the {self.product.num_steps} steps of "
-                f"'{self.product.site.name}': let the steps be the left-most dimension of its event, as in "
-                "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)"
+                f"the density of site '{node['name']}' has no dimension for the {self.product.num_steps} steps of "
+                f"'{self.product.site.name}'. Make them the left-most dimension of its event, as in "
+                "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)."
             )
         log_prob = log_prob.flatten(log_prob.dim() - opened + 1).sum(-1) if opened > 1 else log_prob
         if not bool((log_prob.detach() < math.inf).all()):

@@ -211,8 +211,8 @@ def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(
-            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
-            "take too many joint values, or continuous ones, to find its largest value. "
-            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
+            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, so "
+            "its largest value cannot be found: they take too many joint values, or continuous ones. "
+            f"Give a bound: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
     return bounds_of(node["fn"])[0].min(), torch.tensor(limit)

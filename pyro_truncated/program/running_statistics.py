@@ -36,8 +36,8 @@ def warning_of_running_statistics() -> Iterator[None]:
         handle.remove()
     if found:
         warnings.warn(
-            f"the model runs {', '.join(found)} in training mode: a step runs the model on thousands of states, each run normalises by the "
-            "states that it happens to hold and updates the running statistics. Call .eval() of these layers, or take LayerNorm.",
+            f"the model runs {', '.join(found)} in training mode: each run normalises by the states in it and updates the running "
+            "statistics. Call .eval() of these layers, or take LayerNorm.",
             UserWarning,
             stacklevel=3,
         )

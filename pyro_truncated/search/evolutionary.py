@@ -152,8 +152,8 @@ class EvolutionarySearch(Search):
         if self.target_activity is not None:
             if self.target_activity > int(binary.sum()):
                 raise ValueError(
-                    f"target_activity must not exceed the number of binary latents, {int(binary.sum())}, of which it is the mean number "
-                    f"that are active; got {self.target_activity}"
+                    f"target_activity, a mean number of active latents, must not exceed the number of binary latents, {int(binary.sum())}; "
+                    f"got {self.target_activity}"
                 )
             return self.target_activity
         activity = batch.activity()

@@ -338,7 +338,7 @@ class Preselection(AffinitySearch):
 
 
 def _refuse_unknown(scores: Tensor) -> None:
-    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points")
+    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points: check its inputs")
 
 
 def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
         data = validated_data(self, X, reset=reset, dtype=None, **options).astype(object)
         if data.dtype == object and _is_missing(data).any():
-            raise ValueError("X has missing entries: name them, as by 'missing', which is then a category, or leave these rows out")
+            raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
         return torch.from_numpy(self._encoder.transform(data))

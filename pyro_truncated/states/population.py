@@ -99,9 +99,9 @@ class Population:
         unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)
         if len(unscored):
             raise RuntimeError(
-                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored under the "
-                "model: no minibatch has held these data points yet. Take guide.posterior(*args) with the model's arguments, which scores "
-                "them, or guide.refresh_(*args), which also keeps the scores"
+                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored: no "
+                "minibatch has held them yet. With the model's arguments call guide.posterior(*args), or guide.refresh_(*args), which "
+                "also keeps the scores."
             )
 
     def free_energy(self) -> Tensor:

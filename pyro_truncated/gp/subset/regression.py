@@ -85,9 +85,9 @@ def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing
     if explained < min(0.05, 0.02 + 1.645 * error):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
         warnings.warn(
-            f"the fit explains the targets as noise, of variance {noise:.3g} (of 1): predictions of each data point from all others{by} "
-            f"account for {max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf "
-            f"does), {more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True))",
+            f"the fit explains the targets as noise of variance {noise:.3g} (of 1): leave-one-out predictions{by} account for "
+            f"{max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf does), "
+            f"{more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True)).",
             AllNoiseWarning,
             stacklevel=3,
         )

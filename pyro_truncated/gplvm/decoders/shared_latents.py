@@ -40,7 +40,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
-        raise ValueError(f"the latents here are those of {held}; call gather_() on all processes before other data, {portion}")
+        raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
     for parameter in _latents_of(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)

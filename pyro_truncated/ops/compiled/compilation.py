@@ -117,8 +117,8 @@ def _say_compiling() -> None:
     if multiprocessing.parent_process() is None:
         how = f"in the background, for up to a minute ({VARIABLE}=0: before the first step)" if is_on() else "which takes up to a minute"
         _logger.warning(
-            "compiling kernels for their first use on this machine, %s; the next process finds them on disk "
-            '("python -m pyro_truncated.warmup" compiles all of them at once)',
+            "compiling kernels for their first use on this machine, %s; the next process finds them on disk. "
+            '"python -m pyro_truncated.warmup" compiles all of them at once.',
             how,
         )
 
@@ -126,6 +126,6 @@ def _say_compiling() -> None:
 @functools.cache
 def _say() -> None:
     _logger.warning(
-        "compiled kernels cannot be kept on disk, so every process compiles them anew, which takes a minute or two in all; "
-        "let the environment variable NUMBA_CACHE_DIR name a folder that can be written to"
+        "compiled kernels cannot be kept on disk: every process compiles them anew, for a minute or two. "
+        "Set the environment variable NUMBA_CACHE_DIR to a folder that can be written to."
     )

@@ -121,7 +121,7 @@ class SurrogateSearch(Search):
         """Children ``(N, children)``."""
         self.check_space(batch.space)
         if batch.is_spread:
-            raise NotImplementedError("SurrogateSearch learns from the data of one process; these are shards: train it on whole data")
+            raise NotImplementedError("SurrogateSearch learns from the data of one process; got a shard: pass all data in one process")
         is_continued = self._scored is not None and self._scored.holds(batch)
         if not is_continued:
             self._surprise = None
