@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated import Population, StateSpace
 from pyro_truncated.models.binary_causes import random_rows
 from pyro_truncated.models.covariances import Covariances
-from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
+from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, own_statistics
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
 from pyro_truncated.models.variance_floor import floored
@@ -172,7 +172,7 @@ class Merging:
 
     def _merge(self, merged: Tensor) -> None:
         union, kept = combined(self._kind, self._statistics, merged), merged[:, 0]
-        for name in names_of_own(self._kind):
+        for name in own_statistics(self._kind):
             self._statistics[name][kept] = union[name]
         self._alone[kept] = self._log_joints(union)
 

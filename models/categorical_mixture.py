@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
@@ -62,7 +62,7 @@ class CategoricalMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of values ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, probs = self.weights, self.probs
-        with pyro.plate("data", number_of_data(y, num_data), subsample_size=batch_size) as index:
+        with pyro.plate("data", count_data(y, num_data), subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
             return pyro.sample("y", _Categorical(probs[z]).to_event(1), obs=selected_rows(y, index))
 
@@ -120,7 +120,7 @@ class CategoricalMixture(LinearMixture):
         return {"counts": shares.counts(), "sums": shares.sums(self._indicators(population.rows_of(check_data(y, self.num_observed))))}
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         weights = self.weights.double()
         return {"counts": weights, "sums": weights.unsqueeze(-1) * self.probs.double().flatten(1)}

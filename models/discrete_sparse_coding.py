@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows, in_type_of, number_of_data
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, cast_like, check_data, count_data, first_rows
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 
@@ -99,7 +99,7 @@ class DiscreteSparseCoding(LinearDictionary):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weight, scale, prior, bias = self.weight, self.scale, self.prior, self.bias
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", categorical(prior).expand([self.num_latents]).to_event(1))
             coefficients = self.values[states.long()]
@@ -195,7 +195,7 @@ class DiscreteSparseCoding(LinearDictionary):
         check_data(y, self.num_observed)
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
-        found: Tensor = in_type_of(mean if self.bias is None else mean + self.bias.double(), y)
+        found: Tensor = cast_like(mean if self.bias is None else mean + self.bias.double(), y)
         return found
 
     def _first_prior(self) -> Tensor:

@@ -18,7 +18,7 @@ from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, F
 from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
-from pyro_truncated.models.mean_revival import left_to_background, raised_means, with_returns
+from pyro_truncated.models.mean_revival import assign_to_background, raised_means, with_returns
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {
@@ -169,20 +169,20 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
-        def likelihood_of(means: Tensor) -> Any:
+        def make_likelihood(means: Tensor) -> Any:
             return self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
 
-        def losses_of(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        def expected_losses(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
             won, lost = _losses(likelihood, means, sums)
             return lost - won
 
-        def errors_of(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(means: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected losses under other means."""
-            return losses_of(means, likelihood_of(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
+            return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
-        likelihood, raised = likelihood_of(means), raised_means(means)
-        apart = likelihood_of(raised).statistics(own, rows, temperature)
-        statistics = {**apart, **{name: left_to_background(apart[name], raised > means) for name in ("wins", "won")}}
+        likelihood, raised = make_likelihood(means), raised_means(means)
+        apart = make_likelihood(raised).statistics(own, rows, temperature)
+        statistics = {**apart, **{name: assign_to_background(apart[name], raised > means) for name in ("wins", "won")}}
         won, lost = _losses(likelihood, means, statistics)
         statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
         total = sums_of(y)
@@ -194,8 +194,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return self._within(means, floor[dimensions])
 
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
-        claims: dict[str, Tensor] = best_claims(means, statistics, errors_of, total)
-        claims = with_returns(means, apart, claims, losses_of, errors_of, within, total)
+        claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
+        claims = with_returns(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims

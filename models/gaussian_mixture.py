@@ -15,14 +15,14 @@ from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.agglomeration import Agglomeration
-from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
+from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown
-from pyro_truncated.models.covariance_types import kind_of
+from pyro_truncated.models.covariance_types import make_covariances
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, offered, populations_of_all, statistics_of_all
+from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, all_populations, all_statistics, offered
 from pyro_truncated.search import MaxInnerProductIndex
 
 _ROWS_PER_COMPONENT = 50
@@ -105,7 +105,7 @@ class GaussianMixture(LinearMixture):
         if pseudo_data is not None and not 0 <= pseudo_data < math.inf:
             raise ValueError(f"pseudo_data must be finite and not negative; got {pseudo_data}")
         self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
-        self._kind = kind_of(covariance, num_observed, rank, shared_noise)
+        self._kind = make_covariances(covariance, num_observed, rank, shared_noise)
         self.pseudo_data = self._kind.pseudo_data if pseudo_data is None or not self._kind.is_own else pseudo_data
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
@@ -126,7 +126,7 @@ class GaussianMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, spreads = self.weights, self.loc, self._spreads()
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         if y is not None and self.pseudo_data:  # a factor, but no device is waited for
             unit = dist.Unit(self.log_prior(spreads), validate_args=False)
             pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True, "of_parameters": True})  # type: ignore[arg-type]
@@ -224,15 +224,15 @@ class GaussianMixture(LinearMixture):
             ValueError: if the guide is of another model, or the data have another number of dimensions.
             NotImplementedError: where several processes share the data.
         """
-        population = populations_of_all(self, guide, check_data(y, self.num_observed))
-        statistics = statistics_of_all(self, population, y)
+        population = all_populations(self, guide, check_data(y, self.num_observed))
+        statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
         moves, moved = accepted(search.moves(generator), lambda some: self._moved(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
         if (driver := ClosedForm.driving(self)) is not None:
-            driver.collect(statistics_of_all(self, moved, y), None, None, len(y))
+            driver.collect(all_statistics(self, moved, y), None, None, len(y))
             driver(())
         return len(moves)
 
@@ -310,7 +310,7 @@ class GaussianMixture(LinearMixture):
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         return dict(self._components(self.weights).expected_statistics())
 

@@ -14,7 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import UniqueModule
 from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
-from pyro_truncated.models.offset_warning import quantile_of_rows
+from pyro_truncated.models.offset_warning import row_quantile
 
 Statistics = dict[str, Tensor]
 
@@ -69,7 +69,7 @@ class LinearDictionary(UniqueModule):
         above = y.double() - self.center
         # Elements that add up lie above the offset, most of which is seen where few of them are on. On bars the lower quartile is a better
         # start than the mean, the median, and quantiles near the minimum; with annealing lower ones are a little better.
-        first = quantile_of_rows(above, 4)
+        first = row_quantile(above, 4)
         weight, deviation, _ = first_dictionary(above, self.num_latents, generator)
         sums = {"observed": (~above.isnan()).sum(0), "sums": above.nansum(0), "squares": above.square().nansum(0)}
         floor = noise_floor(self._power(sums), sums["observed"].sum())

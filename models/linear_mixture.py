@@ -79,7 +79,7 @@ class LinearMixture(UniqueModule):
         """
 
     @abc.abstractmethod
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """Returns one data point's expected ``sufficient_statistics`` in float64."""
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class LinearMixture(UniqueModule):
             draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
+        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
 
     @names_arguments
     @torch.no_grad()

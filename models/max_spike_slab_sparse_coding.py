@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
+from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -103,7 +103,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
@@ -255,13 +255,13 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         rows = _rows_of(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
 
-        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, errors_of, sums_of(y)), **draw_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, expected_errors, sums_of(y)), **draw_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -312,7 +312,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean
         mean = mean / population.coefficients.shape[1]
-        return mean.to(self.weight) if y is None else in_type_of(mean, check_data(y, self.num_observed))
+        return mean.to(self.weight) if y is None else cast_like(mean, check_data(y, self.num_observed))
 
 
 def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:

@@ -78,13 +78,13 @@ class MaximalCauses(SparseCoding):
         statistics["errors"] = likelihood.square_error(statistics)
         rows, weights = population.rows_of(y), population.weights(temperature)
 
-        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, errors_of, sums_of(y))
+        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, expected_errors, sums_of(y))
         return claims
 
     @torch.no_grad()

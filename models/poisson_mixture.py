@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
@@ -60,7 +60,7 @@ class PoissonMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of counts ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, rate = self.weights, self.rate
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
             return pyro.sample("y", _Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
@@ -124,7 +124,7 @@ class PoissonMixture(LinearMixture):
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         weights = self.weights.double()
         return {"counts": weights, "sums": weights.unsqueeze(-1) * self.rate.double()}

@@ -16,7 +16,7 @@ from pyro_truncated.distributions import or_missing
 from pyro_truncated.extend import check_observable, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
-from pyro_truncated.models.offset_warning import warn_of_background
+from pyro_truncated.models.offset_warning import warn_about_background
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
@@ -93,7 +93,7 @@ class SparseCoding(SuperposedCauses):
         """Looks once, at the first data."""
         if self.is_positive and y is not None and not self._has_met_data:
             self._has_met_data = True
-            warn_of_background(self, y)
+            warn_about_background(self, y)
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements and the deviation of the noise to start from."""

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, number_of_data
+from pyro_truncated.models.binary_causes import activation, check_data, count_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -117,7 +117,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         """
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
         bias = self.bias
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", self._slabs.distribution(slab_mean, slab_scale))

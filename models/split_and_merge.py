@@ -27,12 +27,12 @@ _OVERLAPPING = 4
 _ROWS_PER_BLOCK, _PAIRS = 2**16, 2**12
 
 
-def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
+def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """Returns the statistics of a population, block by block."""
     return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS_PER_BLOCK))
 
 
-def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
+def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
     """The populations of all data, under the model as it is.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import Superposition
 from pyro_truncated.extend import UniqueModule, check_counts, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, number_of_data, with_latents
+from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data, first_prior, with_latents
 
 
 class SuperposedCauses(UniqueModule):
@@ -65,7 +65,7 @@ class SuperposedCauses(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
@@ -107,7 +107,7 @@ class SuperposedCauses(UniqueModule):
             ``(N, D)`` for the population's data points, in the type of the data; of integers in torch's default type.
         """
         population = self._scored(population, check_data(y, self.num_observed))
-        y = in_type_of(y, y)
+        y = cast_like(y, y)
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _scored(self, population: Population, y: Tensor) -> Population:

@@ -41,7 +41,7 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
     return floored
 
 
-def cholesky_of_floored(covariance: Tensor) -> Tensor:
+def floored_cholesky(covariance: Tensor) -> Tensor:
     """Returns the Cholesky factor of :func:`floored`, without checks.
 
     A check would wait for a device.

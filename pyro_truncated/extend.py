@@ -9,6 +9,7 @@ A model of your own needs none of them. They are for models that others use.
 - :func:`check_observable`: data are what a likelihood can observe.
 - :func:`raise_if`, :func:`read_conditions`: checks of data on a device that do not wait for it.
 - :func:`selected_rows`: the data points that a plate selects.
+- :class:`Renamed`: the old name of a method or property, which warns.
 - :func:`device_of`: the device on which a generator draws.
 - :func:`sums_of`: sums over data points that several processes share.
 - :func:`positions_of`: where the data points of a process lie among all.
@@ -24,8 +25,10 @@ from pyro_truncated.utils.constraints import selected_rows
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
+from pyro_truncated.utils.renaming import Renamed
 
 __all__ = [
+    "Renamed",
     "UniqueModule",
     "check_counts",
     "check_observable",

@@ -139,7 +139,7 @@ def _scenes(dtype: torch.dtype) -> None:
     y = torch.rand(4, 5, 5, 1, dtype=dtype)
     for order in ("exclusive", "depth"):
         model = models.OcclusiveComponents(3, (5, 5), (2, 2), 1, order=order, dtype=dtype)
-        scan = PlaceScan(model.parameters_of_scene, model.canvas)
+        scan = PlaceScan(model.scene_parameters, model.canvas)
         moves = PlacementMoves(model.canvas.grid, parents=2, children=2)
         for affinity in (scan, RefinedPlaces(scan, scan, 2)):
             _train(model, y, PlacementSelection(affinity, 2) + moves, closed_form=True)

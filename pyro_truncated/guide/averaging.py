@@ -101,7 +101,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     return dataclasses.replace(population, log_joint=averaged.to(population.log_joint.dtype))
 
 
-def rescored_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
+def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
     """Returns populations with log joints, averaged over a conditional's draws.
 
     One draw is enough where they do not differ.
@@ -148,7 +148,7 @@ def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
 
 
-def average_where_drawn_(guide: TruncatedGuide, call: Call) -> None:
+def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:
     """Stores averages over the draws of an approximate conditional.
 
     They replace log joints given one draw.

@@ -142,7 +142,7 @@ class Batch:
         store, observations = self.populations, self.scorer.observations()
         store.seen.is_new |= is_new
         store.begin_(self.indices)
-        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.most_proposed(store.num_states))
+        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.max_proposals(store.num_states))
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}

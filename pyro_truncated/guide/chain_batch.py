@@ -25,7 +25,7 @@ from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.program import ProgramRun, search_asked_for
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
-from pyro_truncated.program.chain_scorer import ChainScorer, places_of_states
+from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
 from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
@@ -91,7 +91,7 @@ class ChainBatch:
         return self._stored().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
 
     def _unary(self, words: Tensor) -> Tensor:
-        return self.scorer.log_likelihood(words).masked_fill(~places_of_states(words), -math.inf)
+        return self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others.

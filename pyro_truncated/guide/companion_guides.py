@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
-from pyro_truncated.guide.plates import SharedPlates, made_anew, model_plates, subsamples_of, with_subsamples
+from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates, with_subsamples
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
@@ -99,16 +99,16 @@ class Siblings:
         found: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
             if median:
-                with self._entering(made_anew(plates)):
+                with self._entering(recreate_plates(plates)):
                     for part in self.earlier:
                         found.update(call.of(part.median)() or {})
             if any(name not in found for name in names):
                 with poutine.trace() as recorder:
-                    self.run(made_anew(plates), call)
+                    self.run(recreate_plates(plates), call)
                 found = {name: node["value"] for name, node in sample_nodes(recorder.trace).items()} | found
         self._refuse_late([name for name in names if name not in found])
         wanted = {name: found[name] for name in names if name in found}
-        return wanted | subsamples_of(plates) if wanted else {}
+        return wanted | plate_subsamples(plates) if wanted else {}
 
     def _refuse_late(self, missing: Sequence[str]) -> None:
         prototypes = [part.prototype_trace for part in self.later]

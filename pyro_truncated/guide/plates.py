@@ -125,7 +125,7 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in opened.requests.items()}
 
 
-def made_anew(plates: Mapping[str, Any]) -> dict[str, Any]:
+def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
     """Creates the same plates again, for the recording trace."""
     return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
 
@@ -140,7 +140,7 @@ def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor])
     return {**plates, **replaced}
 
 
-def subsamples_of(plates: Mapping[str, Any]) -> dict[str, Any]:
+def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
     """Positions of the data points in plates, by name."""
     return {name: plate.indices for name, plate in plates.items()}
 

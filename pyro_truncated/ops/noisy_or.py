@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
-from pyro_truncated.utils.devices import known_of
+from pyro_truncated.utils.devices import cached_answer
 
 
 def noisy_or_log_prob(
@@ -101,5 +101,5 @@ class _NoisyOrLogProb(torch.autograd.Function):
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
-    if not known_of(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
+    if not cached_answer(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
         raise ValueError("observations of a noisy-OR must be 0, 1 or, where missing, NaN")

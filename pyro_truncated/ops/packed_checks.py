@@ -9,7 +9,7 @@ from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.deferred_checks import on_success, raise_if
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.ops.most_active import inherit_active_bound
-from pyro_truncated.utils.devices import is_noted, note_of
+from pyro_truncated.utils.devices import cache_answer, is_cached
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
     if is_vectorised(rows):
         question = f"has at most {num_latents} latents"
-        if not is_noted(rows, question):
+        if not is_cached(rows, question):
             raise_if((rows[..., -1] & beyond).any(), complain)
-            on_success(lambda: note_of(rows, question, True))
+            on_success(lambda: cache_answer(rows, question, True))
     elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
         complain()
 

@@ -214,7 +214,7 @@ class ChainScorer(Probe):
         return sum_log_density((n for n in nodes if not self.is_inside(n) and (n["is_observed"] or is_delta(n))), self.device)
 
 
-def places_of_states(words: Tensor) -> Tensor:
+def distinct_places(words: Tensor) -> Tensor:
     """Returns which places ``(N, T, S)`` hold a new state.
 
     No earlier place of a set holds the same state.

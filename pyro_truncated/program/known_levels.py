@@ -54,10 +54,10 @@ class KnownLevels:
         for name, site in layout.sites.items():
             levels = torch.full((math.prod(sizes), site.num_latents), -1, device=device)
             if name in observed:
-                levels = layout.levels_of(name, observed[name], sizes)
+                levels = layout.encode_site(name, observed[name], sizes)
             elif name in idle:
                 off = idle[name].reshape(*idle[name].shape, *(1,) * site.event_dim)
-                levels = torch.where(layout.arranged(name, off, sizes).reshape(levels.shape), 0, levels)
+                levels = torch.where(layout.expand_to_rows(name, off, sizes).reshape(levels.shape), 0, levels)
             parts.append(levels)
         return cls(layout, torch.cat(parts, -1).unsqueeze(1))
 

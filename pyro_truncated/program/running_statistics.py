@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 @contextmanager
-def warning_of_running_statistics() -> Iterator[None]:
+def warn_about_running_statistics() -> Iterator[None]:
     """Warns of layers in training mode that keep running statistics.
 
     The layers run in here, such as ``BatchNorm1d``.

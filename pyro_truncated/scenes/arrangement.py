@@ -162,7 +162,7 @@ def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
     return code.masked_fill(~present, 0)
 
 
-def places_of(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
+def object_places(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
     """Returns places and depth ranks of the objects in a population.
 
     Its sites are presence, position and, if there is one, order.

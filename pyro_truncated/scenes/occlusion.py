@@ -14,7 +14,7 @@ from pyro_truncated.distributions.deferred_validation import defer_check_entries
 from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
-from pyro_truncated.scenes.arrangement import depth_rank, places_of
+from pyro_truncated.scenes.arrangement import depth_rank, object_places
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import finite, positive_finite
@@ -175,7 +175,7 @@ class OccludedScene(TorchDistribution):
             one, the colours and their squared length. All can be added and scaled.
         """
         images = population.rows_of(value).flatten(1, 2)
-        places, rank = places_of(population, self.features.shape[0])
+        places, rank = object_places(population, self.features.shape[0])
         weights = population.weights(temperature)
         # Most states of a population are lost beside the best; those of weight zero are skipped.
         weights = weights.masked_fill(weights < torch.finfo(weights.dtype).eps, 0.0)
@@ -196,7 +196,7 @@ class OccludedScene(TorchDistribution):
             ``(N, height, width, F)`` for the population's data points, in float64.
         """
         images = population.rows_of(value).flatten(1, 2)
-        places, rank = places_of(population, self.features.shape[0])
+        places, rank = object_places(population, self.features.shape[0])
         means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
         return means.reshape(-1, *self.event_shape)
 

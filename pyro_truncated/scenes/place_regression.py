@@ -17,7 +17,7 @@ from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
+from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
@@ -139,7 +139,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Takes in the posteriors, and fits the kernel if it is due."""
-        sizes = everyone_of(batch)(len(data))
+        sizes = gather_function(batch)(len(data))
         first = sum(sizes[: world.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
         kept = values > 1e-4

@@ -32,7 +32,7 @@ class PlacementSelection(AffinitySearch):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
 
     Args:
@@ -174,7 +174,7 @@ class PlacementCompletion(Search):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementCompletion(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementCompletion(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=2)
 
     Args:
@@ -247,7 +247,7 @@ class PlacementMoves(Search):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> scan = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> scan = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, scan + PlacementMoves((8, 8), 2, 2), steps=1)
 
     Args:

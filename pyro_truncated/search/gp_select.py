@@ -19,8 +19,8 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch, flat_observations
-from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
-from pyro_truncated.search.preselection import Preselection, options_of
+from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
+from pyro_truncated.search.preselection import Preselection, space_options
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
@@ -70,7 +70,7 @@ def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
 MOST_ROWS = 20_000
 
 
-def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
+def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
     """Gathers rows of all processes, or a random part of many.
 
     The part does not depend on how processes share them.
@@ -227,7 +227,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._first_position, self._is_spread = 0, False
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         num_options = len(options) if batch.marginals is None else batch.marginals.shape[1]
         return self._memory is not None and self._memory.holds(data, num_options, batch.population.indices)
 
@@ -236,7 +236,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         if self._memory is None:
             self._memory = ReplayMemory.like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
-        visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
+        visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
         self._shared.take(self._memory.marginals[self._trained_on])
 
@@ -291,7 +291,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Fits anew when due, or when the data met have doubled."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
-        number = sum(everyone_of(batch)(len(met)))
+        number = sum(gather_function(batch)(len(met)))
         due = self.regression is None or visit - self._last_fit >= self.refit_every
         if not due and number < 2 * self._num_trained:
             return
@@ -311,7 +311,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Returns remembered values at these rows, and other processes' training values."""
         if not self._is_spread:
             return values[rows]
-        return rows_of_all(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
+        return gather_some_rows(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
 
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
@@ -394,7 +394,7 @@ def _marginals(batch: SearchBatch) -> Tensor:
     if batch.marginals is not None:
         return batch.marginals.double()
     population = batch.population
-    options = options_of(population.space, population.words.device)
+    options = space_options(population.space, population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
 
 

@@ -50,7 +50,7 @@ class Options:
 
 
 @functools.lru_cache(maxsize=16)
-def options_of(space: StateSpace, device: torch.device | str = "cpu") -> Options:
+def space_options(space: StateSpace, device: torch.device | str = "cpu") -> Options:
     """The options of a state space, brought to a device once."""
     is_mixture = space.num_latents == 1
     latent, value, words = single_states(space.fields, first=0 if is_mixture else 1)
@@ -109,7 +109,7 @@ class Singletons:
 
     def __call__(self, batch: SearchBatch) -> Tensor:
         """Scores ``(N, P)`` of the options of the batch's data points."""
-        words = options_of(batch.space, batch.population.words.device).words
+        words = space_options(batch.space, batch.population.words.device).words
         return batch.score(words.expand(len(batch.population), -1, -1).contiguous())
 
 
@@ -277,7 +277,7 @@ class Preselection(AffinitySearch):
 
     def propose(self, batch: SearchBatch) -> Population:
         """The states over the selected latents: ``(N, S)``, distinct within each data point."""
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         chosen = options.words[self._select(batch, options)]
         return batch.scored(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
 
@@ -307,7 +307,7 @@ class Preselection(AffinitySearch):
         Raises:
             ValueError: if the affinity is not of the right shape or NaN.
         """
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         return (options.value if batch.space.num_latents == 1 else options.latent)[self._select(batch, options)]
 
     def _select(self, batch: SearchBatch, options: Options) -> Tensor:

@@ -57,7 +57,7 @@ class SampledSearch(Search):
         return batch.scored(torch.cat(words, 1))
 
 
-def drawn_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
+def draw_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
     """States of the populations drawn by their posterior weights, as words ``(N, number, W)``."""
     weight = batch.population.weights().double().cumsum(1)
     at = ops.uniform(shape=(number,), **batch.draws(generator)).double() * weight[:, -1:]

@@ -107,6 +107,6 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def power_of_ten(number: int) -> str:
+def readable_count(number: int) -> str:
     """Returns a count as text, if huge its order of magnitude."""
     return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"

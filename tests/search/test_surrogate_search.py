@@ -80,7 +80,7 @@ def test_a_belief_is_the_posterior_of_a_linear_regression() -> None:
 
 def test_shared_effects_solve_the_generalised_least_squares() -> None:
     samples, regression = some_samples(num_data=40), LogJointRegression(4, 2)
-    change = samples.change_of_flip()
+    change = samples.median_flip_change()
     assert change is not None
     variance = torch.full((4,), (change / 2) ** 2, dtype=torch.float64)
     regression.fit(samples, iterations=300)
@@ -113,13 +113,13 @@ def test_what_a_flip_changes_is_in_the_unit_of_log_joints_and_impossible_states_
     features = torch.ones(1, 1, dtype=torch.float64)
     # The best state has the last latent; by two flips away from it are 3, 5 and two of negative effects.
     changes = torch.tensor([7.0, 4.0 / 2**0.5, 11.0 / 2**0.5, 2.0 / 2**0.5, 13.0 / 2**0.5], dtype=torch.float64)
-    assert ScoredBatch(states, log_joint, features).change_of_flip() == pytest.approx(float(changes.median()))
-    assert ScoredBatch(states, 30 * log_joint, features).change_of_flip() == pytest.approx(30 * float(changes.median()))
+    assert ScoredBatch(states, log_joint, features).median_flip_change() == pytest.approx(float(changes.median()))
+    assert ScoredBatch(states, 30 * log_joint, features).median_flip_change() == pytest.approx(30 * float(changes.median()))
     impossible = torch.cat([states, states[:, :1]], 1)
     impossible[0, 6, :2] = 1.0
     kept = ScoredBatch(impossible, torch.nn.functional.pad(log_joint, (0, 1), value=-1e30), features)
-    assert kept.change_of_flip() == pytest.approx(float(changes.median()))
-    assert ScoredBatch(states[:, :1], log_joint[:, :1], features).change_of_flip() is None
+    assert kept.median_flip_change() == pytest.approx(float(changes.median()))
+    assert ScoredBatch(states[:, :1], log_joint[:, :1], features).median_flip_change() is None
 
 
 @pytest.mark.parametrize("num_data", [20, 40])

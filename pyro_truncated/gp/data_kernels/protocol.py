@@ -18,7 +18,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.kernels.evaluation import outside_programs
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.parameter_store import UniqueModule
 
@@ -220,7 +220,7 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """
     inputs = inputs.detach()[:100]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
-    with outside_of_programs():
+    with outside_programs():
         copied = copy.deepcopy(kernel)
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 

@@ -221,7 +221,7 @@ def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
 NOISE_FLOOR = 1e-6
 
 
-def noise_of(log_noise: Tensor) -> Tensor:
+def noise_from_log(log_noise: Tensor) -> Tensor:
     """Noise variance of an unconstrained parameter."""
     return NOISE_FLOOR + log_noise.exp()
 
@@ -234,7 +234,7 @@ def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -
     Args:
         basis: inducing inputs.
         targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise, see :func:`noise_of`.
+        log_noise: unconstrained noise, see :func:`noise_from_log`.
         objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The last is minus the log likelihood without its constant.
 
     Returns:
@@ -255,7 +255,7 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
             return math.nan
         factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
         missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
-        covariance = LowRankCovariance(factor, noise_of(log_noise) + missing)
+        covariance = LowRankCovariance(factor, noise_from_log(log_noise) + missing)
         value = -covariance.log_likelihood(targets) - 0.5 * targets.numel() * math.log(2 * math.pi)
         value.backward()
     return float(value.detach())
@@ -263,7 +263,7 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
 
 def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     with torch.enable_grad():
-        square, noise = basis.square(), noise_of(log_noise)
+        square, noise = basis.square(), noise_from_log(log_noise)
         blocks = torch.arange(len(targets)).split(rows_per_block(16 * len(basis)))
         # One block keeps its graph; several are evaluated twice to save memory.
         first = basis.columns() if len(blocks) == 1 else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
-from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.kernels.evaluation import outside_programs
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
@@ -137,7 +137,7 @@ def _checked(kernel: DataKernel) -> DataKernel:
     Pyro would refuse a kernel that was called before.
     """
     # Random parameters are drawn for the look.
-    with spare_random_numbers(), outside_of_programs():
+    with spare_random_numbers(), outside_programs():
         check_data_kernel(kernel)
     for module in kernel.modules():
         if isinstance(module, PyroModule):

@@ -25,8 +25,8 @@ from pyro_truncated.gp.subset.alternation import (
     fitted_from_some_start,
     held_out_rows,
     hyper_parameters,
+    num_alternation_rows,
     polish,
-    rows_of_alternation,
 )
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
 from pyro_truncated.gp.subset.inducing_subset import make_search
@@ -39,7 +39,7 @@ from pyro_truncated.gp.subset.objectives import (
     check_index,
     covariances_with,
     kernel_to_polish,
-    noise_of,
+    noise_from_log,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
@@ -68,7 +68,7 @@ def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
     return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
 
 
-def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
+def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
     """Warns if leave-one-out predictions explain little of standardised targets ``(n, H)``.
 
     Args:
@@ -147,7 +147,7 @@ class SubsetPredictor(torch.nn.Module):
         """
         cross, prior = covariances_with(self.basis, new)
         variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
-        variance = variance if noiseless else variance + noise_of(self.log_noise)
+        variance = variance if noiseless else variance + noise_from_log(self.log_noise)
         return cross @ self.mean_weights * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
 
 
@@ -271,7 +271,7 @@ class SubsetGPRegression(torch.nn.Module):
     @property
     def noise(self) -> float:
         """Noise variance of standardised targets."""
-        return float(noise_of(self.log_noise.detach()))
+        return float(noise_from_log(self.log_noise.detach()))
 
     @property
     def subset(self) -> Tensor:
@@ -337,7 +337,7 @@ class SubsetGPRegression(torch.nn.Module):
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
         max_epochs = check_count("max_epochs", max_epochs, least=0)
         polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
-        rows = rows_of_alternation(len(self.targets), self.num_inducing, max_rows)
+        rows = num_alternation_rows(len(self.targets), self.num_inducing, max_rows)
         record = FitRecord(self.history, max_seconds, clock, progress)
         if not (polish and self.inducing_inputs is not None):
             self.inducing_inputs, self.held_out = None, self.held_out[:0]
@@ -348,7 +348,7 @@ class SubsetGPRegression(torch.nn.Module):
             self._polish(evaluations, record)
         record.close()
         self._posterior = None
-        warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
+        warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:

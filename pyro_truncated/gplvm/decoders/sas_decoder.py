@@ -22,7 +22,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
-from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, own_positions, rows_of_everyone
+from pyro_truncated.distributed.owned_rows import as_shard_like, ending_together, gather_all_rows, own_positions
 from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
@@ -201,7 +201,7 @@ class SASDecoder(UniqueModule):
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = self._first_latents(as_shard_of(deviation, x), latents)
+            scores = self._first_latents(as_shard_like(deviation, x), latents)
             if self.encoder is None:
                 self.z_loc = scores
         if self.encoder is not None and steps:
@@ -234,7 +234,7 @@ class SASDecoder(UniqueModule):
             rows = torch.randperm(self.num_data, device=x.device)[:256]
             shown = rows_at(x, rows)
             loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
-            loss = (loc - rows_at(as_shard_of(scores, x), rows)).square().mean()
+            loss = (loc - rows_at(as_shard_like(scores, x), rows)).square().mean()
             if scale is not None:
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
             loss.backward()
@@ -384,7 +384,7 @@ class SASDecoder(UniqueModule):
 
         It is needed by an encoder that looks at an active set.
         """
-        order = rows_of_everyone(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
+        order = gather_all_rows(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
         return rows_at(x, order[: max(1, self.num_active)])
 
     @torch.no_grad()
@@ -506,11 +506,11 @@ class SASDecoder(UniqueModule):
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[rows_of_everyone(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
+        order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
         with torch.no_grad():
             z = self.z_loc.detach().clone()
-            posterior = self._given(rows_at(x, active), rows_at(as_shard_of(z, x), active))
+            posterior = self._given(rows_at(x, active), rows_at(as_shard_like(z, x), active))
             moved = torch.zeros((), dtype=torch.int64)
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
@@ -600,7 +600,7 @@ class SASDecoder(UniqueModule):
         """
         self._check_data(x)
         with torch.no_grad():
-            latents, outputs = rows_of_everyone(self.latents(x), x), as_shard_of(x - self.loc, x)
+            latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
             if num_neighbors is None:
                 kept = keep_points(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             elif size is None and not projected:

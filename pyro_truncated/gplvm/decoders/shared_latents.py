@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import leave_to_owners, rows_of_owners, take_from_owners
+from pyro_truncated.distributed.owned_rows import gather_owned_rows, leave_to_owners, take_from_owners
 from pyro_truncated.distributed.shards import Portion, draw_alike, portion_of, rows_at
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 
@@ -125,7 +125,7 @@ class SharedSplit(Split):
         Gradients of the active ones go to their owners.
         """
         every = torch.cat(list(held), -1)
-        rows = torch.cat([rows_of_owners(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 

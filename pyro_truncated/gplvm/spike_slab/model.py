@@ -273,9 +273,9 @@ class SpikeSlabMRD(UniqueModule):
         ``views`` are all data.
         """
         latents = self.latents(index)
-        return self.bound_of([data[index] for data in views], latents, self.num_data / len(latents.loc))
+        return self.partial_bound([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
-    def bound_of(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
+    def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
         """Returns the bound from outputs and latents of some data points.
 
         Their terms are scaled, and terms without data points count by a share.

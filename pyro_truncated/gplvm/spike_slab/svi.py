@@ -72,7 +72,7 @@ def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
 
 
 @torch.no_grad()
-def latents_of_owners(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
+def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
     """Gives every process the latents of all data points.
 
     Each latent comes from the process that has its data.
@@ -226,14 +226,14 @@ def fit_minibatches(
             if callback is not None:
                 callback(step, estimates[-1])
         if is_spread(views):
-            latents_of_owners(model, views)
+            gather_latent_marginals(model, views)
     return estimates
 
 
 def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
     _natural_step(model, batch, views, rate)
     model.zero_grad()
-    bound = model.bound_of([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
+    bound = model.partial_bound([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
     (-bound / model.num_data).backward()
     add_gradients(model, batch)
     optimizer.step()

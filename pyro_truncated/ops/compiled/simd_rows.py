@@ -86,7 +86,7 @@ def add_square(factor, source, row, start, count, target):
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def square_of(matrix, row, first, last):
+def row_square(matrix, row, first, last):
     """The sum of the squares of some entries of a row."""
     total = 0.0
     for j in range(first, last):

@@ -72,7 +72,7 @@ class ActiveLatents(NamedTuple):
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
-def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
+def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
     """Yields blocks of states with their active latents.
 
     There is at least one, empty if need be.
@@ -160,7 +160,7 @@ def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor,
     return index.masked_fill(~is_taken, 0), is_taken.double(), number
 
 
-def gram_of(scaled: Tensor, observed: Tensor | None) -> Tensor:
+def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
     """Gram matrices ``(1, H, H)``, or ``(N, H, H)`` over each data point's observed entries."""
     scaled = scaled.double()
     if observed is None:

@@ -14,7 +14,7 @@ from pyro_truncated.utils.budget import rows_per_block
 _TENSORS = 4
 
 
-def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yields blocks of candidates: their places and states ``(N, c, H)``.
 
     There is at least one block, empty if need be.

@@ -224,7 +224,7 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
     num_others = num_states - 1 - num_singletons
     first = [singletons.new_zeros(len(rows), 1, fields.num_words), _subsets(singletons, num_singletons, streams)]
     if num_singletons < len(singletons):
-        streams = random.advanced(streams, num_singletons)
+        streams = random.advance(streams, num_singletons)
     if len(others):
         return torch.cat([*first, _subsets(others, num_others, streams)], 1)
     return _add_sparse(torch.cat(first, 1), num_others, fields, streams)

@@ -59,7 +59,7 @@ class ScoredBatch:
     steps: Tensor = dataclasses.field(init=False)
     variance: Tensor = dataclasses.field(init=False)
 
-    def change_of_flip(self) -> float | None:
+    def median_flip_change(self) -> float | None:
         """Returns the median change of an independent flip, in nats not explained.
 
         ``None`` if there is nothing to compare.
@@ -124,7 +124,7 @@ class LogJointRegression:
     def fit(self, samples: ScoredBatch, iterations: int = 8) -> None:
         r"""Steps towards the shared effects of these samples, and towards :math:`\tau`."""
         # Where no two scores show what a flip changes, 200 nats.
-        change = max(samples.change_of_flip() or self.change or 200.0, _LEAST)
+        change = max(samples.median_flip_change() or self.change or 200.0, _LEAST)
         if self.change == 0:
             self.variance = torch.full_like(self.variance, max(0.5 * change, _LEAST) ** 2)
         self.change = max(self.change, change)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch, flat_observations
-from pyro_truncated.search.sampling import drawn_by_weight
+from pyro_truncated.search.sampling import draw_by_weight
 from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, EffectsPosterior, LogJointRegression, ScoredBatch
 from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression, principal_axes
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
@@ -142,7 +142,7 @@ class SurrogateSearch(Search):
         if likelihoods is None:
             self._surprise = None
         functions = QuadraticFunctions(self._drawn(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs)
-        start = batch.space.unpack(drawn_by_weight(batch, self.children, self.generator)).double()
+        start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
             found = batch.scored(batch.space.pack(functions.best_unseen(functions.ascend(start), scored.space, scored.words).long()))
         else:
@@ -282,7 +282,7 @@ def _surprise(likelihoods: ApproximateLikelihoods, samples: ScoredBatch, childre
 
     Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
-    most = dataclasses.replace(samples, explained=None).change_of_flip() or 0.0
+    most = dataclasses.replace(samples, explained=None).median_flip_change() or 0.0
     said = likelihoods(children) - likelihoods(samples.best)
     found = log_joint.double().clamp(min=_LOWEST) - samples.log_joint.amax(1, keepdim=True)
     flips = (children - samples.best).abs().sum(-1).clamp(min=1)
