@@ -225,9 +225,9 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
     missed = int((~done[wanted]).sum())
     if missed:
         warnings.warn(
-            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}, of when they "
-            "were last scored: the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each "
-            "minibatch first, which averages over draws.",
+            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
+            "the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each minibatch, which "
+            "averages over draws.",
             OneDrawWarning,
             stacklevel=5,
         )
