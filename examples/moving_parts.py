@@ -60,7 +60,7 @@ def picture(model: GatedDecoder, x: torch.Tensor, probability: torch.Tensor, pat
     from matplotlib.figure import Figure
 
     with torch.no_grad():
-        poses, _ = model.poses_of(x)
+        poses, _ = model.infer_poses(x)
     parts = model.parts(probability.round(), poses)
     figure = Figure(figsize=(1.15 * len(x), 7.4), layout="constrained")
     axes = figure.subplots(6, len(x))
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
     right = (probability.round() == switches[new]).float()
     print(f"switches right: {float(right.mean()):.3f} of {right.numel()}; images with all of them right: {float(right.prod(1).mean()):.3f}")
     with torch.no_grad():
-        found, _ = model.poses_of(x[new])
+        found, _ = model.infer_poses(x[new])
     error = (found - poses[new])[switches[new] > 0].abs().median()
     print(f"median error of the poses of present parts: {float(error):.3f} (their standard deviation is 1)")
     args.output.mkdir(parents=True, exist_ok=True)

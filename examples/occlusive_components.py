@@ -65,7 +65,7 @@ def learn(args: argparse.Namespace, name: str, scenes: Scenes, objects: Objects)
     pyro.set_rng_seed(args.seed)
     size, template = tuple(scenes.data.shape[1:3]), tuple(objects.masks.shape[1:])
     model = OcclusiveComponents(args.learned, size, template).initialize(scenes.data)
-    scan = PlaceScan(model.parameters_of_scene, model.canvas)
+    scan = PlaceScan(model.scene_parameters, model.canvas)
     affinity = affinity_of(name, model, scan, args.selected)
     selection = PlacementSelection(scan, args.selected)
     # The likelihood allocates no image per state, so many states can go through the model together.

@@ -15,11 +15,11 @@ from torch import Tensor
 from pyro_truncated import Population, StateSpace
 from pyro_truncated.models.binary_causes import random_rows
 from pyro_truncated.models.covariances import Covariances
-from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
+from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, own_statistics
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
 from pyro_truncated.models.variance_floor import floored
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 # Chosen on data of other seeds than those of the tables.
 _SURPLUS = 2
@@ -145,7 +145,7 @@ class Merging:
     Args:
         kind: the kind of covariances of their components.
         likeliest: these components, as a function of statistics.
-        statistics: of the clusters; they change.
+        statistics: of the clusters. They change.
         pairs: which ones lie next to each other, ``(P, 2)``.
     """
 
@@ -172,7 +172,7 @@ class Merging:
 
     def _merge(self, merged: Tensor) -> None:
         union, kept = combined(self._kind, self._statistics, merged), merged[:, 0]
-        for name in names_of_own(self._kind):
+        for name in own_statistics(self._kind):
             self._statistics[name][kept] = union[name]
         self._alone[kept] = self._log_joints(union)
 
@@ -229,7 +229,9 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         x, centres = (x / unit).float(), (centres / unit).float()
     # The smallest distance is the largest of these linear functions.
     linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
-    functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1))
+    functions = MaxInnerProductIndex(
+        linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
+    )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
     return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
 

@@ -25,7 +25,7 @@ def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
     Very many data points are subsampled, with equal results in all processes.
     """
     rows = some_rows(y, MOST_ROWS, generator)
-    return in_type_of(rows, rows)
+    return cast_like(rows, rows)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:
@@ -53,7 +53,7 @@ def check_real(y: Tensor, name: str = "y") -> None:
         raise TypeError(f"{name} must hold real numbers; got {y.dtype}")
 
 
-def number_of_data(y: Tensor | None, num_data: int | None) -> int:
+def count_data(y: Tensor | None, num_data: int | None) -> int:
     """Returns the number of data points of a model.
 
     They are observed, or so many are generated, by default one.
@@ -67,7 +67,7 @@ def number_of_data(y: Tensor | None, num_data: int | None) -> int:
     return len(y)
 
 
-def in_type_of(mean: Tensor, y: Tensor) -> Tensor:
+def cast_like(mean: Tensor, y: Tensor) -> Tensor:
     """Returns means in the data's type.
 
     For integers it is torch's default type.

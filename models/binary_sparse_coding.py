@@ -37,17 +37,17 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         torch.Size([16, 8])
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
-        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none. Without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`. With one the free energy may fall.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
         bias: offset :math:`b`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
 
@@ -151,13 +151,11 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}`
-        observed and :math:`c_d = \sum_n y_{nd} \langle s \rangle`. Then :math:`W_d = A_d^{-1} c_d`.
-        :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi =
-        \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
-        the dictionary towards its old value, so the elements of latents that are never active stay
-        as they are. An offset is maximised jointly with the dictionary, see
-        :func:`.best_dictionary_and_offset`.
+        Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed and :math:`c_d = \sum_n y_{nd}
+        \langle s \rangle`. Then :math:`W_d = A_d^{-1} c_d`. The variance :math:`\sigma^2` is the mean expected squared residual of the
+        observed entries. The prior is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge
+        pulls the dictionary towards its old value, so the elements of latents that are never active stay as they are. An offset is
+        maximised jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
         """
         weight, errors = self._best_dictionary(statistics)
         self._set_dictionary(weight, statistics, errors)

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import DisagreeingStartsWarning, Population, learn
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
+from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale
 
@@ -48,11 +48,11 @@ class BinaryVAE(UniqueModule):
         svi = SVI(model, guide, Adam({"lr": 3e-3}), Truncated_ELBO(EvolutionarySearch()))
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
-        hidden: widths of the hidden layers of a network with leaky rectifiers; empty for a linear one.
+        hidden: widths of the hidden layers of a network with leaky rectifiers. Empty for a linear one.
         decoder: a network of your own instead, from states ``(*batch, H)`` to ``(*batch, D)``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         decoder: the network :math:`f`.
@@ -97,7 +97,7 @@ class BinaryVAE(UniqueModule):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         decoder, scale, prior = self.decoder, self.scale, self.prior
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             loc = self.center + self.unit * decoder(states)
@@ -156,7 +156,7 @@ class BinaryVAE(UniqueModule):
 
         Args:
             y: data ``(N, D)``, NaN where missing.
-            generator: source of randomness; default: torch's global one.
+            generator: source of randomness. Default: torch's global one.
 
         Returns:
             The model itself.
@@ -218,7 +218,7 @@ class BinaryVAE(UniqueModule):
             y: all data, ``(N, D)``, whose type the result has, if it is one of real numbers; given the population they play no other role.
         """
         mean = population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
-        return mean if y is None else in_type_of(mean, check_data(y, self.num_observed))
+        return mean if y is None else cast_like(mean, check_data(y, self.num_observed))
 
 
 def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:

@@ -11,16 +11,16 @@ from torch.distributions import constraints
 from torch.nn import functional as F
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import categorical, checked_later
+from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 _PROBABILITY_FLOOR = 1e-6
-_Categorical = checked_later(dist.Categorical)
+_Categorical = defer_validation(dist.Categorical)
 
 
 class CategoricalMixture(LinearMixture):
@@ -36,7 +36,7 @@ class CategoricalMixture(LinearMixture):
         num_observed: number of observed variables ``D``.
         num_components: number of classes ``K``.
         num_values: number of values ``L`` that a variable has at most; they are 0, 1, ... ``L - 1``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
@@ -62,7 +62,7 @@ class CategoricalMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of values ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, probs = self.weights, self.probs
-        with pyro.plate("data", number_of_data(y, num_data), subsample_size=batch_size) as index:
+        with pyro.plate("data", count_data(y, num_data), subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
             return pyro.sample("y", _Categorical(probs[z]).to_event(1), obs=selected_rows(y, index))
 
@@ -98,12 +98,12 @@ class CategoricalMixture(LinearMixture):
         """One, and which values the data have, ``(N, 1 + D L)``."""
         return torch.cat([self.probs.new_ones(len(y), 1), self._indicators(y).to(self.probs)], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """The log joints."""
         probs = self.probs.detach().flatten(1)
         coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
         features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)
-        return LinearFunctions(coefficients, features, lambda: grouped(probs), len(y))
+        return MaxInnerProductIndex(coefficients, features, lambda: grouped(probs), len(y))
 
     @torch.no_grad()
     @takes_arrays
@@ -120,7 +120,7 @@ class CategoricalMixture(LinearMixture):
         return {"counts": shares.counts(), "sums": shares.sums(self._indicators(population.rows_of(check_data(y, self.num_observed))))}
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         weights = self.weights.double()
         return {"counts": weights, "sums": weights.unsqueeze(-1) * self.probs.double().flatten(1)}

@@ -8,7 +8,7 @@ from pyro_truncated.models.low_rank import LowRank
 COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
 
 
-def kind_of(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
+def make_covariances(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
     """The kind of that name.
 
     Raises:

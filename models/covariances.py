@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.models.mixture import NEVER_USED, Shares
-from pyro_truncated.models.variance_floor import cholesky_of_floored, floored, variance_floor
+from pyro_truncated.models.variance_floor import floored, floored_cholesky, variance_floor
 
 Parameters = dict[str, Tensor]
 
@@ -218,7 +218,7 @@ class Full(Covariances):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The factors of so many components."""
-        return {"scale": cholesky_of_floored(covariance).repeat(number, 1, 1)}
+        return {"scale": floored_cholesky(covariance).repeat(number, 1, 1)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
@@ -247,7 +247,7 @@ class Full(Covariances):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
-        return {"scale": cholesky_of_floored(floored(spread_around(statistics, loc), floor))}
+        return {"scale": floored_cholesky(floored(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """Products, of two dimensions once."""
@@ -279,7 +279,7 @@ class Tied(Full):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""
-        return {"scale": cholesky_of_floored(covariance)}
+        return {"scale": floored_cholesky(covariance)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products of all data, ``(D, D)``."""
@@ -293,7 +293,7 @@ class Tied(Full):
         """The factor of the likeliest covariance."""
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
         spread = statistics["products"] - cross - cross.mT + (counts * loc).mT @ loc
-        return {"scale": cholesky_of_floored(floored(spread / counts.sum(), floor))}
+        return {"scale": floored_cholesky(floored(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """None: products count alike for all components."""

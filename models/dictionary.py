@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.extend import ask, refuse
+from pyro_truncated.extend import raise_if, read_conditions
 from pyro_truncated.models.binary_causes import perturbed_rows
 
 WEIGHT_FLOOR = 1e-6
@@ -42,7 +42,7 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
     Raises:
         ValueError: if no entry is observed.
     """
-    refuse(~(observed > 0), _refuse_nothing_observed)
+    raise_if(~(observed > 0), _refuse_nothing_observed)
     scale = (squares / observed).sqrt()
     return torch.where(scale > 0, scale, 1.0)
 
@@ -76,7 +76,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
 
     Args:
         elements: ``(D, H)``.
-        rows: data points, ``(N, D)``, of which a thousand are looked at; entries that are missing (NaN) are left out.
+        rows: data points, ``(N, D)``, of which a thousand are looked at. Entries that are missing (NaN) are left out.
         share: the share of the data points that the mean is over.
 
     Returns:
@@ -121,7 +121,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
         weight: old dictionary, ``(D, H)`` in float64.
         pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
         cross: :math:`c`, ``(D, H)``.
-        activity: what the ridge is a tiny part of; default: the mean of the diagonal of ``pairs``.
+        activity: the unit of the ridge. Default: the mean of the diagonal of ``pairs``.
 
     Returns:
         ``(D, H)``.
@@ -147,7 +147,7 @@ def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
 def cholesky(matrix: Tensor) -> Tensor:
     """Returns Cholesky factors, with deferred checks that they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    refuse((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
+    raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
     return factor  # type: ignore[no-any-return]
 
 
@@ -195,7 +195,7 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
 def best_claims(
     weight: Tensor,
     statistics: dict[str, Tensor],
-    errors_of: _Errors,
+    expected_errors: _Errors,
     total: _Total = lambda parts: parts,
 ) -> dict[str, Tensor]:
     r"""Returns statistics of a superposition by maximum, with a new dictionary.
@@ -209,8 +209,8 @@ def best_claims(
         weight: old dictionary, ``(D, H)`` in float64.
         statistics: those of the old dictionary, with ``won``, ``wins`` and the ``errors``. Also the
             ``magnitude`` of the terms of the errors, if it is not that of the squared data.
-        errors_of: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
-        total: sums over the data of all processes, by which they choose the same dictionary; default: there is one process.
+        expected_errors: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
+        total: sums over the data of all processes, by which they choose the same dictionary. Default: there is one process.
 
     Returns:
         The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
@@ -222,19 +222,19 @@ def best_claims(
     allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
     step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
     chosen = weight + step
-    errors = errors_of(chosen, slice(None))
+    errors = expected_errors(chosen, slice(None))
     is_better = total([errors])[0] <= allowed
-    left = [d for d, is_taken in enumerate(ask(is_better)) if not is_taken]
+    left = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
     if left:
         where = torch.tensor(left, device="cpu").to(weight.device, non_blocking=True)
         chosen[where], errors[where] = weight[where], statistics["errors"][where]
-        _take_shorter_steps_(chosen, errors, step, where, allowed, errors_of, total)
+        _take_shorter_steps_(chosen, errors, step, where, allowed, expected_errors, total)
     others = {name: value for name, value in statistics.items() if name != "won"}
     return {**others, "claims": statistics["wins"] * chosen, "errors": errors}
 
 
 def _take_shorter_steps_(
-    chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, errors_of: _Errors, total: _Total
+    chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, expected_errors: _Errors, total: _Total
 ) -> None:
     """Takes steps ``(D, H)`` in dimensions ``left (K,)``, if allowed.
 
@@ -244,7 +244,7 @@ def _take_shorter_steps_(
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
         tried = chosen[left] + some * step[left]
-        tried_errors = errors_of(tried.flatten(0, 1), left.repeat(len(some))).view(tried.shape[:2])
+        tried_errors = expected_errors(tried.flatten(0, 1), left.repeat(len(some))).view(tried.shape[:2])
         is_better = total([tried_errors])[0] <= allowed[left]
         first, is_done = is_better.byte().argmax(0, keepdim=True), is_better.any(0)
         best = tried.gather(0, first.unsqueeze(-1).expand(-1, -1, tried.shape[-1]))[0]

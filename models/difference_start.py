@@ -30,7 +30,7 @@ def difference_dictionary(
     Directions come from k-means++ up to sign; pursuit of the code and least squares alternate. The best of several tries is taken.
 
     Args:
-        y: sequences ``(N, T, D)``; NaN where missing.
+        y: sequences ``(N, T, D)``. NaN where missing.
         num_latents: number of elements ``M``.
         generator: source of randomness.
         num_tries: how many tries.

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows, in_type_of, number_of_data
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, cast_like, check_data, count_data, first_rows
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 
@@ -41,13 +41,13 @@ class DiscreteSparseCoding(LinearDictionary):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         values: the values of a coefficient, distinct, with zero among them.
         shared_prior: whether all latents share one :math:`\pi`.
         tied_signs: whether values of equal magnitude have equal probabilities.
-        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none. Without it the data's background must be zero.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
@@ -99,7 +99,7 @@ class DiscreteSparseCoding(LinearDictionary):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weight, scale, prior, bias = self.weight, self.scale, self.prior, self.bias
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", categorical(prior).expand([self.num_latents]).to_event(1))
             coefficients = self.values[states.long()]
@@ -142,7 +142,7 @@ class DiscreteSparseCoding(LinearDictionary):
 
         Returns:
             ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
-            :math:`x = \phi_s`, of the data above the ``center`` if there is an offset.
+            :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
         """
         population, y = self._above_center(population, check_data(y, self.num_observed))
         statistics = LinearSuperposition.statistics(population, y, temperature, levels=self.values)
@@ -195,7 +195,7 @@ class DiscreteSparseCoding(LinearDictionary):
         check_data(y, self.num_observed)
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
-        found: Tensor = in_type_of(mean if self.bias is None else mean + self.bias.double(), y)
+        found: Tensor = cast_like(mean if self.bias is None else mean + self.bias.double(), y)
         return found
 
     def _first_prior(self) -> Tensor:

@@ -18,7 +18,7 @@ from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, F
 from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
-from pyro_truncated.models.mean_revival import left_to_background, raised_means, with_returns
+from pyro_truncated.models.mean_revival import assign_to_background, raised_means, with_returns
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {
@@ -59,17 +59,17 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         family: ``"poisson"`` for counts, ``"bernoulli"`` for zeros and ones, ``"exponential"`` for numbers that are not negative,
             ``"gamma"`` for positive numbers, whose concentration is learned.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: means :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square, and probabilities below ``1 - 1e-6``.
         background: means :math:`b` without a cause, ``(D,)``, within the same limits.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
         concentration: shape :math:`k` of gamma distributions, whose deviation is :math:`m / \sqrt k`, a scalar; other families have none.
 
     Raises:
@@ -169,20 +169,20 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
-        def likelihood_of(means: Tensor) -> Any:
+        def make_likelihood(means: Tensor) -> Any:
             return self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
 
-        def losses_of(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        def expected_losses(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
             won, lost = _losses(likelihood, means, sums)
             return lost - won
 
-        def errors_of(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(means: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected losses under other means."""
-            return losses_of(means, likelihood_of(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
+            return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
-        likelihood, raised = likelihood_of(means), raised_means(means)
-        apart = likelihood_of(raised).statistics(own, rows, temperature)
-        statistics = {**apart, **{name: left_to_background(apart[name], raised > means) for name in ("wins", "won")}}
+        likelihood, raised = make_likelihood(means), raised_means(means)
+        apart = make_likelihood(raised).statistics(own, rows, temperature)
+        statistics = {**apart, **{name: assign_to_background(apart[name], raised > means) for name in ("wins", "won")}}
         won, lost = _losses(likelihood, means, statistics)
         statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
         total = sums_of(y)
@@ -194,8 +194,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return self._within(means, floor[dimensions])
 
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
-        claims: dict[str, Tensor] = best_claims(means, statistics, errors_of, total)
-        claims = with_returns(means, apart, claims, losses_of, errors_of, within, total)
+        claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
+        claims = with_returns(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims

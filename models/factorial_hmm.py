@@ -44,15 +44,15 @@ class FactorialHMM(UniqueModule):
         torch.Size([2, 30, 3])
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of binary causes ``M``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, M)``.
         bias: offset :math:`b`, ``(D,)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        initial: probability :math:`p` that a cause is on at the first step, ``(M,)``.
+        initial: activation probability :math:`p` at the first step, ``(M,)``.
         transition: transition probabilities :math:`A`, ``(M, 2, 2)``.
 
     Reference:

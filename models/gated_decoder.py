@@ -17,8 +17,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
-from pyro_truncated.extend import UniqueModule, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import check_real, in_type_of
+from pyro_truncated.extend import Renamed, UniqueModule, names_arguments, takes_arrays
+from pyro_truncated.models.binary_causes import cast_like, check_real
 
 _MAX_DENSITIES = 2**22
 # What a new network is taught by.
@@ -98,7 +98,7 @@ class GatedDecoder(UniqueModule):
     Args:
         outputs: examples ``(A, D)``.
         switches: their switches ``(A, H)``, zeros and ones.
-        poses: their poses ``(A, H, P)``; those of absent parts have no influence.
+        poses: their poses ``(A, H, P)``. Those of absent parts have no influence.
         width: hidden units of the network that guides poses.
 
     Raises:
@@ -158,7 +158,7 @@ class GatedDecoder(UniqueModule):
 
         Args:
             y: images ``(N, D)``, which play no role but for their shape.
-            generator: source of randomness; default: torch's global one.
+            generator: source of randomness. Default: torch's global one.
 
         Returns:
             The model itself.
@@ -209,7 +209,7 @@ class GatedDecoder(UniqueModule):
         return dist.Normal(self.active_outputs.new_zeros(self.num_parts, self.pose_dim), 1.0).to_event(2)
 
     @takes_arrays
-    def poses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def infer_poses(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns means and deviations ``(N, H, P)`` of the images' poses.
 
         Images are ``(N, D)``, and poses are under the guide.
@@ -217,6 +217,8 @@ class GatedDecoder(UniqueModule):
         check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
         return loc, nn.functional.softplus(raw) + 1e-3
+
+    poses_of = Renamed("infer_poses")
 
     @pyro_method
     @takes_arrays
@@ -226,7 +228,7 @@ class GatedDecoder(UniqueModule):
         The network gives those of present parts, the prior those of absent ones.
         """
         present = states["b"].unsqueeze(-1) > 0.5
-        loc, scale = self.poses_of(pyro.subsample(x, event_dim=1))
+        loc, scale = self.infer_poses(pyro.subsample(x, event_dim=1))
         pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
 
     def default_conditional(self) -> Any:
@@ -243,17 +245,17 @@ class GatedDecoder(UniqueModule):
         :math:`p(x \mid b, z)\, p(z) / q(z \mid b)`.
 
         Args:
-            population: truncated posteriors over the switches; its ``indices`` select the images among ``y``.
-            y: all images, ``(N, D)``; NaN where pixels are missing.
+            population: truncated posteriors over the switches. Its ``indices`` select the images among ``y``.
+            y: all images, ``(N, D)``. NaN where pixels are missing.
             num_draws: draws of poses for every state.
 
         Returns:
             ``(n, D)`` for the population's images.
         """
         check_real(y)
-        rows = population.rows_of(in_type_of(y, y))
+        rows = population.rows_of(cast_like(y, y))
         active, switches = self.active_set(), population.states(rows.dtype)
-        loc, scale = (part.unsqueeze(1) for part in self.poses_of(rows))
+        loc, scale = (part.unsqueeze(1) for part in self.infer_poses(rows))
         present = switches.unsqueeze(-1) > 0.5
         proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)
         total, most = torch.zeros(*switches.shape[:2], self.num_outputs).to(rows), torch.full(switches.shape[:2], -torch.inf).to(rows)
@@ -286,7 +288,7 @@ class GatedDecoder(UniqueModule):
                 switches = torch.bernoulli(self.rate.expand(batch_size, -1))
                 poses = self._pose_prior().expand([batch_size]).sample()
                 images = GivenActiveSet(active, self.inputs(switches, poses)).sample()
-            log_prob = dist.Normal(*self.poses_of(images)).log_prob(poses).sum(-1)
+            log_prob = dist.Normal(*self.infer_poses(images)).log_prob(poses).sum(-1)
             loss = -(switches * log_prob).sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()

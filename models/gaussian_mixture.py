@@ -15,15 +15,15 @@ from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.agglomeration import Agglomeration
-from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
+from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown
-from pyro_truncated.models.covariance_types import kind_of
+from pyro_truncated.models.covariance_types import make_covariances
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, offered, populations_of_all, statistics_of_all
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, all_populations, all_statistics, offered
+from pyro_truncated.search import MaxInnerProductIndex
 
 _ROWS_PER_COMPONENT = 50
 # Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
@@ -33,15 +33,13 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance
-    for all dimensions, and variances of low rank, are kept above that of the mean. Of data that do
-    not vary the rounding error counts. Of full and tied covariances these are the eigenvalues in
-    units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact
-    maximiser under this constraint. Covariances of components have a weak prior from
-    :meth:`initialize` on. It is as if each component had seen a few more data points with the
-    covariance of all data, scaled to the component. :meth:`log_prior` is a part of losses in
-    training and restarts of ``learn``. It is no part of losses of guides of new data (``infer``),
-    nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance for all dimensions, and variances of low
+    rank, are kept above that of the mean. Of data that do not vary the rounding error counts. Of full and tied covariances these are the
+    eigenvalues in units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this
+    constraint. Covariances of components have a weak prior from :meth:`initialize` on. It is as if each component had seen a few more data
+    points with the covariance of all data, scaled to the component. The losses in training and in restarts of ``learn`` include
+    :meth:`log_prior`. It is no part of losses of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows
+    its site, ``covariances``, empty.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -51,7 +49,7 @@ class GaussianMixture(LinearMixture):
         >>> losses = [svi.step(y) for _ in range(10)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
         covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component,
             ``"tied"`` for a full one that all share. ``"low-rank"`` for :math:`W_k W_k^\top +
@@ -60,8 +58,8 @@ class GaussianMixture(LinearMixture):
             full ones.
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
-        pseudo_data: how many data points the prior of a covariance counts for, 0 for none; default: six, one if diagonal or spherical.
-        dtype: floating point type of the parameters; default: torch's.
+        pseudo_data: how many data points the prior of a covariance counts for, 0 for none. Default: six, one if diagonal or spherical.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
@@ -70,9 +68,9 @@ class GaussianMixture(LinearMixture):
             Standard deviations ``(K, D)`` if diagonal and ``(K,)`` if spherical. Those of the noise
             :math:`\sigma`, ``(K,)`` or ``()``, if of low rank. factor: :math:`W`, ``(K, D, R)``; of
             low-rank covariances only.
-        center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
-        spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``; empty without prior.
-        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero if unknown.
+        center: where moments are taken, ``(D,)``. The data's mean after :meth:`initialize`, which avoids cancellation.
+        spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``. Empty without prior.
+        pseudo: how many data points it counts for, half its log determinant, ``(2,)``. Zero if unknown.
 
     Raises:
         ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.
@@ -107,7 +105,7 @@ class GaussianMixture(LinearMixture):
         if pseudo_data is not None and not 0 <= pseudo_data < math.inf:
             raise ValueError(f"pseudo_data must be finite and not negative; got {pseudo_data}")
         self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
-        self._kind = kind_of(covariance, num_observed, rank, shared_noise)
+        self._kind = make_covariances(covariance, num_observed, rank, shared_noise)
         self.pseudo_data = self._kind.pseudo_data if pseudo_data is None or not self._kind.is_own else pseudo_data
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
@@ -128,7 +126,7 @@ class GaussianMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, spreads = self.weights, self.loc, self._spreads()
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         if y is not None and self.pseudo_data:  # a factor, but no device is waited for
             unit = dist.Unit(self.log_prior(spreads), validate_args=False)
             pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True, "of_parameters": True})  # type: ignore[arg-type]
@@ -226,15 +224,15 @@ class GaussianMixture(LinearMixture):
             ValueError: if the guide is of another model, or the data have another number of dimensions.
             NotImplementedError: where several processes share the data.
         """
-        population = populations_of_all(self, guide, check_data(y, self.num_observed))
-        statistics = statistics_of_all(self, population, y)
+        population = all_populations(self, guide, check_data(y, self.num_observed))
+        statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
         moves, moved = accepted(search.moves(generator), lambda some: self._moved(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
         if (driver := ClosedForm.driving(self)) is not None:
-            driver.collect(statistics_of_all(self, moved, y), None, None, len(y))
+            driver.collect(all_statistics(self, moved, y), None, None, len(y))
             driver(())
         return len(moves)
 
@@ -269,13 +267,13 @@ class GaussianMixture(LinearMixture):
         x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """Returns the log joints, in the data's type.
 
         For integers it is the means' type.
         """
         loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
-        return LinearFunctions(
+        return MaxInnerProductIndex(
             components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
         )
 
@@ -312,7 +310,7 @@ class GaussianMixture(LinearMixture):
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         return dict(self._components(self.weights).expected_statistics())
 
@@ -320,8 +318,8 @@ class GaussianMixture(LinearMixture):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k}
-        \sum_n r_{nk} y_n`, and :math:`\Sigma_k` is the weighted covariance around it, with the
+        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N` and :math:`\mu_k = \frac{1}{n_k}
+        \sum_n r_{nk} y_n`. The covariance :math:`\Sigma_k` is the weighted one around it, with the
         prior's data. It is averaged over dimensions if spherical and over components if tied. A
         component without data keeps its mean and covariance.
         """

@@ -31,7 +31,7 @@ def added(parts: Iterable[Statistics]) -> Statistics:
     return total
 
 
-def names_of_own(kind: Covariances) -> tuple[str, ...]:
+def own_statistics(kind: Covariances) -> tuple[str, ...]:
     """The statistics that every component has of its own."""
     return ("counts", "sums", "products") if kind.is_own else ("counts", "sums")
 
@@ -41,7 +41,7 @@ def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Stati
 
     Statistics of all components stay.
     """
-    return {**statistics, **{name: statistics[name][groups].sum(1) for name in names_of_own(kind)}}
+    return {**statistics, **{name: statistics[name][groups].sum(1) for name in own_statistics(kind)}}
 
 
 def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,8 +63,8 @@ class Gaussians:
     Attributes:
         kind: the kind of covariances.
         weights: :math:`\pi`, ``(K,)``.
-        loc: means above a center that data and statistics are relative to, too, ``(K, D)``.
-        spreads: the parameters of the covariances by name, in any type; the others are in float64.
+        loc: means above a center, ``(K, D)``. Data and statistics are relative to it, too.
+        spreads: the parameters of the covariances by name, in any type. The others are in float64.
     """
 
     kind: Covariances

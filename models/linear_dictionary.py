@@ -14,7 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import UniqueModule
 from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
-from pyro_truncated.models.offset_warning import quantile_of_rows
+from pyro_truncated.models.offset_warning import row_quantile
 
 Statistics = dict[str, Tensor]
 
@@ -31,7 +31,7 @@ class LinearDictionary(UniqueModule):
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         bias: offset :math:`b`, ``(D,)``; ``None`` in models without.
-        center: where moments are taken, ``(D,)``; the data's mean after ``initialize``, which avoids cancellation. Only with an offset.
+        center: where moments are taken, ``(D,)``. The data's mean after ``initialize``, which avoids cancellation. Only with an offset.
         ridge: :math:`\lambda` of a prior :math:`W_{dh} \sim \mathcal N(0, \sigma^2 / \lambda)` of the dictionary's entries in the M-step,
             in squares of a coefficient. Where little is observed, elements that fit it closely explain what is missing badly.
             It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.
@@ -69,7 +69,7 @@ class LinearDictionary(UniqueModule):
         above = y.double() - self.center
         # Elements that add up lie above the offset, most of which is seen where few of them are on. On bars the lower quartile is a better
         # start than the mean, the median, and quantiles near the minimum; with annealing lower ones are a little better.
-        first = quantile_of_rows(above, 4)
+        first = row_quantile(above, 4)
         weight, deviation, _ = first_dictionary(above, self.num_latents, generator)
         sums = {"observed": (~above.isnan()).sum(0), "sums": above.nansum(0), "squares": above.square().nansum(0)}
         floor = noise_floor(self._power(sums), sums["observed"].sum())

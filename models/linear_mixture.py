@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.search import LinearFunctions, SearchBatch
+from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
@@ -27,7 +27,7 @@ class LinearMixture(UniqueModule):
     """A mixture whose log joints are linear in features of the data.
 
     Attributes:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
         knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.
@@ -72,14 +72,14 @@ class LinearMixture(UniqueModule):
         """What log joints of data ``(N, D)`` are linear in, ``(N, F)``."""
 
     @abc.abstractmethod
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """Returns the components' log joints as functions of the features.
 
         They are in the type of the data.
         """
 
     @abc.abstractmethod
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """Returns one data point's expected ``sufficient_statistics`` in float64."""
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class LinearMixture(UniqueModule):
             draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
+        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
 
     @names_arguments
     @torch.no_grad()

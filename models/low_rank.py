@@ -86,8 +86,8 @@ def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, 
     first ``R`` that lie below it.
 
     Args:
-        covariance: of the data of every component, ``(K, D, D)``.
-        counts: how many data these are, ``(K,)``.
+        covariance: of every component's data, ``(K, D, D)``.
+        counts: their numbers, ``(K,)``.
         rank: ``R``, below ``D``.
         floor: least variance of the noise.
         is_shared: whether all components have the same noise.

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
+from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -47,20 +47,20 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    Scaling an element and unscaling its slab changes nothing. :meth:`maximize` therefore sets slab
-    means to one, so that an element is what its cause adds to the data at mean strength.
+    The scale of an element and that of its slab are exchangeable. So :meth:`maximize` sets slab
+    means to one: an element is what its cause adds to the data at mean strength.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        shared_slab: whether all latents share one :math:`\mu` and one :math:`\tau`.
-        dtype: floating point type of the parameters; default: torch's.
+        shared_slab: likewise :math:`\mu` and :math:`\tau`.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
         slab_mean: :math:`\mu`, a scalar or ``(H,)``.
         slab_scale: :math:`\tau`, a scalar or ``(H,)``.
         unit: product of all factors by which :meth:`maximize` has rescaled coefficients so far, a scalar or ``(H,)``.
@@ -103,7 +103,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
@@ -154,12 +154,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
         Args:
             y: data ``(n, D)``.
-            selected: selected latents ``(n, K)``; all others are off.
+            selected: selected latents ``(n, K)``. All others are off.
             coefficients: where the chains start, ``(n, H)``.
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
-            rows: positions ``(n,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. n - 1``.
+            rows: positions ``(n,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. n - 1``.
             generator: source of randomness.
 
         Returns:
@@ -241,11 +241,11 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Args:
             draws: draws of the coefficients; their ``indices`` select the data points among ``y``.
             y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
+            batch_size: as in :meth:`forward`. Not used.
+            num_data: as in :meth:`forward`. Not used.
 
         Returns:
-            ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``.
+            ``num_data``; ``states``, the sum of the activation probabilities, ``(H,)``. Then
             ``active``, ``coefficients`` and ``coefficient_squares``, the sums of :math:`\langle b
             \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``. Those of
             :meth:`.MaximumSuperposition.draw_statistics`, with ``claims`` in the place of ``won``:
@@ -255,13 +255,13 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         rows = _rows_of(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
 
-        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, errors_of, sums_of(y)), **draw_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, expected_errors, sums_of(y)), **draw_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -299,7 +299,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         r"""Posterior mean :math:`\langle \max(0, \max_h s_h W_h) \rangle` of the noise-free data, ``(n, D)`` as the draws.
 
         Args:
-            population: draws of the coefficients, those of ``GibbsGuide.draws()``: the mean is that over them.
+            population: draws of the coefficients, ``GibbsGuide.draws()``. The mean is over them.
             y: all data, ``(N, D)``, whose type the result has; given the draws they play no other role.
 
         Raises:
@@ -312,7 +312,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean
         mean = mean / population.coefficients.shape[1]
-        return mean.to(self.weight) if y is None else in_type_of(mean, check_data(y, self.num_observed))
+        return mean.to(self.weight) if y is None else cast_like(mean, check_data(y, self.num_observed))
 
 
 def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:

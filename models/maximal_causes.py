@@ -32,15 +32,15 @@ class MaximalCauses(SparseCoding):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
 
     Reference:
         Lücke and Sahani, "Maximal Causes for Non-linear Component Extraction", JMLR 2008.
@@ -78,22 +78,22 @@ class MaximalCauses(SparseCoding):
         statistics["errors"] = likelihood.square_error(statistics)
         rows, weights = population.rows_of(y), population.weights(temperature)
 
-        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
+        def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, errors_of, sums_of(y))
+        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, expected_errors, sums_of(y))
         return claims
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``. A step may
-        end on the way there (see :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean
-        expected squared residual of the observed entries. :math:`\pi = \frac1N \sum_n \langle s
-        \rangle`, averaged over the latents if shared. Entries that never win stay as they are.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``. A step may end on the way there (see
+        :meth:`sufficient_statistics`). The variance :math:`\sigma^2` is the mean expected squared residual of the observed entries. The
+        prior is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they
+        are.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])

@@ -27,7 +27,7 @@ def raised_means(means: Tensor) -> Tensor:
     return torch.cat([means[:, :-1].maximum(background * (1 + _ABOVE)), background], -1)
 
 
-def left_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
+def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
     """Returns sums ``(D, H + 1)`` with some causes' given to the background.
 
     It comes last.
@@ -40,8 +40,8 @@ def with_returns(
     means: Tensor,
     apart: dict[str, Tensor],
     claims: dict[str, Tensor],
-    losses_of: _Losses,
-    errors_of: _Errors,
+    expected_losses: _Losses,
+    expected_errors: _Errors,
     within: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
@@ -61,8 +61,8 @@ def with_returns(
         means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.
         apart: ``wins`` and what is ``won``, ``(D, H + 1)`` each, under :func:`raised_means`.
         claims: what :func:`~pyro_truncated.models.dictionary.best_claims` has returned for hidden causes that win nothing.
-        losses_of: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
-        errors_of: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
+        expected_losses: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
+        expected_errors: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
         within: means ``(K, ...)`` of dimensions ``(K,)`` within their limits.
         total: sums over the data of all processes.
 
@@ -71,10 +71,10 @@ def with_returns(
     """
     is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
-    left = {name: left_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
+    left = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
     common = within(_per_win(left), slice(None))
     asked = within(_per_win(sums), slice(None)).maximum(common)
-    gains = (losses_of(common, sums) - losses_of(asked, sums)).masked_fill(~is_hidden, 0.0)
+    gains = (expected_losses(common, sums) - expected_losses(asked, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
     may_gain = most.squeeze(-1) > 0
     # On a device all dimensions are tried: to see which of them may gain would be to wait for it.
@@ -82,9 +82,9 @@ def with_returns(
     if not len(where):
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
-    left = {name: left_to_background(sums[name][where], is_left) for name in ("wins", "won")}
+    left = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
     tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]), where)
-    wins, errors = left_to_background(apart["wins"][where], is_left), errors_of(tried, where)
+    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(tried, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
     changed = {"wins": wins, "claims": wins * tried}
     taken = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}

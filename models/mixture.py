@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import products_of_components, sums_of_components
+from pyro_truncated.distributions import component_products, component_sums
 
 NEVER_USED = 1e-8
 # Of shares so small nothing is left in the sums of a component that is used.
@@ -38,7 +38,7 @@ class Shares:
     Args:
         population: truncated posteriors over the component.
         num_components: ``K``.
-        temperature: temperature of the posteriors.
+        temperature: of the posteriors.
     """
 
     def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:
@@ -60,7 +60,7 @@ class Shares:
         r""":math:`\sum_n r_{nk} x_n` of rows ``(N, D)``, ``(K, D)``."""
         if self._dense is not None:
             return self._dense.mT @ rows
-        return sums_of_components(self._component, self._weight, rows, self.num_components)
+        return component_sums(self._component, self._weight, rows, self.num_components)
 
     def means(self, values: Tensor) -> Tensor:
         r""":math:`\sum_k r_{nk} v_k` of values ``(K, D)`` of the components, ``(N, D)``."""
@@ -82,4 +82,4 @@ class Shares:
             row, state = (~(weight <= _LOST)).nonzero(as_tuple=True)
             if len(row) * rows.shape[1] <= _MOST_COPIED:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
-        return products_of_components(rows, component, weight, self.num_components)
+        return component_products(rows, component, weight, self.num_components)

@@ -24,8 +24,8 @@ class NoisyOr(SuperposedCauses):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
-    The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`, of which
-    :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is exact EM: with the full batch the free energy never
+    The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`. Their posterior
+    is :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is exact EM: with the full batch the free energy never
     decreases and the weights stay in the unit interval. As the statistics depend on the weights through the posterior of the causes,
     statistics collected under other weights (minibatches) make it an online EM.
 
@@ -38,7 +38,7 @@ class NoisyOr(SuperposedCauses):
         True
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         leak: probability :math:`w_0` that a dimension is on without a cause.
         learn_leak: whether the M-step also updates the leak, then one per dimension.
@@ -46,12 +46,12 @@ class NoisyOr(SuperposedCauses):
         update: ``"exact"``, or ``"fixed_point"`` for the fixed-point equation of the weights
             (Guiraud, Drefs and Lücke 2018, Eqs. 12 and 13). The latter may lower the free energy,
             and its results are clipped to the unit interval.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: probabilities :math:`W`, ``(D, H)``, kept away from 0 and 1 by ``1e-6``.
         leak: leak :math:`w_0`, a scalar, or ``(D,)`` if learnt.
-        prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
+        prior: activation probability :math:`\pi`, ``(H,)`` or a scalar.
 
     Raises:
         ValueError: for an unknown update, or a leak that is not a probability below one.
@@ -129,7 +129,7 @@ class NoisyOr(SuperposedCauses):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.NoisyOrSuperposition.statistics`; with ``update="fixed_point"`` also ``claims``, the sum of
+            Those of :meth:`.NoisyOrSuperposition.statistics`. With ``update="fixed_point"`` also ``claims``, the sum of
             :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
         """
         likelihood = self.likelihood()

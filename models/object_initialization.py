@@ -51,7 +51,7 @@ class Clusters(NamedTuple):
     Attributes:
         objects: ``(K, F, t, u)``, less the background.
         size: how many windows each is the average of, ``(K,)``.
-        energy: squared length, less that of the noise that is left in the average, ``(K,)``.
+        energy: squared length, less that of the noise left, ``(K,)``.
     """
 
     objects: Tensor
@@ -71,7 +71,7 @@ class Clusters(NamedTuple):
         return self.objects.square().sum(1) > 4 * left_over[:, None, None]
 
 
-def background_of(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
+def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
     """Colour ``(F,)`` and variance of the background among pixels ``(P, F)``.
 
     It is the narrow part of a mixture of two normal distributions, fitted by EM; what the wide part covers are the objects.
@@ -132,10 +132,10 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = _parted(found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
+    found = _parted(found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
     for _ in range(_KMEANS_STEPS):
         found = _averaged(windows, found)
-    return found.take(most_missed(missing_energy(windows, found)[0], number))
+    return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
 def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> Clusters:
@@ -160,7 +160,7 @@ def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
     return (energy + found.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift
 
 
-def most_missed(missing: Tensor, number: int) -> Tensor:
+def prune_objects(missing: Tensor, number: int) -> Tensor:
     """Returns positions of so many objects after pruning.
 
     Those go first, one after the other, that the others explain best. Too few repeat.

@@ -17,10 +17,10 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import activation, best_prior, check_real, first_rows, in_type_of, number_of_data
+from pyro_truncated.extend import Renamed, UniqueModule, check_counts, names_arguments, raise_if, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import activation, best_prior, cast_like, check_real, count_data, first_rows
 from pyro_truncated.models.dictionary import data_scale
-from pyro_truncated.models.object_initialization import background_of, lone_windows, typical_objects
+from pyro_truncated.models.object_initialization import estimate_background, lone_windows, typical_objects
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
@@ -52,7 +52,7 @@ class OcclusiveComponents(UniqueModule):
         >>> from pyro_truncated.scenes import PlaceScan, PlacementSelection, generated_objects, occluded_scenes
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(search))
         >>> loss = svi.step(scenes.data)
 
@@ -63,14 +63,14 @@ class OcclusiveComponents(UniqueModule):
         num_channels: number of colour channels ``F``.
         order: ``"exclusive"`` or ``"depth"``.
         wrap: whether objects that leave the canvas on one side come back on the other, so that there are as many places as pixels.
-        min_scale: floor of both standard deviations, as a share of the data's root mean square; without noise no density has a maximum.
-        min_mask: masks stay in [min_mask, 1 - min_mask]; at 0 or 1 no pixel could ever change a mask again.
-        dtype: floating point type of the parameters; default: torch's.
+        min_scale: floor of both standard deviations, as a share of the data's root mean square. Without noise no density has a maximum.
+        min_mask: masks stay in [min_mask, 1 - min_mask]. At 0 or 1 no pixel could ever change a mask again.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         features: colours :math:`w`, ``(H, t, u, F)``.
         masks: mask probabilities :math:`\alpha`, ``(H, t, u)``.
-        prior: probability :math:`\pi` that an object is present, ``(H,)``.
+        prior: probability :math:`\pi` of presence, ``(H,)``.
         scale: :math:`\sigma`, a scalar.
         background: :math:`B`, ``(F,)``.
         background_scale: :math:`\sigma_B`, a scalar.
@@ -128,7 +128,7 @@ class OcclusiveComponents(UniqueModule):
         """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
         # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
         prior, *_ = self.prior, self.features, self.masks, self.scale, self.background, self.background_scale
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             presence = pyro.sample("presence", activation(prior, self.num_objects))
             position = pyro.sample("position", Positions(presence, self.canvas.num_places))
@@ -176,7 +176,7 @@ class OcclusiveComponents(UniqueModule):
             raise ValueError(f"scale must be a positive number; got {scale!r}")
         rows = first_rows(self._checked(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
-        background, noise = background_of(rows.flatten(0, 2) / unit, generator)
+        background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
         windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         found = typical_objects(windows, self.num_objects, generator)
         self.features = (unit * (found.objects.movedim(1, -1) + background)).to(self.features)
@@ -198,7 +198,7 @@ class OcclusiveComponents(UniqueModule):
         Returns:
             A :class:`~pyro_truncated.scenes.PlacementCompletion` with :class:`~pyro_truncated.scenes.PlacementMoves`.
         """
-        completion = PlacementCompletion(PlaceScan(self.parameters_of_scene, self.canvas), _NUM_ADDED)
+        completion = PlacementCompletion(PlaceScan(self.scene_parameters, self.canvas), _NUM_ADDED)
         return completion + PlacementMoves(self.canvas.grid, 1, _NUM_MOVED, wrap=self.canvas.wrap)
 
     @torch.no_grad()
@@ -209,11 +209,11 @@ class OcclusiveComponents(UniqueModule):
         r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
 
         Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            population: truncated posteriors. Its ``indices`` select the data points among ``y``.
             y: all images, ``(N, height, width, F)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
+            batch_size: as in :meth:`forward`. Not used.
+            num_data: as in :meth:`forward`. Not used.
+            temperature: of the posteriors.
 
         Returns:
             Those of :meth:`.OccludedScene.statistics`.
@@ -257,14 +257,16 @@ class OcclusiveComponents(UniqueModule):
             y: all images, ``(N, height, width, F)``.
         """
         rows = self._checked(population.rows_of(y))
-        mean: Tensor = in_type_of(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
+        mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
         return mean
 
     @torch.no_grad()
-    def parameters_of_scene(self) -> SceneParameters:
+    def scene_parameters(self) -> SceneParameters:
         """Objects and background at their present values, without gradients."""
         parameters: SceneParameters = self._any_scene().parameters
         return parameters
+
+    parameters_of_scene = Renamed("scene_parameters")
 
     def _any_scene(self) -> OccludedScene:
         """The likelihood, for what is the same for all scenes."""
@@ -286,7 +288,7 @@ class OcclusiveComponents(UniqueModule):
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
             complain()
-        refuse(~y.isfinite().all(), complain)
+        raise_if(~y.isfinite().all(), complain)
         return y
 
 

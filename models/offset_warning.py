@@ -27,15 +27,15 @@ def lies_on_background(y: Tensor) -> bool:
     as for three.
 
     Args:
-        y: data ``(N, D)``; NaN where missing.
+        y: data ``(N, D)``. NaN where missing.
     """
-    smallest, quartile = quantile_of_rows(y, 100), quantile_of_rows(y, 4)
+    smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
     spread = quartile - smallest
     is_far = (smallest > spread) | (quartile < -2 * spread)
     return bool((is_far & ((~y.isnan()).sum(0) >= _MIN_ROWS)).double().mean() > 0.5)
 
 
-def quantile_of_rows(y: Tensor, part: int) -> Tensor:
+def row_quantile(y: Tensor, part: int) -> Tensor:
     """Returns each dimension's entry below which one in so many lies.
 
     It is approximate, ``(D,)``, from as many rows as needed.
@@ -49,7 +49,7 @@ def quantile_of_rows(y: Tensor, part: int) -> Tensor:
     return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()
 
 
-def warn_of_background(model: object, y: Tensor) -> None:
+def warn_about_background(model: object, y: Tensor) -> None:
     """Warns if the data lie on a background.
 
     The text and its place are the same every time, so that Python's own filter shows it once, however often a model is started.

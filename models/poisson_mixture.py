@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import categorical, checked_later
+from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
+from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 _RATE_FLOOR = 1e-6
-_Poisson = checked_later(dist.Poisson)
+_Poisson = defer_validation(dist.Poisson)
 
 
 class PoissonMixture(LinearMixture):
@@ -32,9 +32,9 @@ class PoissonMixture(LinearMixture):
         >>> losses = [svi.step(y) for _ in range(10)]
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
@@ -60,7 +60,7 @@ class PoissonMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of counts ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, rate = self.weights, self.rate
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
             return pyro.sample("y", _Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
@@ -102,11 +102,11 @@ class PoissonMixture(LinearMixture):
         counts = y.to(self.rate)
         return torch.cat([torch.ones_like(counts[:, :1]), counts], 1)
 
-    def linear_functions(self, y: Tensor) -> LinearFunctions:
+    def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """The log joints."""
         constant = self.weights.log() - self.rate.sum(1)
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
-        return LinearFunctions(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
+        return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
 
     @torch.no_grad()
     @takes_arrays
@@ -124,7 +124,7 @@ class PoissonMixture(LinearMixture):
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
     @torch.no_grad()
-    def statistics_of_one(self) -> dict[str, Tensor]:
+    def datum_statistics(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         weights = self.weights.double()
         return {"counts": weights, "sums": weights.unsqueeze(-1) * self.rate.double()}

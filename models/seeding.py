@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.extend import device_of
-from pyro_truncated.search import LinearFunctions
+from pyro_truncated.search import MaxInnerProductIndex
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
 _PATIENCE = 10
@@ -180,7 +180,7 @@ def _nearest_of(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
     """Which of some rows ``(R,)`` is nearest to each point, ``(N,)``."""
     functions = torch.cat([points[rows], -0.5 * power[rows].unsqueeze(1)], 1)
     features = torch.cat([points, torch.ones_like(points[:, :1])], 1)
-    return LinearFunctions(functions, features[rows], lambda: torch.zeros_like(rows), 0).largest(features, 1)[:, 0]
+    return MaxInnerProductIndex(functions, features[rows], lambda: torch.zeros_like(rows), 0).largest(features, 1)[:, 0]
 
 
 class _TwoNearest:

@@ -57,7 +57,7 @@ class SlabPrior(Protocol):
             likelihood: under the parameters as they are.
             population: truncated posteriors.
             y: what the likelihood is of, a row for each data point or for those of the population.
-            temperature: temperature of the posteriors over the indicators.
+            temperature: of the posteriors over the indicators.
             total: sums over the data of all processes.
             positions: those of the population's data points ``(n,)`` among the data of all processes.
             stays_independent: whether slabs that are independent stay so.

@@ -16,7 +16,7 @@ from pyro_truncated.distributions import or_missing
 from pyro_truncated.extend import check_observable, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
-from pyro_truncated.models.offset_warning import warn_of_background
+from pyro_truncated.models.offset_warning import warn_about_background
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
@@ -26,15 +26,15 @@ class SparseCoding(SuperposedCauses):
     A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        dtype: floating point type of the parameters; default: torch's.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
 
     Raises:
         ValueError: if a size is no positive integer.
@@ -93,7 +93,7 @@ class SparseCoding(SuperposedCauses):
         """Looks once, at the first data."""
         if self.is_positive and y is not None and not self._has_met_data:
             self._has_met_data = True
-            warn_of_background(self, y)
+            warn_about_background(self, y)
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements and the deviation of the noise to start from."""

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, number_of_data
+from pyro_truncated.models.binary_causes import activation, check_data, count_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -43,25 +43,25 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     keeps the norm of every element and makes slab means non-negative.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
+        covariance: ``"diag"`` for independent slabs, ``"full"`` otherwise.
             Restarts of :func:`~pyro_truncated.learn` have independent slabs in any case, as
             correlated ones lead to worse optima.
-        offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
-        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
-        dtype: floating point type of the parameters; default: torch's.
+        offset: whether an offset :math:`a` is learned, as the literature's models have none. Without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`. With one the free energy may fall.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
-        prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
+        prior: activation probability :math:`\pi`, ``(H,)`` or a scalar.
         slab_mean: :math:`\mu`, ``(H,)``.
-        slab_scale: standard deviations :math:`\tau`, ``(H,)``; the lower Cholesky factor of :math:`\Psi`, ``(H, H)``, if full.
+        slab_scale: standard deviations :math:`\tau`, ``(H,)``. If full, the lower Cholesky factor of :math:`\Psi`, ``(H, H)``.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
-        is_starting: whether slabs that are independent stay so in M-steps.
+        is_starting: whether independent slabs stay so in M-steps.
 
     Raises:
         ValueError: if a size is no positive integer, for an unknown kind of covariance, or a negative ridge.
@@ -117,7 +117,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         """
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
         bias = self.bias
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", self._slabs.distribution(slab_mean, slab_scale))
@@ -179,16 +179,13 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Maximises the expected log joint of data, indicators and slabs.
 
-        Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}`
-        observed, :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b
-        \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the mean expected squared
-        residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n
-        \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`.
-        Parameters of latents that are never active stay as they are; for a full covariance see
-        :class:`.CorrelatedSlabs`. An offset is maximised jointly with the elements, see
-        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab
-        means made non-negative. The ``statistics`` are scaled to the same units, so that they can
-        be added to later ones.
+        Sums are over the data points with :math:`y_{nd}` observed. Let :math:`A_d = \sum_n \langle s s^\top \rangle`, :math:`c_d = \sum_n
+        y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the
+        mean expected squared residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n \langle s \rangle /
+        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`. Parameters of latents that are never active stay as they are; for a
+        full covariance see :class:`.CorrelatedSlabs`. An offset is maximised jointly with the elements, see
+        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative. The ``statistics``
+        are scaled to the same units, so that they can be added to later ones.
         """
         old = self.weight.double()
         weight, errors = self._best_dictionary(statistics)

@@ -27,12 +27,12 @@ _OVERLAPPING = 4
 _ROWS_PER_BLOCK, _PAIRS = 2**16, 2**12
 
 
-def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
+def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """Returns the statistics of a population, block by block."""
     return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS_PER_BLOCK))
 
 
-def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
+def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
     """The populations of all data, under the model as it is.
 
     Raises:
@@ -43,7 +43,7 @@ def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Populatio
         raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
     population = guide.refresh_(y)
     if guide.populations.is_part:
-        raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
+        raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
     return population  # type: ignore[no-any-return]
 
 
@@ -56,7 +56,7 @@ class Moves:
     Attributes:
         components: all as they are before.
         kept: which components take over the data of another one, ``(M,)``.
-        moved: which ones move, ``(M,)``; where it is the one that is kept, its data are left to all others.
+        moved: which ones move, ``(M,)``. Where it is the one that is kept, its data are left to all others.
         split: where they move to, ``(M,)``.
         merged: what the kept ones become.
         halves: what those that are split become, and those that move, two and two, ``2 M`` components.
@@ -116,8 +116,8 @@ class MoveSearch:
     best splits.
 
     Args:
-        components: as they are; the moves begin from the ones that an M-step makes of them.
-        population: the truncated posteriors of all data points under them.
+        components: as they are. The moves begin from the ones that an M-step makes of them.
+        population: truncated posteriors of all data points.
         x: data above the center, ``(N, D)``.
         statistics: of these data and posteriors.
         prior: of the covariances.

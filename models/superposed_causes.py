@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import Superposition
 from pyro_truncated.extend import UniqueModule, check_counts, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, number_of_data, with_latents
+from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data, first_prior, with_latents
 
 
 class SuperposedCauses(UniqueModule):
@@ -27,15 +27,15 @@ class SuperposedCauses(UniqueModule):
     A subclass says by which likelihood the causes superpose, and what it takes beside the dictionary.
 
     Args:
-        num_observed: number of observed dimensions ``D``.
+        num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        weight: what the dictionary satisfies: any numbers, positive ones, or probabilities.
-        dtype: floating point type of the parameters; default: torch's.
+        weight: the constraint of the dictionary: real, positive, or probabilities.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
-        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
 
     Raises:
         ValueError: if a size is no positive integer.
@@ -65,7 +65,7 @@ class SuperposedCauses(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        size = number_of_data(y, num_data)
+        size = count_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
@@ -77,7 +77,7 @@ class SuperposedCauses(UniqueModule):
         r"""The likelihood :math:`p(y \mid s)`.
 
         Args:
-            states: states ``(*batch, H)``; default: any, for what is the same for all of them.
+            states: states ``(*batch, H)``. Default: any, for what is the same for all of them.
             weight: another dictionary.
         """
         weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
@@ -107,7 +107,7 @@ class SuperposedCauses(UniqueModule):
             ``(N, D)`` for the population's data points, in the type of the data; of integers in torch's default type.
         """
         population = self._scored(population, check_data(y, self.num_observed))
-        y = in_type_of(y, y)
+        y = cast_like(y, y)
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _scored(self, population: Population, y: Tensor) -> Population:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.extend import ask
+from pyro_truncated.extend import read_conditions
 
 _VARIANCE_FLOOR = 1e-6
 
@@ -34,14 +34,14 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
     # What is above the floor has a Cholesky factor; eigenvalues take much longer.
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     _, info = torch.linalg.cholesky_ex(relative - identity)
-    if all(ask(info == 0)):
+    if all(read_conditions(info == 0)):
         return covariance
     values, vectors = torch.linalg.eigh(relative)
     floored: Tensor = (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
     return floored
 
 
-def cholesky_of_floored(covariance: Tensor) -> Tensor:
+def floored_cholesky(covariance: Tensor) -> Tensor:
     """Returns the Cholesky factor of :func:`floored`, without checks.
 
     A check would wait for a device.

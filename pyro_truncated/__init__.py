@@ -96,20 +96,7 @@ _LATER = {
 }
 
 # Tools for authors of models, understood here until version 0.4; the warning comes once.
-_MOVED = {
-    "UniqueModule",
-    "ask",
-    "check_counts",
-    "check_observable",
-    "device_of",
-    "names_arguments",
-    "positions_of",
-    "refuse",
-    "selected_rows",
-    "some_rows",
-    "sums_of",
-    "takes_arrays",
-}
+_MOVED = {"UniqueModule", "check_counts", "check_observable", "takes_arrays"}
 
 
 def __getattr__(name: str) -> Any:

@@ -94,7 +94,7 @@ class WandB(_Curves):
         fit(svi, y, steps=20, callbacks=[WandB(project="bars", config={"num_states": 64})])
 
     Args:
-        run: a run of one's own, from ``wandb.init``; default: one is started with training.
+        run: a run of one's own, from ``wandb.init``. Default: one is started with training.
         every: steps between two points of a curve.
         **options: for ``wandb.init``.
 

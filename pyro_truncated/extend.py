@@ -7,8 +7,9 @@ A model of your own needs none of them. They are for models that others use.
 - :func:`names_arguments`: errors from the depths name the argument that caused them.
 - :func:`check_counts`: numbers of things are positive integers.
 - :func:`check_observable`: data are what a likelihood can observe.
-- :func:`refuse`, :func:`ask`: checks of data on a device that do not wait for it.
+- :func:`raise_if`, :func:`read_conditions`: checks of data on a device that do not wait for it.
 - :func:`selected_rows`: the data points that a plate selects.
+- :class:`Renamed`: the old name of a method or property, which warns.
 - :func:`device_of`: the device on which a generator draws.
 - :func:`sums_of`: sums over data points that several processes share.
 - :func:`positions_of`: where the data points of a process lie among all.
@@ -16,7 +17,7 @@ A model of your own needs none of them. They are for models that others use.
 """
 
 from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of
-from pyro_truncated.ops.checks import ask, refuse
+from pyro_truncated.ops.deferred_checks import raise_if, read_conditions
 from pyro_truncated.program.observed import check_observable
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -24,16 +25,18 @@ from pyro_truncated.utils.constraints import selected_rows
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
+from pyro_truncated.utils.renaming import Renamed
 
 __all__ = [
+    "Renamed",
     "UniqueModule",
-    "ask",
     "check_counts",
     "check_observable",
     "device_of",
     "names_arguments",
     "positions_of",
-    "refuse",
+    "raise_if",
+    "read_conditions",
     "selected_rows",
     "some_rows",
     "sums_of",

@@ -47,7 +47,7 @@ def enumerate_log_joint(
         guide: the guide, trained or not, with ``num_states=1`` if need be.
         *args: the model's positional arguments.
         max_states: largest space that is enumerated.
-        values: the model's other latents by site name; default: those not given are drawn as the guide draws them, once.
+        values: other latents by site name. Default: drawn once, as the guide draws them.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -81,7 +81,7 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         >>> check_guide(AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1), y)
 
     Args:
-        guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (latents of the other parts are drawn once).
+        guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (others are drawn once).
         *args: the model's positional arguments.
         max_states: largest space whose evidence is computed.
         **kwargs: the model's keyword arguments.
@@ -161,7 +161,7 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
             trace = log_joint.call.of(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
-    return scores.masked_fill(log_joint.contradicted(words), -torch.inf) if log_joint.known is not None else scores
+    return scores.masked_fill(log_joint.is_contradicted(words), -torch.inf) if log_joint.known is not None else scores
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:

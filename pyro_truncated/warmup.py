@@ -31,8 +31,8 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.backend import compile_first
-from pyro_truncated.ops.component_sums import sums_of_components
-from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+from pyro_truncated.ops.component_sums import component_sums
+from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.quadratic import flip_energy
 from pyro_truncated.ops.square_distances import square_distances
@@ -52,7 +52,7 @@ def warm_up(progress: bool | None = None) -> None:
     Pyro's parameter store and torch's generator are as before afterwards.
 
     Args:
-        progress: whether to show a bar; default: if standard error is a terminal.
+        progress: whether to show a bar. Default: if standard error is a terminal.
     """
     tasks = [(name, task, dtype) for dtype in (torch.float32, torch.float64) for name, task in _TASKS.items()]
     with compile_first(), progress_bar(progress, iterable=tasks, unit="task") as bar:
@@ -139,7 +139,7 @@ def _scenes(dtype: torch.dtype) -> None:
     y = torch.rand(4, 5, 5, 1, dtype=dtype)
     for order in ("exclusive", "depth"):
         model = models.OcclusiveComponents(3, (5, 5), (2, 2), 1, order=order, dtype=dtype)
-        scan = PlaceScan(model.parameters_of_scene, model.canvas)
+        scan = PlaceScan(model.scene_parameters, model.canvas)
         moves = PlacementMoves(model.canvas.grid, parents=2, children=2)
         for affinity in (scan, RefinedPlaces(scan, scan, 2)):
             _train(model, y, PlacementSelection(affinity, 2) + moves, closed_form=True)
@@ -155,10 +155,10 @@ def _psi(dtype: torch.dtype) -> None:
 
 def _mixtures(dtype: torch.dtype) -> None:
     features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
-    largest_of_all(features, features, 1)
-    value, index = largest_of_groups(features, features, group, 9, group.reshape(-1, 1), 1)
-    walked(features, features, index, value, index, 1)
-    sums_of_components(index, value, features, 9)
+    max_inner_products(features, features, 1)
+    value, index = max_inner_products_in_groups(features, features, group, 9, group.reshape(-1, 1), 1)
+    follow_neighbours(features, features, index, value, index, 1)
+    component_sums(index, value, features, 9)
     square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 
 

@@ -289,20 +289,20 @@ def test_several_checks_cost_one_look() -> None:
         def complain() -> None:
             raise ValueError("second")
 
-        with ops.together():
-            ops.refuse((value > 5).any(), complain)
-            ops.refuse((value < 0).any(), complain)
-            ops.afterwards(lambda: done.append(1))
+        with ops.defer_checks():
+            ops.raise_if((value > 5).any(), complain)
+            ops.raise_if((value < 0).any(), complain)
+            ops.on_success(lambda: done.append(1))
             assert not done
-            assert ops.number(value.sum()) == 3.0
+            assert ops.read_number(value.sum()) == 3.0
             assert done
         assert sum(device.syncs.values()) == 1
 
         def fail() -> None:
-            with ops.together():
-                ops.refuse((value > 5).any(), complain)
-                ops.refuse((value > 1).any(), complain)
-                ops.afterwards(lambda: done.append(2))
+            with ops.defer_checks():
+                ops.raise_if((value > 5).any(), complain)
+                ops.raise_if((value > 1).any(), complain)
+                ops.on_success(lambda: done.append(2))
 
         with pytest.raises(ValueError, match="second"):
             fail()

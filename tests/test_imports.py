@@ -57,7 +57,7 @@ def test_every_public_name_is_there(name):
     assert name in dir(pyro_truncated)
 
 
-@pytest.mark.parametrize("name", pyro_truncated.extend.__all__)
+@pytest.mark.parametrize("name", ["UniqueModule", "check_counts", "check_observable", "takes_arrays"])
 def test_tools_for_authors_are_still_found_in_the_face_with_a_warning(name, monkeypatch):
     monkeypatch.delitem(vars(pyro_truncated), name, raising=False)
     with pytest.warns(DeprecationWarning, match=rf"{name} has moved: import it from pyro_truncated.extend"):

@@ -88,7 +88,7 @@ def noisy_or_bars(
         mean_active: mean number of bars in an image.
         weight: probability that a bar switches on a pixel of its own.
         background: probability that it switches on any other pixel.
-        generator: source of the randomness.
+        generator: source of randomness.
     """
     if not (0 <= weight < 1 and 0 <= background < 1):
         raise ValueError(f"weight and background must lie in [0, 1); got {weight} and {background}")
@@ -137,11 +137,11 @@ def linear_bars(
 
     Args:
         num_data: number of images ``N``.
-        size: side of the image; there are ``2 * size`` bars.
+        size: side of the image. There are ``2 * size`` bars.
         mean_active: mean number of bars in an image.
         amplitude: value of a bar's pixels.
         noise: standard deviation of the noise.
-        generator: source of the randomness.
+        generator: source of randomness.
     """
     components = amplitude * bar_components(size)
     states = _bar_states(num_data, components.shape[1], mean_active, generator)

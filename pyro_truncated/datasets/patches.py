@@ -139,7 +139,7 @@ def whitened_patches(
         clamp: share of the brightest pixels that are set to the value below them.
         structure: least standard deviation of a patch, relative to the median.
         variance: share of the variance that the whitening keeps.
-        whitening: that of other patches, which these are to be compared with; default: it is fitted to these.
+        whitening: that of other patches, which these are to be compared with. Default: it is fitted to these.
 
     Returns:
         Whitened patches ``(N, size**2)`` and the whitening.
@@ -174,7 +174,7 @@ def save_whitened_patches(
         (300, 36)
 
     Args:
-        file: the file; one that is there is replaced.
+        file: the file. One that is there is replaced.
         images: grey images.
         size: side of a patch.
         num: number of patches ``N`` to write.

@@ -13,7 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import ending_together, is_left_to_owners
+from pyro_truncated.distributed.owned_rows import ending_together, is_owned
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.utils.console import Described
 
@@ -69,7 +69,7 @@ class AllReduced(Described, PyroOptim):
         store = pyro.get_param_store()
         # Sets of parameters have another order in every process.
         named = {str(store.param_name(param)): param for param in params}
-        shared = [named[name] for name in sorted(named) if name not in self.local and not is_left_to_owners(named[name])]
+        shared = [named[name] for name in sorted(named) if name not in self.local and not is_owned(named[name])]
         gradients = world.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
         for param, gradient in zip(shared, gradients, strict=True):
             param.grad = gradient

@@ -28,7 +28,7 @@ class RowBatch:
         (5, 2.0)
 
     Attributes:
-        rows: positions ``(n,)`` among the data points of this process; the first one, where none of the minibatch is here.
+        rows: positions ``(n,)`` among the data points of this process. The first one, where none of the minibatch is here.
         num_rows: number of data points of this process.
         scale: number of data points of all processes per one in the minibatch.
         is_idle: whether none of the minibatch is here.
@@ -74,7 +74,7 @@ class Batches:
 
     Args:
         y: data, or a shard of them.
-        size: data points per minibatch, in all processes together; the last one of an epoch may have fewer.
+        size: data points per minibatch, in all processes together. The last one of an epoch may have fewer.
         block: successive rows that stay together; 1 for minibatches of single rows. Data that are sorted want small blocks.
         seed: decides the order.
 

@@ -33,12 +33,12 @@ def take_from_owners(parameter: Tensor) -> None:
     _left.pop(parameter, None)
 
 
-def is_left_to_owners(parameter: Tensor) -> bool:
+def is_owned(parameter: Tensor) -> bool:
     """Whether :func:`leave_to_owners` has said so."""
     return parameter in _left
 
 
-def rows_of_owners(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
+def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
     """Returns rows at global positions ``(n,)``, the same on each process.
 
     Gradients add up and go to the owners.
@@ -54,12 +54,12 @@ def rows_of_owners(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
     return rows
 
 
-def rows_of_everyone(own: Tensor, y: Any) -> Tensor:
+def gather_all_rows(own: Tensor, y: Any) -> Tensor:
     """Gathers rows of all processes in order, unless data are whole."""
     return torch.cat(world.gather(own.detach().clone())) if is_spread(y) else own
 
 
-def as_shard_of(values: Tensor, y: Any) -> Tensor:
+def as_shard_like(values: Tensor, y: Any) -> Tensor:
     """Returns rows computed from a shard as such a shard."""
     return Shard.of(values, y.portion) if isinstance(y, Shard) else values
 

@@ -200,7 +200,7 @@ def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
 
     Args:
         y: data, or a shard of them.
-        indices: which of these; default: all.
+        indices: which of these. Default: all.
     """
     first = y.portion.first if isinstance(y, Shard) else 0
     return first + (torch.arange(len(y)) if indices is None else indices.cpu())

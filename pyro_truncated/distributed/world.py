@@ -217,7 +217,7 @@ def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None =
         raise OtherProcessError("; ".join(told))
     if bool((header[:, 0] != verb).any()):
         raise OtherProcessError(
-            "the processes of this run are no longer doing the same: each must take the same steps, in the same order, with the same model"
+            "the processes of this run take different steps: each must make the same calls, in the same order, with the same model"
         )
     return header
 

@@ -4,12 +4,12 @@ import importlib
 from typing import Any
 
 from pyro_truncated.distributions.binary_chains import BinaryChains
-from pyro_truncated.distributions.checked_later import checked_later
 from pyro_truncated.distributions.component import Component, categorical
 from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
 from pyro_truncated.distributions.component_multivariate_normal import ComponentMultivariateNormal
 from pyro_truncated.distributions.component_normal import ComponentNormal
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
+from pyro_truncated.distributions.deferred_validation import defer_validation
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_family import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
@@ -18,9 +18,12 @@ from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.normal_or_missing import NormalOrMissing
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.ops.component_sums import sums_of_components
-from pyro_truncated.ops.low_rank import products_of_components
+from pyro_truncated.ops.component_sums import component_sums
+from pyro_truncated.ops.low_rank import component_products
 from pyro_truncated.utils.constraints import or_missing
+
+# The name that restoration calls.
+products_of_components = component_products
 
 __all__ = [
     "ActiveSet",
@@ -52,10 +55,10 @@ __all__ = [
     "SpikeSlabSuperposition",
     "Superposition",
     "categorical",
-    "checked_later",
+    "component_products",
+    "component_sums",
+    "defer_validation",
     "or_missing",
-    "products_of_components",
-    "sums_of_components",
 ]
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).

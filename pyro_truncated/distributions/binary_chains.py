@@ -33,7 +33,7 @@ class BinaryChains(TorchDistribution):
         initial: probability that a chain is on at the first step, ``(*batch, M)``.
         transition: probability of the column's value after the row's, ``(*batch, M, 2, 2)``.
         num_steps: number of steps ``T``.
-        lengths: number of steps of each sequence, ``(*batch,)`` integers from 0 to ``T``; default: all have ``T``.
+        lengths: number of steps of each sequence, ``(*batch,)`` integers from 0 to ``T``. Default: all have ``T``.
         validate_args: whether to check parameters and values.
 
     Raises:

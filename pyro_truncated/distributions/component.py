@@ -8,7 +8,7 @@ import torch
 from pyro.distributions import Categorical
 from torch import Tensor
 
-from pyro_truncated.distributions.checked_later import each_checked_later
+from pyro_truncated.distributions.deferred_validation import defer_constraints
 
 
 class Component(Categorical):
@@ -25,7 +25,7 @@ class Component(Categorical):
         torch.Size([1000])
     """
 
-    arg_constraints = each_checked_later(Categorical.arg_constraints)
+    arg_constraints = defer_constraints(Categorical.arg_constraints)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Component:
         """The same probabilities for a larger batch."""

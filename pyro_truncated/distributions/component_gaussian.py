@@ -9,7 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import validate_later
+from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.ops.component_sums import as_integers, check_below
 
 HALF_LOG_TWO_PI = 0.9189385332046727
@@ -23,7 +23,7 @@ class ComponentGaussian(TorchDistribution):
     Args:
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means ``(K, D)``.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if components are no integers, or, on the CPU and where checked, if there are others.

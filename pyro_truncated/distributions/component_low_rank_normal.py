@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
+from pyro_truncated.distributions.deferred_validation import defer_constraints
 from pyro_truncated.ops.low_rank import log_densities, posterior_means, whiten
 
 
@@ -34,7 +34,7 @@ class ComponentLowRankNormal(ComponentGaussian):
         loc: means ``(K, D)``.
         factor: :math:`W`, ``(K, D, R)``.
         scale: standard deviations of the noise :math:`\sigma`, ``(K,)``, or ``()`` if all components share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means, factors and deviations disagree about the number of components or
@@ -44,7 +44,7 @@ class ComponentLowRankNormal(ComponentGaussian):
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {"loc": constraints.real_vector, "factor": constraints.independent(constraints.real, 2), "scale": constraints.positive}
     )
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
+from pyro_truncated.distributions.deferred_validation import defer_constraints
 from pyro_truncated.ops.square_distances import square_distances
 
 
@@ -31,14 +31,14 @@ class ComponentMultivariateNormal(ComponentGaussian):
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means :math:`\mu`, ``(K, D)``.
         scale_tril: Cholesky factors :math:`L`, ``(K, D, D)``, or ``(D, D)`` if all components share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means and factors disagree about the number of components or entries. Also if
             components are no integers or, on the CPU with checks, out of range.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {"loc": constraints.real_vector, "scale_tril": constraints.lower_cholesky}
     )
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
+from pyro_truncated.distributions.deferred_validation import defer_constraints
 
 
 class ComponentNormal(ComponentGaussian):
@@ -27,14 +27,14 @@ class ComponentNormal(ComponentGaussian):
         component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means ``(K, D)``.
         scale: standard deviations ``(K, D)``, or ``(K, 1)`` where all entries share one.
-        validate_args: whether to check components, parameters and values.
+        validate_args: whether to check arguments and values.
 
     Raises:
         ValueError: if means and deviations disagree about the number of components or entries. Also
             if components are no integers or, on the CPU with checks, out of range.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {"loc": constraints.real_vector, "scale": constraints.independent(constraints.positive, 1)}
     )
 

@@ -18,8 +18,8 @@ from pyro_truncated.utils.constraints import without_missing
 class CorrelatedSlabSuperposition(SlabSuperposition):
     r"""Normal observations of a superposition of jointly normal, integrated slabs.
 
-    With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \Psi)`,
-    :math:`\Psi = T T^\top`, the density given the binary indicators :math:`b` is exactly
+    Let :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` with slabs :math:`z \sim \mathcal N(\mu, \Psi)`, :math:`\Psi =
+    T T^\top`. The density given the binary indicators :math:`b` is
 
     .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu) + a,\;
         \mathrm{diag}(\sigma^2) + W (b b^\top \odot \Psi) W^\top\bigr),
@@ -41,7 +41,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
         slab_scale_tril: lower Cholesky factor :math:`T` of their covariance, ``(H, H)``.
-        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -112,7 +112,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         that are off.
 
         Args:
-            value: observations ``(*batch, D)``; NaN where missing.
+            value: observations ``(*batch, D)``. NaN where missing.
         """
         _, factor, solution = self._collapse(self.states, self._above_bias(value))
         identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
@@ -134,9 +134,9 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         .. math:: \frac{\partial \mathcal F}{\partial \mu} = g, \qquad \frac{\partial \mathcal F}{\partial T} = \mathrm{tril}(K T).
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors over the indicators.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors over the indicators.
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states`` and
@@ -177,11 +177,11 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         with the posterior of indicators and slabs under the parameters as they are.
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``. NaN where missing.
             means: other means :math:`m`, ``(T, H)``.
             covariances: other covariances :math:`P`, ``(T, H, H)``, positive definite.
-            temperature: temperature of the posteriors over the indicators.
+            temperature: of the posteriors over the indicators.
 
         Returns:
             ``(T,)``, in float64.

@@ -21,7 +21,7 @@ class LinearSuperposition(GaussianSuperposition):
     r"""Normal observations around a sum of dictionary elements, :math:`y \sim \mathcal N(W s + b, \mathrm{diag}(\sigma^2))`.
 
     The same density as ``Normal(states @ weight.mT + bias, scale).to_event(1)``, at a cost per state that does not depend on the number
-    ``D`` of observed dimensions: with :math:`\tilde y = y - b` and :math:`\Lambda = \mathrm{diag}(\sigma^{-2})`
+    ``D`` of observed dimensions. Let :math:`\tilde y = y - b` and :math:`\Lambda = \mathrm{diag}(\sigma^{-2})`
 
     .. math:: |\tilde y - W s|_\Lambda^2 = |\tilde y|_\Lambda^2 - 2\, s^\top W^\top \Lambda \tilde y + s^\top W^\top \Lambda W s,
 
@@ -40,7 +40,7 @@ class LinearSuperposition(GaussianSuperposition):
         states: states ``(*batch, H)``; real numbers, usually zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
         scale: standard deviation :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
-        bias: offset :math:`b`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`b`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -88,7 +88,7 @@ class LinearSuperposition(GaussianSuperposition):
 
         Args:
             words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
+            value: observations ``(N, D)``. NaN where missing.
             state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
 
         Returns:
@@ -143,10 +143,10 @@ class LinearSuperposition(GaussianSuperposition):
         parameters, so the method needs no distribution.
 
         Args:
-            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
-            levels: coefficient that each value of a latent stands for, ``(K,)``; by default the values 0, 1, ... themselves.
+            population: truncated posteriors over the ``H`` latents. Its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
+            levels: coefficient that each value of a latent stands for, ``(K,)``. By default the values 0, 1, ... themselves.
 
         Returns:
             ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares``

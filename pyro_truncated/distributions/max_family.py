@@ -101,9 +101,9 @@ class FamilyMaximum(Superposition):
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
         :math:`A_{dh}(s) = 1` where ``h`` has the largest mean in dimension ``d``, the background
-        being number ``H + 1``. The wins :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and
+        being number ``H + 1``. Wins are :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and
         :math:`v_{dh} = \sum_n y_{nd} \langle A_{dh} \rangle`, over the data points that have
-        dimension ``d``, give the gradient of the truncated free energy
+        dimension ``d``. They give the gradient of the truncated free energy
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \eta'(W_{dh}) (v_{dh} - w_{dh} W_{dh}).
 
@@ -113,8 +113,8 @@ class FamilyMaximum(Superposition):
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
 
         Returns:
             ``num_data``; ``observed``, ``(D,)``; ``sums``, ``squares`` and ``bases``, the sums of
@@ -277,7 +277,7 @@ class GammaMaximum(FamilyMaximum):
         states: binary states ``(*batch, H)``.
         weight: means, as in :class:`FamilyMaximum`.
         background: mean without a cause.
-        concentration: the concentration (shape) :math:`k`, a scalar.
+        concentration: shape :math:`k`, a scalar.
         validate_args: whether to check parameters and values.
     """
 

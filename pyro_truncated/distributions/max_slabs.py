@@ -9,7 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.ops import refuse
+from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.piecewise import Segments, maximum_segments
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite
@@ -54,7 +54,7 @@ class PiecewiseGaussian(TorchDistribution):
         integrated out.
 
         Args:
-            value: data :math:`y`, ``(*batch, D)``; NaN where missing.
+            value: data :math:`y`, ``(*batch, D)``. NaN where missing.
             others: :math:`m \ge 0`, ``(*batch, D)``.
             element: dictionary element :math:`w \ge 0`, ``(*batch, D)``.
             scale: standard deviation :math:`\sigma` of the noise, broadcastable to ``(*batch, D)``.
@@ -64,7 +64,7 @@ class PiecewiseGaussian(TorchDistribution):
         Raises:
             ValueError: if an offer or an element is negative.
         """
-        refuse(~((others >= 0).all() & (element >= 0).all()), _complain_of_negative)
+        raise_if(~((others >= 0).all() & (element >= 0).all()), _complain_of_negative)
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )
@@ -132,7 +132,7 @@ class MaximumSlabs(TorchDistribution):
         scale: standard deviation of the noise, a scalar or ``(D,)``.
         slab_mean: means of the slabs, a scalar or ``(H,)``.
         slab_scale: standard deviations of the slabs, a scalar or ``(H,)``.
-        value: data, ``(*batch, D)``; NaN where missing.
+        value: data, ``(*batch, D)``. NaN where missing.
         validate_args: whether to check values.
     """
 

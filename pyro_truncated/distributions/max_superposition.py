@@ -70,10 +70,10 @@ class MaximumSuperposition(GaussianSuperposition):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        :math:`A_{dh}(s) = 1` where latent ``h`` attains a positive maximum in dimension ``d``. The
-        wins :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and :math:`v_{dh} = \sum_n y_{nd}
-        \langle A_{dh} \rangle`, over the data points that have dimension ``d``, give the gradient
-        of the truncated free energy
+        :math:`A_{dh}(s) = 1` where latent ``h`` attains a positive maximum in dimension ``d``. Wins
+        are :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and :math:`v_{dh} = \sum_n y_{nd} \langle
+        A_{dh} \rangle`, over the data points that have dimension ``d``. They give the gradient of
+        the truncated free energy
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \frac{v_{dh} - w_{dh} W_{dh}}{\sigma_d^2}, \qquad
             \frac{\partial \mathcal F}{\partial \sigma_d} = \frac{E_d}{\sigma_d^3} - \frac{N_d}{\sigma_d},
@@ -82,13 +82,12 @@ class MaximumSuperposition(GaussianSuperposition):
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
 
         Returns:
-            ``num_data``; ``observed`` :math:`N_d`, ``sums`` and ``squares``, those of the data and
-            of their squares, ``(D,)``. ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``.
-            ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
+            ``num_data``; ``observed`` :math:`N_d`; ``sums`` and ``squares`` of the data, ``(D,)``.
+            ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
         """
         rows = population.rows_of(value)
         active, _, wins, won = self._explained(population, rows, temperature)
@@ -102,7 +101,7 @@ class MaximumSuperposition(GaussianSuperposition):
         Args:
             words: packed states, ``(N, C, W)``.
             weights: their posterior weights, ``(N, C)``.
-            rows: data of these data points, ``(N, D)``; NaN where missing.
+            rows: data of these data points, ``(N, D)``. NaN where missing.
         """
         _, _, wins, won = ops.maximum_statistics(words, weights, rows, self.weight.double())
         return {"wins": wins, "won": won}
@@ -114,9 +113,9 @@ class MaximumSuperposition(GaussianSuperposition):
         :meth:`draw_coefficients` makes the draws.
 
         Args:
-            selected: selected latents, ``(N, K)``; all others are off.
-            coefficients: draws of their coefficients, ``(N, S, K)``; zero where a latent is off.
-            value: observations, ``(N, D)``; NaN where missing.
+            selected: selected latents, ``(N, K)``. All others are off.
+            coefficients: draws of their coefficients, ``(N, S, K)``. Zero where a latent is off.
+            value: observations, ``(N, D)``. NaN where missing.
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``wins`` :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and ``won``
@@ -145,11 +144,11 @@ class MaximumSuperposition(GaussianSuperposition):
 
         Each data point has its own latents; all others are off.
 
-        With :math:`b_h \sim \mathrm{Bernoulli}(\pi_h)` and :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)` every pair :math:`(b_h, z_h)` is
-        drawn from its exact conditional given the others, in random order. The dictionary must not be negative.
+        The model is :math:`b_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)`. Every pair :math:`(b_h, z_h)`
+        is drawn from its exact conditional given the others, in random order. The dictionary must not be negative.
 
         Args:
-            value: observations, ``(N, D)``; NaN where missing.
+            value: observations, ``(N, D)``. NaN where missing.
             selected: selected latents, ``(N, K)`` int64, distinct within a row.
             start: where the chains start, ``(N, H)``.
             prior: :math:`\pi`, a scalar or ``(H,)``.
@@ -158,8 +157,8 @@ class MaximumSuperposition(GaussianSuperposition):
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
-            rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
-            generator: source of randomness; default: torch's global generator.
+            rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. N - 1``.
+            generator: source of randomness. Default: torch's global generator.
 
         Returns:
             Draws ``(N, sweeps, K)``, zero where a latent is off, and the mean of the exact conditional probabilities that the latents are
@@ -174,8 +173,8 @@ class MaximumSuperposition(GaussianSuperposition):
     def square_error(self, statistics: Statistics) -> Tensor:
         r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle` of every dimension, ``(D,)``.
 
-        The square of a maximum is that of its winner's entry: :math:`\sum_n y_{nd}^2 + \sum_h W_{dh} (W_{dh} w_{dh} - 2 v_{dh})`, of
-        statistics that were taken under this very dictionary.
+        The square of a maximum is that of its winner's entry: :math:`\sum_n y_{nd}^2 + \sum_h W_{dh} (W_{dh} w_{dh} - 2 v_{dh})`. The
+        statistics must be those under this dictionary.
         """
         weight = self.weight.double()
         return statistics["squares"] + (weight * (weight * statistics["wins"] - 2 * statistics["won"])).sum(1)

@@ -90,12 +90,12 @@ class NoisyOrSuperposition(Superposition):
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
 
         Returns:
-            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``observed``,
-            how often each dimension is observed, ``(D,)``. ``trials`` :math:`T` and ``causes``
+            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``,
+            counts of observations, ``(D,)``. ``trials`` :math:`T` and ``causes``
             :math:`C`, ``(D, H)``. ``leak_causes``, the causes of the leak, ``(D,)``. All can be
             added and scaled.
         """

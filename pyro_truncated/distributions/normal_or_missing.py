@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import checked_later
+from pyro_truncated.distributions.deferred_validation import defer_validation
 from pyro_truncated.utils.constraints import or_missing
 
-_Normal: Any = checked_later(dist.Normal)
+_Normal: Any = defer_validation(dist.Normal)
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 

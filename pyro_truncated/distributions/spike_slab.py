@@ -22,8 +22,8 @@ from pyro_truncated.utils.constraints import finite, without_missing
 class SpikeSlabSuperposition(SlabSuperposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
 
-    With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs
-    :math:`z \sim \mathcal N(\mu, \mathrm{diag}(\tau^2))` the density given the binary indicators :math:`b` is exactly
+    Let :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` with slabs :math:`z \sim \mathcal N(\mu,
+    \mathrm{diag}(\tau^2))`. The density given the binary indicators :math:`b` is
 
     .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu) + a,\;
         \mathrm{diag}(\sigma^2) + W\,\mathrm{diag}(b \odot \tau^2)\,W^\top\bigr),
@@ -45,7 +45,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
         scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
         slab_scale: standard deviations of the slabs :math:`\tau`, as ``slab_mean``.
-        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front; zero by default.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front. Zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -108,7 +108,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
         off.
 
         Args:
-            value: observations ``(*batch, D)``; NaN where missing.
+            value: observations ``(*batch, D)``. NaN where missing.
         """
         _, factor, solution = self._collapse(self.states, self._above_bias(value))
         identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
@@ -123,8 +123,8 @@ class SpikeSlabSuperposition(SlabSuperposition):
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
         Those of a linear superposition of the coefficients :math:`s = b \odot z`, whose posterior given the indicators is exact, and of the
-        slabs. With sums over the data points that have dimension ``d`` as in :meth:`LinearSuperposition.statistics` and
-        :math:`n_h = \sum_n \langle b_h \rangle` the gradient of the truncated free energy is
+        slabs. Sums are over the data points that have dimension ``d``, as in :meth:`LinearSuperposition.statistics`. With :math:`n_h =
+        \sum_n \langle b_h \rangle` the gradient of the truncated free energy is
 
         .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - a_d\, t_d - A_d W_d}{\sigma_d^2}, \qquad
             \frac{\partial \mathcal F}{\partial a_d} = \frac{Y_d - N_d\, a_d - W_d^\top t_d}{\sigma_d^2},
@@ -136,9 +136,9 @@ class SpikeSlabSuperposition(SlabSuperposition):
         They depend on the parameters, through the posterior of the slabs; nothing is subtracted from the data that are summed.
 
         Args:
-            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors over the indicators.
+            population: truncated posteriors over the ``H`` indicators. Its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors over the indicators.
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``. ``states``,
@@ -172,7 +172,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
         Args:
             population: truncated posteriors over the ``H`` indicators.
-            value: all data, ``(N, D)``; NaN where missing.
+            value: all data, ``(N, D)``. NaN where missing.
         """
         moments = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))
         return moments[1]

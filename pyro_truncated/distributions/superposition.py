@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.checked_later import validate_later
+from pyro_truncated.distributions.deferred_validation import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import in_blocks
@@ -24,9 +24,8 @@ class Superposition(TorchDistribution):
 
     A subclass knows more than the density of an observation under its states:
 
-    * :meth:`packed_log_prob` scores the packed states of a population.
-      :class:`~pyro_truncated.AutoTruncated` calls it if :attr:`has_packed_log_prob` is true and the
-      model has no other latents than the binary ones.
+    * :meth:`packed_log_prob` scores the packed states of a population. It is called if
+      :attr:`has_packed_log_prob` is true and the model has no other latents than the binary ones.
     * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the
       data points. The gradient of the truncated free energy follows from them (Fisher's identity),
       and a closed-form M-step needs them.
@@ -44,7 +43,7 @@ class Superposition(TorchDistribution):
         states: states ``(*batch, H)``.
         weight: dictionary ``(D, H)``, or with batch dimensions in front.
         validate_args: whether to check parameters and values.
-        **parameters: the other parameters, by the names of its ``arg_constraints``. They are scalars,
+        **parameters: the others, by the names of its ``arg_constraints``. They are scalars,
             or tensors whose dimensions before the last are batch dimensions.
 
     Raises:
@@ -70,9 +69,9 @@ class Superposition(TorchDistribution):
         shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
         batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
-        is_checked_later = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_checked_later else validate_args)
-        if is_checked_later:
+        is_deferred = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
+        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_deferred else validate_args)
+        if is_deferred:
             # Whether values are checked is asked again when they are there, unless it was said for this distribution.
             del self._validate_args
             if validate_args is not None:
@@ -84,7 +83,7 @@ class Superposition(TorchDistribution):
         constrained = {name: constraint for name, constraint in self.arg_constraints.items() if not constraints.is_dependent(constraint)}
         valid = [constraint.check(getattr(self, name)).all() for name, constraint in constrained.items()]
         shapes = self.batch_shape, self.event_shape
-        ops.refuse(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
+        ops.raise_if(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Returns the distribution over a larger batch, or itself if shapes agree."""
@@ -134,7 +133,7 @@ class Superposition(TorchDistribution):
 
         Args:
             words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
+            value: observations ``(N, D)``. NaN where missing.
             state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
 
         Returns:
@@ -149,8 +148,8 @@ class Superposition(TorchDistribution):
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
-            value: all data, ``(N, D)``; NaN where missing.
-            temperature: temperature of the posteriors.
+            value: all data, ``(N, D)``. NaN where missing.
+            temperature: of the posteriors.
 
         Returns:
             Sums by name; all can be added over data points and scaled.

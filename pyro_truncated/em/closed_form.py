@@ -13,7 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.ops import together
+from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described
@@ -38,9 +38,9 @@ class ClosedFormModel(Protocol):
         """Expected sufficient statistics, summed over the population's data points, in float64.
 
         Args:
-            population: truncated posteriors; its ``indices`` select the data points among all data.
-            *args: the model's own arguments, with all data; how the model would subsample them plays no role.
-            temperature: temperature of the posteriors over the discrete latents.
+            population: truncated posteriors. Its ``indices`` select the data points among all data.
+            *args: the model's own arguments, with all data. Subsampling plays no role.
+            temperature: of the posteriors over the discrete latents.
             **kwargs: the model's own keyword arguments.
 
         Returns:
@@ -86,7 +86,7 @@ class ClosedForm(Described, PyroOptim):
     Args:
         model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute ``statistics_depend_on_parameters
             = True`` says that incremental streaming is not exact for it.
-        minibatch: ``"incremental"`` or ``"online"``; default: incremental where it is exact.
+        minibatch: ``"incremental"`` or ``"online"``. Default: incremental where it is exact.
         step_size: :math:`\rho_t` as a function of the step ``t = 0, 1, ...``; default :math:`(t + 2)^{-0.6}`.
 
     Raises:
@@ -172,7 +172,7 @@ class ClosedForm(Described, PyroOptim):
             old: statistics of the part of it given by :meth:`previous`, as of last time.
             indices: the batch's data points, ``None`` for all.
             num_data: number of data points in all, of this process.
-            scale: data points that each one of the batch stands for in online streaming; default: all divided by the batch.
+            scale: data points that each one of the batch stands for in online streaming. Default: all divided by the batch.
             is_part: whether other processes collect those of other data points, which are added.
 
         Raises:
@@ -273,7 +273,7 @@ def _all_or_nothing(model: Any) -> Iterator[None]:
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     before = [parameter.detach().clone() for parameter in parameters]
     try:
-        with together():
+        with defer_checks():
             yield
     except BaseException:
         for parameter, value in zip(parameters, before, strict=True):

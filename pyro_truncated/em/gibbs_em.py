@@ -18,7 +18,7 @@ from pyro_truncated.distributed.owned_rows import ending_together
 from pyro_truncated.distributed.shards import draw_alike, is_spread, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
-from pyro_truncated.ops import draw_seed, soon, together
+from pyro_truncated.ops import defer_checks, draw_seed, lazy_values
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.counts import check_count
@@ -48,13 +48,13 @@ class GibbsEM(ELBO):
         >>> losses = [svi.step(y) for _ in range(2)]
 
     Args:
-        search: selects the latents; its proposals are not used.
+        search: selects the latents. Its proposals are not used.
         sweeps: sweeps whose outcomes are kept as draws.
         burn_in: sweeps before them.
         settling: E-steps that chains take before the first one with an M-step; 0 where a model begins with random parameters.
         temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
-        batch_size: data points per step, drawn without replacement; default: all.
-        generator: source of randomness; default: torch's global generator.
+        batch_size: data points per step, drawn without replacement. Default: all.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the search does not select latents.
@@ -117,10 +117,10 @@ class GibbsEM(ELBO):
     def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
         indices, scale = self._subsample(y)
         self._settle(guide, y, indices)
-        with together():
+        with defer_checks():
             draws = self._update(guide, y, indices)
             # A model that looks at its statistics brings it along.
-            known = soon(_total(guide.model.expected_log_joint(draws, y), y))
+            known = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
             statistics = guide.model.sufficient_statistics(draws, y)
             loss = -known()[0] * scale
         self.num_steps += 1

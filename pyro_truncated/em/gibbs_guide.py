@@ -36,7 +36,7 @@ class GibbsDraws:
 
     Attributes:
         selected: selected latents, ``(n, K)`` int64.
-        coefficients: ``(n, S, K)``; zero where a latent is off.
+        coefficients: ``(n, S, K)``. Zero where a latent is off.
         probabilities: mean over the draws of the exact conditional probabilities that the selected latents are on, ``(n, K)``.
         indices: positions ``(n,)`` of the data points in the full data set, or ``None`` if these are all data in order.
     """
@@ -120,7 +120,7 @@ class GibbsGuide(PyroModule):
         coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
         probabilities: posterior probabilities that the latents are active, ``(N, H)`` in float64: means of exact conditional probabilities
             over the sweeps. Zero for latents that were not selected. Random numbers before a data point's first step.
-        unit: the unit that the coefficients were drawn in, see the model's; zero before a data point's first step.
+        unit: the unit that the coefficients were drawn in, see the model's. Zero before a data point's first step.
 
         ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
 
@@ -181,7 +181,7 @@ class GibbsGuide(PyroModule):
         Args:
             search: selects the latents.
             y: all data, ``(N, D)``.
-            indices: the data points ``(n,)`` to work on; default: all.
+            indices: the data points ``(n,)`` to work on. Default: all.
             sweeps: sweeps kept as draws.
             burn_in: sweeps before them.
             temperature: factor on the variance of the noise.
@@ -207,8 +207,8 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        ops.refuse(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
-        ops.afterwards(lambda: self._keep_(rows, selected, coefficients, chances))
+        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
+        ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
     def _keep_(self, rows: slice | Tensor, selected: Tensor, coefficients: Tensor, chances: Tensor) -> None:
@@ -319,7 +319,7 @@ class SingletonScore:
         if not len(words):
             return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
         states = self.space.unpack(words)
-        ops.refuse((states.sum(-1, dtype=torch.int64) > 1).any(), self._complain)
+        ops.raise_if((states.sum(-1, dtype=torch.int64) > 1).any(), self._complain)
         # Position 0 is the state without any.
         numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
         return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]

@@ -37,7 +37,7 @@ class SubsetGPModel(Model):
 
     Args:
         regression: the regression, fitted.
-        inputs: new inputs as the kernel takes them, of rows ``(k, d)``; default: the rows themselves.
+        inputs: new inputs as the kernel takes them, of rows ``(k, d)``. Default: the rows themselves.
     """
 
     def __init__(self, regression: SubsetGPRegression, inputs: Callable[[Tensor], Any] | None = None) -> None:
@@ -72,7 +72,7 @@ class SubsetGPModel(Model):
 
         Args:
             X: ``(*batch, q, d)``.
-            output_indices: the outputs asked for; default: all.
+            output_indices: the outputs asked for. Default: all.
             observation_noise: whether the regression's noise is added.
             posterior_transform: applied at the end.
 
@@ -126,7 +126,7 @@ class SubsetAllocator(InducingPointAllocator):
         SingleTaskVariationalGP(X, Y, inducing_points=32, inducing_point_allocator=allocator, learn_inducing_points=False)
 
     Args:
-        targets: ``(n,)`` or ``(n, H)``; standardised here.
+        targets: ``(n,)`` or ``(n, H)``. Standardised here.
         noise: noise variance of standardised targets.
         algorithm: ``"exchange"``, or a :class:`~pyro_truncated.gp.SubsetSearch`.
         max_attempts: most attempts to exchange members.

@@ -93,7 +93,7 @@ def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
 
     Args:
         matrix: ``(*batch, m, m)``.
-        level: the variance that rounding errors are relative to; default: the mean of the diagonal. Of a conditional covariance, it is
+        level: the variance that rounding errors are relative to. Default: the mean of the diagonal. Of a conditional covariance, it is
             the prior variance.
 
     Raises:
@@ -125,7 +125,7 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance:
 
     Args:
         matrix: ``(m, m)``, positive semi-definite.
-        prior: variances ``(m,)`` that conditional ones are compared with; default: the diagonal.
+        prior: variances ``(m,)`` that conditional ones are compared with. Default: the diagonal.
         tolerance: a row is left out if its variance given those kept before is below this share of its prior variance.
 
     Returns:

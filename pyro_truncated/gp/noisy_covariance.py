@@ -66,7 +66,7 @@ class NoisyCovariance(abc.ABC):
 
         Args:
             targets: :math:`R`, ``(N, P)``.
-            rows: positions ``(n,)`` of the data points to predict; default: all.
+            rows: positions ``(n,)`` of the data points to predict. Default: all.
 
         Returns:
             Means ``(n, P)``, and the variances ``(n,)`` that all outputs share, noise included.
@@ -82,7 +82,7 @@ class NoisyCovariance(abc.ABC):
 
         Args:
             targets: :math:`R`, ``(N, P)``, or any matrix of equal :math:`R R^\top`, see :func:`compress`.
-            num_outputs: number of outputs ``P``; default: that of the columns.
+            num_outputs: number of outputs ``P``. Default: that of the columns.
         """
         self._check(targets)
         outputs = targets.shape[1] if num_outputs is None else num_outputs

@@ -52,7 +52,7 @@ def minimize(
         evaluate: returns the value and adds its gradient to the parameters.
         parameters: leaves, changed in place.
         max_iterations: most iterations.
-        max_evaluations: most evaluations; default: a quarter more than iterations.
+        max_evaluations: most evaluations. Default: a quarter more than iterations.
         tolerance: change of the value, or of all parameters, below which it ends.
         gradient_tolerance: largest entry of the gradient below which it ends.
         memory: number of steps whose curvature is remembered.
@@ -133,7 +133,7 @@ class FitRecord:
 
     Args:
         history: seconds, phase and objective after each phase, which it adds to.
-        max_seconds: most seconds; default: no limit.
+        max_seconds: most seconds. Default: no limit.
         clock: seconds from some moment on.
         progress: whether to show a progress bar.
     """

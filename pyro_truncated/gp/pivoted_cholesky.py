@@ -28,9 +28,9 @@ class PivotedCholesky:
         (5, torch.Size([5]))
 
     Attributes:
-        factor: :math:`L`, ``(N, Q)``; its rows at the pivots are lower triangular.
+        factor: :math:`L`, ``(N, Q)``. Its rows at the pivots are lower triangular.
         pivots: positions of the pivots among the inputs, ``(Q,)`` int64, in the order they were chosen.
-        residual: what is missing on the diagonal, :math:`k(x_n, x_n) - \|L_n\|^2 \ge 0`, ``(N,)``.
+        residual: :math:`k(x_n, x_n) - \|L_n\|^2 \ge 0`, ``(N,)``.
     """
 
     factor: Tensor
@@ -74,9 +74,9 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
         torch.Size([30, 10])
 
     Args:
-        kernel: covariance function, such as a kernel of :mod:`pyro.contrib.gp.kernels`.
+        kernel: covariance function, such as one of :mod:`pyro.contrib.gp.kernels`.
         inputs: ``(N, D)``.
-        max_rank: largest number of pivots.
+        max_rank: most pivots.
         tolerance: share of the trace that may be missing, at least 0. A matrix whose remaining diagonal is rounding error ends the
             factor at any tolerance.
 
@@ -126,7 +126,7 @@ def greedy_cholesky(
         columns: columns ``(N, b)`` of the matrix at positions ``(b,)``.
         max_rank: largest number of pivots.
         floor: variances ``(N,)`` at which an input is no pivot any more, because it depends on others.
-        noise: variance of noise in what is known at the pivots; without any, their variance vanishes.
+        noise: variance of noise in what is known at the pivots. Without any, their variance vanishes.
         enough: sum of variances at which it ends.
         ahead: columns of likely next pivots that are computed along with one that is due.
     """

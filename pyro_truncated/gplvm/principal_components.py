@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.owned_rows import rows_of_everyone
+from pyro_truncated.distributed.owned_rows import gather_all_rows
 from pyro_truncated.distributed.shards import own_rows, sums_of, total_rows
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -32,8 +32,9 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         torch.Size([20, 2])
 
     Args:
-        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are. Of a
-            shard (:func:`pyro_truncated.distributed.shard`), which all processes give, the components of all data, at its rows.
+        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side
+            as they are. If all processes give a shard (:func:`pyro_truncated.distributed.shard`),
+            the components are those of all data, at its rows.
         num: number of components.
         generator: source of the random columns, default torch's global one. It advances by ``num`` columns whatever the rank.
 
@@ -54,7 +55,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         _, vectors = torch.linalg.eigh(total([centred.mT @ centred])[0])
         scores = centred @ vectors.flip(1)[:, :kept]
     else:
-        every = rows_of_everyone(centred, joint)
+        every = gather_all_rows(centred, joint)
         values, vectors = torch.linalg.eigh(every @ every.mT)
         scores = own_rows(vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt(), joint)
     scale = (total([scores.square().sum(0)])[0] / number).sqrt()

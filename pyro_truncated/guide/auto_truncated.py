@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.guide.averaging import average_over_draws, average_where_drawn_, readable, rescored_over_draws
+from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.companion_guides import refuse_uncovered
@@ -22,7 +22,7 @@ from pyro_truncated.guide.product_program import ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore
-from pyro_truncated.guide.structure import describe, portion_of_plates, takes_arguments
+from pyro_truncated.guide.structure import describe, plate_portion, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -71,7 +71,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     Args:
         model: a Pyro model; fast if it vectorises over a left-most dimension, as parallel enumeration asks for.
-        num_states: states per data point, ``S``; all states there are if these are fewer, which makes inference exact. Memory is
+        num_states: states per data point, ``S``. All states there are if these are fewer, which makes inference exact. Memory is
             ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
             samples (with ``pyro.sample``) continuous latents given the states. With the exact one log joints are collapsed.
@@ -85,8 +85,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             or one after the other (``False``). ``None`` tests a few states on the first call. A
             model that does not take many states at once (``s[:, 0]``, ``if z == 1``) is scored more
             slowly, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
-        create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
-        memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
+        create_plates: as for every autoguide. Needed only if the guide should subsample where the model does not.
+        memory_budget: bytes that the temporaries of one operation may take, roughly. Default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
         whole_states: whether a population holds whole states of a data point even where the model's factor graph has several nodes. By
             default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets. With ``conditional``,
@@ -165,7 +165,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
                 if self.product is not None:
                     self._start_product(self.product)
                     return
-                self.populations.start_(self.layout, self._init, self._device, portion_of_plates(self.layout, (args, kwargs)))
+                self.populations.start_(self.layout, self._init, self._device, plate_portion(self.layout, (args, kwargs)))
         except BaseException:
             self._forget_model()
             raise
@@ -248,7 +248,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
             batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
-            return rescored_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
+            return rescore_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
     def rescored(self, log_joint: LogJoint) -> Population:
         """Returns a scorer's stored populations with log joints under it.
@@ -301,9 +301,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
         Args:
             data: the model's positional arguments, one tensor or a tuple: the model must take all data points at once.
-            search: fills the populations; default: what :class:`~pyro_truncated.search.AutomaticSearch` chooses, as in training.
+            search: fills the populations. Default: what :class:`~pyro_truncated.search.AutomaticSearch` chooses, as in training.
             steps: number of search steps.
-            num_states: states per data point; default: as in this guide.
+            num_states: states per data point. Default: as in this guide.
             init: initial states, as for the constructor.
             **kwargs: the model's keyword arguments.
 
@@ -322,7 +322,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             values = guide.other_values(call)
             refuse_uncovered([] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values])
             guide.batch(call, values).search_(search, steps, is_new=True)
-            average_where_drawn_(guide, call)
+            average_over_conditional_(guide, call)
         return guide
 
     def scored(self, indices: Tensor | None = None) -> Any:
@@ -445,7 +445,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             batch = self.batch(call, self.other_values(call, median=True))
             if not isinstance(batch, Batch):
                 return _reader([batch])
-            return TruncatedPosterior(rescored_over_draws(self, batch), self.layout, batch.scorer.sizes)
+            return TruncatedPosterior(rescore_over_draws(self, batch), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples).

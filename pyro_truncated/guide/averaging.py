@@ -70,13 +70,13 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     enough.
 
     A ``conditional`` that is not exact makes draws as well. Each is a state's importance weight
-    :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`; log joints are then
-    :math:`\log \frac1M \sum_m w_m(s)`.
+    :math:`w_m(s) = p(y_n, z_m, s) / q(z_m \mid s)`, whose mean is :math:`p(y_n, s)`. Log joints are
+    then :math:`\log \frac1M \sum_m w_m(s)`.
 
     Args:
         guide: the truncated guide.
         call: the model and its arguments.
-        subsamples: subsamples of plates, by name; default: those that the model draws.
+        subsamples: subsamples of plates, by name. Default: those that the model draws.
 
     Returns:
         The populations, or ``None`` where nothing makes draws that differ.
@@ -101,7 +101,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
     return dataclasses.replace(population, log_joint=averaged.to(population.log_joint.dtype))
 
 
-def rescored_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
+def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
     """Returns populations with log joints, averaged over a conditional's draws.
 
     One draw is enough where they do not differ.
@@ -148,7 +148,7 @@ def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=1e3 * torch.finfo(dtype).eps * size)
 
 
-def average_where_drawn_(guide: TruncatedGuide, call: Call) -> None:
+def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:
     """Stores averages over the draws of an approximate conditional.
 
     They replace log joints given one draw.
@@ -225,9 +225,9 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
     missed = int((~done[wanted]).sum())
     if missed:
         warnings.warn(
-            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}, of when they "
-            "were last scored: the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each "
-            "minibatch first, which averages over draws.",
+            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}: "
+            "the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each minibatch, which "
+            "averages over draws.",
             OneDrawWarning,
             stacklevel=5,
         )

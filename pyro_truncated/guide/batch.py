@@ -142,7 +142,7 @@ class Batch:
         store, observations = self.populations, self.scorer.observations()
         store.seen.is_new |= is_new
         store.begin_(self.indices)
-        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.most_proposed(store.num_states))
+        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.max_proposals(store.num_states))
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
@@ -156,7 +156,7 @@ class Batch:
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
                 shown = {name: value[rows] for name, value in observations.items()}
-                with ops.together():
+                with ops.defer_checks():
                     words = self.scorer.fitted(store.words[where])
                     score = self.scorer.scorer(rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
@@ -166,7 +166,7 @@ class Batch:
                     store.keep_(found.log_joint, where, found.words)
                 if len(blocks) > 1:
                     # What is found for one block need not be held until all others have been searched.
-                    ops.look()
+                    ops.flush_checks()
         return found if len(blocks) == 1 else store.take(self.indices)
 
     def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
@@ -231,7 +231,7 @@ class Batch:
 
         Args:
             temperature: :math:`\tau`: the gradient weighs states by :math:`q \propto p^{1/\tau}`.
-            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+            particles: draws of the latents that no guide covers. Gradient and value are means over them.
         """
         number = self._num_draws(particles)
         if self.is_idle:
@@ -239,7 +239,7 @@ class Batch:
             return -float(self.outside().detach())
         # With a conditional, the draws that score the states must be the ones that are differentiated.
         step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
-        with torch.enable_grad(), ops.together():
+        with torch.enable_grad(), ops.defer_checks():
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
 
     def _backward_by_blocks_(self, temperature: float, particles: int) -> float:
@@ -264,7 +264,7 @@ class Batch:
             _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
             if len(blocks) > 1:
                 # The graphs of all blocks never exist together.
-                ops.look()
+                ops.flush_checks()
         return self._loss_(torch.cat(known), words, outside)
 
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
@@ -276,9 +276,9 @@ class Batch:
 
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
         """Stores new log joints and returns minus their free energy."""
-        with torch.no_grad(), ops.together():
+        with torch.no_grad(), ops.defer_checks():
             population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
-            return -ops.number(self.scale * population.free_energy().sum() + outside)
+            return -ops.read_number(self.scale * population.free_energy().sum() + outside)
 
 
 def _accumulate(loss: Tensor) -> None:
@@ -287,7 +287,7 @@ def _accumulate(loss: Tensor) -> None:
     Blocks share the graph that they all depend on.
     """
     if loss.requires_grad:
-        ops.afterwards(lambda: loss.backward(retain_graph=True))
+        ops.on_success(lambda: loss.backward(retain_graph=True))
 
 
 def _redrawn(scorer: LogJoint) -> LogJoint:

@@ -26,7 +26,7 @@ from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.program import ProgramRun, search_asked_for
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
-from pyro_truncated.program.chain_scorer import ChainScorer, places_of_states
+from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
 from pyro_truncated.program.sites import trim
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
@@ -92,7 +92,7 @@ class ChainBatch:
         return self._stored().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
 
     def _unary(self, words: Tensor) -> Tensor:
-        return self.scorer.log_likelihood(words).masked_fill(~places_of_states(words), -math.inf)
+        return self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others.
@@ -202,7 +202,7 @@ class ChainBatch:
         Args:
             search: proposes states of a step.
             steps: number of search steps.
-            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
 
         Raises:
             TypeError: if ``search`` is none.

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
-from pyro_truncated.guide.plates import SharedPlates, made_anew, model_plates, subsamples_of, with_subsamples
+from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, recreate_plates, with_subsamples
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
@@ -86,7 +86,7 @@ class Siblings:
             names: of the model's other latents.
             call: the model and its arguments.
             median: whether to take medians.
-            subsamples: subsamples of plates by name; default: those of the model.
+            subsamples: subsamples of plates by name. Default: those of the model.
 
         Returns:
             The values, with the subsamples that they are for.
@@ -99,16 +99,16 @@ class Siblings:
         found: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
             if median:
-                with self._entering(made_anew(plates)):
+                with self._entering(recreate_plates(plates)):
                     for part in self.earlier:
                         found.update(call.of(part.median)() or {})
             if any(name not in found for name in names):
                 with poutine.trace() as recorder:
-                    self.run(made_anew(plates), call)
+                    self.run(recreate_plates(plates), call)
                 found = {name: node["value"] for name, node in sample_nodes(recorder.trace).items()} | found
         self._refuse_late([name for name in names if name not in found])
         wanted = {name: found[name] for name in names if name in found}
-        return wanted | subsamples_of(plates) if wanted else {}
+        return wanted | plate_subsamples(plates) if wanted else {}
 
     def _refuse_late(self, missing: Sequence[str]) -> None:
         prototypes = [part.prototype_trace for part in self.later]
@@ -136,9 +136,8 @@ class Siblings:
         unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
         if unknown:
             raise ValueError(
-                f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each data point "
-                "it was trained on. Give AutoTruncated a conditional=... that samples them given the states, or append to the "
-                "AutoGuideList a guide that computes them from the model's arguments (an amortised one)."
+                f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each training "
+                "point. Give AutoTruncated a conditional=... that samples them, or append an amortised guide to the AutoGuideList."
             )
 
     @contextmanager
@@ -179,9 +178,8 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
             inside = partial & {frame.name for frame in site["cond_indep_stack"]}
             if inside:
                 raise ValueError(
-                    f"{type(part).__name__} holds one vector for all latents it has seen and cannot take the latent '{name}' for a "
-                    f"subsample of plate '{min(inside)}'. Give latents of data points to AutoNormal or AutoDelta, which keep them by "
-                    "position in the data, or to a function of the data (an amortised guide), or train without minibatches."
+                    f"{type(part).__name__} holds one vector for all latents and cannot take the latent '{name}' for a subsample of plate "
+                    f"'{min(inside)}'. Cover it by AutoNormal, AutoDelta or an amortised guide, or train without minibatches."
                 )
 
 
@@ -193,9 +191,8 @@ def refuse_uncovered(names: Sequence[str]) -> None:
     """
     if names:
         raise ValueError(
-            f"infer() knows nothing of the latents {list(names)}, which no guide beside AutoTruncated covers: they could only be drawn "
-            "from the prior. Train with an AutoGuideList that holds their guide before AutoTruncated, and call infer of that "
-            "AutoTruncated; or give it a conditional=... that samples them given the states."
+            f"infer() could only draw the latents {list(names)} from the prior: no guide covers them. Append their guide to an "
+            "AutoGuideList before AutoTruncated, or give AutoTruncated a conditional=... that samples them given the states."
         )
 
 

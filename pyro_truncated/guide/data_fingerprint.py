@@ -112,9 +112,8 @@ class SeenData:
     def _warn(self, changed: list[str]) -> None:
         if changed:
             warnings.warn(
-                f"the data observed at {changed} are not those that the populations were found for, so that the bound may be loose until a "
-                "search has improved them. For new data use guide.infer(new_data, search, steps); give minibatches that are passed as "
-                "arguments their positions in the data: pyro.plate(name, num_data, subsample=positions).",
+                f"the data observed at {changed} are not those that the populations were found for, so the bound may be loose. For new "
+                "data use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions).",
                 ChangedDataWarning,
                 stacklevel=5,
             )

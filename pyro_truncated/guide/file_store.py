@@ -20,7 +20,7 @@ from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import NodeGroup
 from pyro_truncated.states.population import initial_population
-from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
+from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 _KEPT_IN_MEMORY = 2**27
 _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
@@ -74,7 +74,7 @@ class FileStore(PopulationStore):
         if name not in self._files:
             return super().filled_(name, value)
         buffer = self.get_buffer(name)
-        for rows in blocks_of_rows(len(value), value[0].nbytes):
+        for rows in row_slices(len(value), value[0].nbytes):
             buffer[rows] = value[rows]
             release(self._files[name])
         return buffer

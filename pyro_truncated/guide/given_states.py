@@ -115,7 +115,7 @@ def check_possible(log_joint: Tensor) -> None:
 
     All of their states have probability zero.
     """
-    ops.refuse((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint))
+    ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint))
 
 
 def _refuse_impossible(log_joint: Tensor) -> None:

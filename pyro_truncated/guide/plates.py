@@ -41,7 +41,7 @@ class SharedPlates(Messenger):
         if recorded is None:
             return
         if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(recorded)):
-            raise ValueError(f"plate '{msg['name']}' is open with other data points than those that a guide asks for with subsample=...")
+            raise ValueError(f"plate '{msg['name']}' is open with other data points than the guide's: give both the same subsample=...")
         msg["value"], msg["done"], msg["stop"] = recorded, True, True
 
 
@@ -125,7 +125,7 @@ def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in opened.requests.items()}
 
 
-def made_anew(plates: Mapping[str, Any]) -> dict[str, Any]:
+def recreate_plates(plates: Mapping[str, Any]) -> dict[str, Any]:
     """Creates the same plates again, for the recording trace."""
     return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
 
@@ -140,7 +140,7 @@ def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor])
     return {**plates, **replaced}
 
 
-def subsamples_of(plates: Mapping[str, Any]) -> dict[str, Any]:
+def plate_subsamples(plates: Mapping[str, Any]) -> dict[str, Any]:
     """Positions of the data points in plates, by name."""
     return {name: plate.indices for name, plate in plates.items()}
 
@@ -159,8 +159,7 @@ def refuse_other_size(held: int, size: int, plates: Iterable[str]) -> None:
     if held != size:
         raise ValueError(
             f"the guide holds populations of {held} data points, but the model's data plate {list(plates)} now has {size}. For other data "
-            "use guide.infer(new_data, search, steps); give minibatches that are passed as arguments their positions in the data: "
-            "pyro.plate(name, num_data, subsample=positions)."
+            "use guide.infer(new_data, search, steps); for minibatches pass pyro.plate(name, num_data, subsample=positions)."
         )
 
 

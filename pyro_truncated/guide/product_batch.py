@@ -59,7 +59,7 @@ class ProductBatch:
                 f"call guide.to({str(self.scorer.device)!r})"
             )
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
-            sizes = [self.scorer.full_size_of(name) for name in group.plates]
+            sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):
                 raise ValueError(
                     f"the populations of {group.sites[:4]} have {len(own.words)} rows, the model's plates {list(group.plates)} now the "
@@ -78,7 +78,7 @@ class ProductBatch:
     def sets(self) -> list[Tensor]:
         """The words ``(rows, S, num_words)`` of each group, with what is known put in."""
         stored = self._stored()
-        return [self.scorer.put_known_into(population.words, number) for number, population in enumerate(stored)]
+        return [self.scorer.insert_known(population.words, number) for number, population in enumerate(stored)]
 
     def _stored(self) -> list[Population]:
         return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
@@ -150,7 +150,7 @@ class ProductBatch:
 
         Args:
             temperature: :math:`\tau`: the gradient weighs states by the posterior of densities to the power :math:`1/\tau`.
-            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+            particles: draws of the latents that no guide covers. Gradient and value are means over them.
         """
         losses = [batch._backward_(temperature, particles) for batch in self.draws(particles)]
         return sum(losses) / len(losses)
@@ -181,7 +181,7 @@ class ProductBatch:
         Args:
             search: proposes the states.
             steps: number of search steps.
-            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+            is_new: whether the data are new. Their free energy has no priors of parameters until the guide is trained.
 
         Raises:
             TypeError: if ``search`` is none.

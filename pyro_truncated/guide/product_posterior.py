@@ -85,7 +85,7 @@ class ProductPosterior(SetReadings):
 
         Data points are the members of the plates that all nodes share.
         """
-        return torch.stack([free_energy_of(batch, batch.sets()) for batch in self.batches]).mean(0)
+        return torch.stack([product_evidence(batch, batch.sets()) for batch in self.batches]).mean(0)
 
     def mode(self) -> dict[str, Tensor]:
         """Returns the most probable joint state of the sets' product.
@@ -196,7 +196,7 @@ def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
 
 
 @torch.no_grad()
-def free_energy_of(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
+def product_evidence(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
     """Returns the evidence ``(N,)`` of the product of some sets.
 
     It is that of each member of the plates that all nodes share.

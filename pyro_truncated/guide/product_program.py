@@ -29,8 +29,8 @@ from pyro_truncated.program.sites import trim
 class ProductProgramRun(ProgramRun):
     r"""One run of a guide on a product of sets.
 
-    For each node an auxiliary site holds the drawn position in its set, with the log probability :math:`\log q(s_v \mid s_{>v})`. Their
-    sum is :math:`\log q(s)`, and :math:`\log p(s, y) - \log q(s) = \mathcal F` for every draw: any ELBO of Pyro's returns the free energy
+    For each node an auxiliary site holds the drawn position in its set, with the log probability :math:`\log q(s_v \mid s_{>v})`. Their sum
+    is :math:`\log q(s)`, and :math:`\log p(s, y) - \log q(s) = \mathcal F` for every draw. So any ELBO of Pyro's returns the free energy
     without noise, and an unbiased gradient.
     """
 

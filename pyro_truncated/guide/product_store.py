@@ -28,9 +28,9 @@ class ProductStore(torch.nn.Module):
         num_groups: number of groups of nodes.
 
     Attributes:
-        num_states: states per node that are asked for; small spaces have fewer.
+        num_states: states per node that are asked for. Small spaces have fewer.
         groups: the populations of each group, a row for each node and member of its plates.
-        seen: what was observed of the data that the populations belong to.
+        seen: the observed values that the populations belong to.
     """
 
     portion = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.companion_guides import Siblings
-from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, recorded_subsamples, subsamples_of
+from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
@@ -90,7 +90,7 @@ class ProgramRun:
         if not values and guide.master is None and guide.siblings is not None:
             values, plates = self._run_inherited(guide.siblings)
         elif not values:
-            subsamples = {} if guide.master is None else subsamples_of(getattr(guide.master(), "plates", {}))
+            subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
         with torch.no_grad():
             try:
@@ -155,7 +155,7 @@ class ProgramRun:
             for name in self._layout.plates:
                 enter(stack, plates[name])
             try:
-                self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+                self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
             except AllObservedError as observed:
                 with torch.enable_grad():
                     result.update(self._sample_conditional(observed.values))
@@ -171,7 +171,7 @@ class ProgramRun:
         plates = self._guide.created_plates(self._call) if plates is None else plates
         if plates is None:
             return self._open_as_the_model(values)
-        return plates, self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+        return plates, self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
 
     def _open_as_the_model(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
         """Plates with the very subsamples that the model draws.
@@ -181,7 +181,7 @@ class ProgramRun:
         """
         frames = {frame.name: frame for site in self._layout.sites.values() for frame in site.frames if frame.vectorized}
         opened = open_plates({name: frame.dim for name, frame in frames.items()})
-        known = recorded_subsamples(frames) | subsamples_of(opened)
+        known = recorded_subsamples(frames) | plate_subsamples(opened)
         batch = self._guide.batch(self._call, {**values, **known})
         drawn = batch.scorer.values
         frames = {f.name: f for site in self._layout.sites for f in batch.scorer.nodes[site]["cond_indep_stack"] if f.vectorized}
@@ -191,7 +191,7 @@ class ProgramRun:
                 for name, frame in frames.items()
             }
         if any(plate.indices is not drawn[name] for name, plate in plates.items()):
-            batch = self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+            batch = self._guide.batch(self._call, {**values, **plate_subsamples(plates)})
         return plates, batch
 
     # --- sites ---

@@ -127,7 +127,7 @@ class SetSearch:
     Attributes:
         scorer: densities of a run of the model as tables over sets.
         random: the seeds of this search.
-        is_new: whether the data are new ones, of which a search that learns from data shall not learn.
+        is_new: whether the data are new. Searches do not learn from new data.
     """
 
     scorer: ProductScorer
@@ -178,7 +178,7 @@ class SetSearch:
                     place = scored.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
                     words = _with_block(space, ops.gather_states(own, place).squeeze(1), block)
                     joined[number] = torch.cat([own, words], 1)
-                    is_free[number] = ~ops.repeated(joined[number])[:, own.shape[1] :]
+                    is_free[number] = ~ops.find_duplicates(joined[number])[:, own.shape[1] :]
         return self._exchanged(scored, ScoredSets.of(scorer, joined), is_free, look_ahead=True)
 
     def _draw_block(self, space: StateSpace) -> list[int]:
@@ -200,7 +200,7 @@ class SetSearch:
             scored: the sets as they are.
             joined: the sets with candidates.
             is_free: by group, which candidates are new.
-            look_ahead: whether nodes that are still to come count with their candidates, so that these find partners.
+            look_ahead: whether later nodes count with their candidates.
         """
         scorer, product = self.scorer, self.scorer.product
         weights, limits = scorer.weights(joined.sets), {}
@@ -301,7 +301,7 @@ def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
     There are at most as many as the row has states. A mask tells which are neither members nor repetitions.
     """
     every = torch.cat([known.words, proposed.words], 1)
-    is_new = ~ops.repeated(every)[:, known.num_states :]
+    is_new = ~ops.find_duplicates(every)[:, known.num_states :]
     scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
     best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
     return best, is_new.gather(1, best)

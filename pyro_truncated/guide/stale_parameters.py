@@ -33,8 +33,8 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
             reason = str(error).partition("\n")[0]  # Pyro adds the shapes of all sites
             raise ValueError(
                 f"the model fails ({reason}), as Pyro's parameter store holds parameters of an earlier model under the same names: "
-                f"{', '.join(others)}. If that one is no longer needed, call pyro.clear_param_store() before making the guide; else give "
-                'each its names, or run each under "with pyro.get_param_store().scope(state):".'
+                f"{', '.join(others)}. Call pyro.clear_param_store() before making the guide, or run each model under "
+                '"with pyro.get_param_store().scope(state):".'
             ) from error
         raise
 

@@ -44,7 +44,7 @@ class PopulationStore(torch.nn.Module):
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
         num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
-        portion: which of all data points these are; all, unless the model was first called with a shard of them.
+        portion: which of all data points these are. All, unless the model was first called with a shard of them.
         seen: what was observed of the data points that the populations belong to.
         seed: seed of all random numbers of the populations, except those of searches with their own
             generators. It is drawn from torch's generator when the guide first sees its model,
@@ -267,8 +267,8 @@ class PopulationStore(torch.nn.Module):
         population = self.population(indices)
         if bool(population.log_joint.isnan().any()):
             raise RuntimeError(
-                "some of these populations have never been scored under the model; train first, or refresh them with "
-                "guide.refresh_(*args) (with the model's arguments)"
+                "some of these populations have never been scored under the model: train first, or call guide.refresh_(*args) with "
+                "the model's arguments"
             )
         return population
 
@@ -299,7 +299,7 @@ class PopulationStore(torch.nn.Module):
         The data are first checked to be possible, so that the two always agree.
         """
         check_possible(log_joint)
-        ops.afterwards(lambda: self._write_(log_joint, where, words))
+        ops.on_success(lambda: self._write_(log_joint, where, words))
 
     def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:
         if self.log_joint.dtype != log_joint.dtype:

@@ -28,10 +28,10 @@ from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.running_statistics import warning_of_running_statistics
+from pyro_truncated.program.running_statistics import warn_about_running_statistics
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
-from pyro_truncated.utils.console import note_once, power_of_ten
+from pyro_truncated.utils.console import note_once, readable_count
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed
@@ -46,7 +46,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
     refuse_shadowed(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
-        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warning_of_running_statistics():
+        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warn_about_running_statistics():
             return call.trace()
 
 
@@ -106,7 +106,7 @@ def find_product(
     return None
 
 
-def frames_of(trace: poutine.Trace) -> dict[str, Any]:
+def latent_plates(trace: poutine.Trace) -> dict[str, Any]:
     """The vectorised plates of the latents of a run."""
     return {frame.name: frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"] if frame.vectorized}
 
@@ -137,7 +137,7 @@ def seen_in_minibatch(guide: Any) -> Iterator[None]:
         guide._model = model
 
 
-def portion_of_plates(layout: Layout, arguments: Any) -> Portion | None:
+def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     """Returns which data points a call with shards has.
 
     They are those of the left-most data plate.
@@ -182,4 +182,4 @@ def describe(layout: Layout | None, num_states: int) -> str:
         return f"num_states={num_states}, not set up yet: call it, or svi.step, with the model's arguments"
     sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
     data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
-    return f"sites: {sites}; {data}; {num_states} of {power_of_ten(layout.space.size)} states each"
+    return f"sites: {sites}; {data}; {num_states} of {readable_count(layout.space.size)} states each"

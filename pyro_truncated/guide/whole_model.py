@@ -17,13 +17,13 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_truncated.guide.companion_guides import Siblings, refuse_subsampled_latents, share_plates
-from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size, subsamples_of
+from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
 from pyro_truncated.guide.structure import (
     are_all_observed,
     find_layout,
     find_product,
     first_run,
-    frames_of,
+    latent_plates,
     seen_in_minibatch,
     without_states,
 )
@@ -189,7 +189,7 @@ class WholeModelGuide(AutoGuide):
                         super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
                 except NotImplementedError:
                     # Sequential plates are no trouble to us: their sites are parts of a joint state.
-                    self._prototype_frames = frames_of(trace)
+                    self._prototype_frames = latent_plates(trace)
                 self._device = without_states(self.prototype_trace, self._layout)
                 if self._product is not None:
                     self._scoring, self._is_enumerable = "together", False
@@ -219,7 +219,7 @@ class WholeModelGuide(AutoGuide):
 
         Args:
             call: the model and its arguments.
-            values: other latents, and subsamples of plates, by name; default: as the model draws them.
+            values: other latents, and subsamples of plates, by name. Default: as the model draws them.
 
         Raises:
             NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
@@ -267,7 +267,7 @@ class WholeModelGuide(AutoGuide):
         Args:
             call: the model and its arguments.
             median: whether to take medians, where a guide knows its own.
-            subsamples: subsamples of plates by name; default: those of the model.
+            subsamples: subsamples of plates by name. Default: those of the model.
 
         Returns:
             Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
@@ -320,7 +320,7 @@ class WholeModelGuide(AutoGuide):
             return {}
         self.setup(*call.args, **call.kwargs)
         with poutine.block(), SparseSubsamples():
-            return subsamples_of(self._create_plates(*call.args, **call.kwargs))  # type: ignore[no-untyped-call]
+            return plate_subsamples(self._create_plates(*call.args, **call.kwargs))  # type: ignore[no-untyped-call]
 
     def _refuse_another(self) -> None:
         parts = [] if self.master is None else self.master()

@@ -10,18 +10,28 @@ from typing import Any
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use_backend
-from pyro_truncated.ops.checks import afterwards, ask, cholesky, look, number, refuse, soon, together
+from pyro_truncated.ops.deferred_checks import (
+    cholesky,
+    defer_checks,
+    flush_checks,
+    lazy_values,
+    on_success,
+    raise_if,
+    read_conditions,
+    read_number,
+)
 from pyro_truncated.ops.evolution import (
     cross,
+    find_duplicates,
     flip_random,
     flip_sparse,
     initial_states,
-    repeated,
     select_parents,
     select_top,
     sparse_flip_probabilities,
 )
 from pyro_truncated.ops.fields import Fields, enumerate_states, pack
+from pyro_truncated.ops.latent_values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.maximum import (
     maximum_error,
     maximum_score,
@@ -32,6 +42,7 @@ from pyro_truncated.ops.maximum import (
 )
 from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
+from pyro_truncated.ops.packed_checks import check_bits, check_words, gather_states
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import (
     correlated_slab_log_prob,
@@ -43,19 +54,17 @@ from pyro_truncated.ops.slabs import (
     spike_slab_moments_by_dimension,
 )
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
-from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
-from pyro_truncated.ops.words import check_bits, check_words, gather_states
 from pyro_truncated.utils.budget import memory_budget
 
-_RENAMED = {"made_of": "inherit_active_bound", "mixed": "mix_bits", "take": "gather_states", "use": "use_backend"}
+_RENAMED = {"mixed": "mix_bits", "take": "gather_states", "use": "use_backend"}
+# Names that folders above still call.
+look, repeated, soon, together = flush_checks, find_duplicates, lazy_values, defer_checks
 
 __all__ = [
     "Fields",
     "Source",
     "Stream",
     "activation_probabilities",
-    "afterwards",
-    "ask",
     "check_bits",
     "check_words",
     "cholesky",
@@ -63,19 +72,22 @@ __all__ = [
     "correlated_slab_moments",
     "correlated_slab_moments_by_dimension",
     "cross",
+    "defer_checks",
     "draw_ahead",
     "draw_seed",
     "draw_values",
     "enumerate_states",
     "expected_log_slab_prior",
+    "find_duplicates",
     "flip_energy",
     "flip_random",
     "flip_sparse",
+    "flush_checks",
     "gather_states",
     "inherit_active_bound",
     "initial_states",
     "is_vectorised",
-    "look",
+    "lazy_values",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",
@@ -87,21 +99,20 @@ __all__ = [
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
-    "number",
+    "on_success",
     "pack",
     "pair_energy",
     "positions",
-    "refuse",
-    "repeated",
+    "raise_if",
+    "read_conditions",
+    "read_number",
     "select_parents",
     "select_top",
-    "soon",
     "sparse_flip_probabilities",
     "spike_slab_log_prob",
     "spike_slab_moments",
     "spike_slab_moments_by_dimension",
     "square_error",
-    "together",
     "uniform",
     "uniform_integers",
     "unpack",

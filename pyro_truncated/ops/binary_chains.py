@@ -31,8 +31,8 @@ class Transitions(NamedTuple):
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
 
     Attributes:
-        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's; minus infinity is legal.
-        kind: kind of the transition into each step, ``(N, T)`` int64; negative beyond the end of a sequence.
+        log_prob: ``(K, M, 2, 2)``, from the row's value to the column's. Minus infinity is legal.
+        kind: kind of the transition into each step, ``(N, T)`` int64. Negative beyond the end of a sequence.
     """
 
     log_prob: Tensor
@@ -72,7 +72,7 @@ class Flips(NamedTuple):
     Attributes:
         member: position of the member, ``(N, T, P)``.
         latent: the latent, ``(N, T, P)``.
-        log_mass: what the candidate adds, relative to the sum over the sets: a logarithm, ``(N, T, P)``; minus infinity of none.
+        log_mass: logarithm of what the candidate adds, relative to the sum over the sets, ``(N, T, P)``.
     """
 
     member: Tensor
@@ -149,7 +149,7 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
         unary: likewise.
         transitions: likewise.
         sums: the messages.
-        weight: factor of each sequence, ``(N,)``; default: one.
+        weight: factor of each sequence, ``(N,)``. Default: one.
 
     Returns:
         ``(K, M, 2, 2)`` in float64.
@@ -276,9 +276,9 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
         words: members ``(N, T, S, W)``.
         unary: their log likelihoods, ``(N, T, S)``.
         transitions: of ``M`` chains.
-        sums: the messages.
-        states: packed states ``(N, T, C, W)``.
-        likelihood: their log likelihoods, ``(N, T, C)``.
+        sums: messages.
+        states: packed, ``(N, T, C, W)``.
+        likelihood: log likelihoods, ``(N, T, C)``.
 
     Returns:
         Logarithms ``(N, T, C)``; NaN where no path through the sets is possible.
@@ -299,7 +299,7 @@ def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> 
     Kronecker products give them at every step, at :math:`k 2^k` a step.
 
     Args:
-        unary: log likelihood of every configuration, ``(N, T, 2**k)``; bit ``i`` of its position is the value of ``block[i]``.
+        unary: log likelihood of every configuration, ``(N, T, 2**k)``. Bit ``i`` of its position is the value of ``block[i]``.
         transitions: of ``M`` chains.
         block: the chains, ``(N, k)`` int64.
 

@@ -26,7 +26,7 @@ class Canvas:
         width: columns of an image.
         template_height: rows of a template.
         template_width: columns of a template.
-        wrap: whether a template that leaves the canvas on one side comes back on the other; otherwise it lies inside.
+        wrap: whether a template that leaves on one side comes back on the other. Otherwise it lies inside.
 
     Raises:
         ValueError: if a size is not positive or templates are larger than images.
@@ -107,8 +107,8 @@ class SceneParameters(NamedTuple):
         features: colours of the objects :math:`w`, ``(H, T, F)``.
         masks: mask probabilities :math:`\alpha` in (0, 1), ``(H, T)``.
         variance: :math:`\sigma^2`, a scalar.
-        background: mean colour of the background, ``(F,)``.
-        background_variance: variance of the background, a scalar.
+        background: mean colour, ``(F,)``.
+        background_variance: a scalar.
     """
 
     features: Tensor

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.words import check_words
+from pyro_truncated.ops.packed_checks import check_words
 
 _MAX_STATES = 2**20
 
@@ -25,7 +25,7 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
 
     Args:
         chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
-        max_active: largest number of active latents; default: all.
+        max_active: largest number of active latents. Default: all.
 
     Returns:
         ``(N, S, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`: fewer active latents first, in the same order for every data

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.utils.counts import check_count
 
 
-def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
     r""":math:`\sum_n r_{nk} x_n` for all components ``k``, in float64; differentiable in weights and rows.
 
     Example:
-        >>> sums_of_components(torch.tensor([[1], [0], [1]]), torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), 2).tolist()
+        >>> component_sums(torch.tensor([[1], [0], [1]]), torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), 2).tolist()
         [[2.0], [4.0]]
 
     Args:
@@ -32,13 +32,13 @@ def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
         ValueError: if shapes do not fit, the number is below 1, or there are other components.
     """
     number = check_count("number", number)
-    component = checked_components(component, weight, rows, number)
+    component = check_components(component, weight, rows, number)
     with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
-        sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
+        sums: Tensor = backend("component_sums", rows).component_sums(component, weight.double(), rows.double(), number)
     return sums
 
 
-def checked_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
     """Checks that components, weights and rows fit; returns 64-bit components.
 
     Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
@@ -73,7 +73,7 @@ def check_below(component: Tensor, number: int) -> None:
     """
     if component.numel():
         lowest, highest = component.aminmax()
-        refuse((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+        raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
 
 
 def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:

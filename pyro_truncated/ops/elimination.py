@@ -74,7 +74,7 @@ class BucketTree:
         """The dimension (negative) of a variable's states."""
         return -self.depth - 1 - self.colours[node]
 
-    def bucket_of(self, nodes: Sequence[int]) -> int:
+    def find_bucket(self, nodes: Sequence[int]) -> int:
         """Returns the variable that a table is summed out with.
 
         Of the table's variables it is the first to be eliminated.
@@ -91,7 +91,7 @@ class BucketTree:
         """
         sums: list[Tensor | None] = [None] * len(self.separators)
         for nodes, table in tables:
-            bucket = self.bucket_of(nodes)
+            bucket = self.find_bucket(nodes)
             held, table = sums[bucket], table.double().clamp(min=IMPOSSIBLE)
             sums[bucket] = table if held is None else held + table
         messages = Messages(self, sums, dict(weights), maximum)
@@ -108,7 +108,7 @@ class Messages:
     Args:
         tree: the elimination order.
         sums: by variable, the sum of the tables of its bucket.
-        weights: by variable, the log weights of its states.
+        weights: by variable, log weights of states.
         maximum: whether messages are maxima in place of sums.
     """
 
@@ -219,7 +219,7 @@ class Messages:
         tree, found = self.tree, []
         joint: dict[int, Tensor] = {}
         for scope, shape in zip(scopes, shapes, strict=True):
-            node = tree.bucket_of(scope)
+            node = tree.find_bucket(scope)
             if node not in joint:
                 evidence = self.evidence(tree.roots[node])
                 own = (self.cliques[node] + self.weights[node] - evidence).exp()

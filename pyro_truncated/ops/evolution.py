@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
+from pyro_truncated.ops.latent_values import unpack
 from pyro_truncated.ops.most_active import inherit_active_bound
+from pyro_truncated.ops.packed_checks import check_words
 from pyro_truncated.ops.streams import Source, draw_seed, positions
-from pyro_truncated.ops.values import unpack
-from pyro_truncated.ops.words import check_words
 
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
 UNFIT, IMPOSSIBLE = 1e-100, 1e-200
@@ -71,7 +71,7 @@ def most_flips(number: int, probability: float) -> int:
     return next(exceeds, number)
 
 
-def repeated(words: Tensor) -> Tensor:
+def find_duplicates(words: Tensor) -> Tensor:
     """Which states of each data point equal an earlier one.
 
     Args:
@@ -84,7 +84,7 @@ def repeated(words: Tensor) -> Tensor:
         ValueError: if ``words`` is not a three-dimensional int64 tensor.
     """
     check_words("words", words)
-    return backend("evolution", words).repeated(words)  # type: ignore[no-any-return]
+    return backend("evolution", words).find_duplicates(words)  # type: ignore[no-any-return]
 
 
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -152,8 +152,8 @@ def select_parents(
     Args:
         log_joint: log joints ``(N, S)``.
         num_parents: number of parents ``P``, at most ``S``.
-        by_fitness: ``False`` draws uniformly among the states of positive probability.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        by_fitness: ``False`` draws uniformly among possible states.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -176,7 +176,7 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
     Args:
         parents: packed states ``(N, P, W)``.
         fields: where their latents lie, at least two.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -202,7 +202,7 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -265,9 +265,9 @@ def flip_sparse(
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
-        target_activity: wanted mean number of active binary latents.
-        flip_probability: mean probability of a flip, in (0, 1].
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        target_activity: wanted mean number of active latents.
+        flip_probability: mean, in (0, 1].
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -303,10 +303,10 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
 
     Args:
         fields: where the latents lie.
-        num_data: number of data points ``N``.
-        num_states: number of states per data point ``S``.
+        num_data: data points ``N``.
+        num_states: states per data point ``S``.
         generator: source of randomness.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, W)``.

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.utils.budget import rows_per_block
 
 WORD_BITS = 64
@@ -22,8 +22,8 @@ class Fields:
     Operations on states know nothing else of a state space.
 
     Attributes:
-        word: word of each latent's field, ``(L,)`` int64, on the CPU as all others.
-        shift: lowest bit of each latent's field in its word, ``(L,)``.
+        word: word of each latent's field, ``(L,)`` int64.
+        shift: lowest bit in that word, ``(L,)``.
         bits: width of each latent's field, ``(L,)``.
         cardinality: number of values of each latent, ``(L,)``.
     """
@@ -148,7 +148,7 @@ def pack(values: Tensor, fields: Fields) -> Tensor:
     size = rows_per_block(32 * fields.num_latents)
     for start in range(0, len(rows), size):
         block = rows[start : start + size].long()
-        refuse(((block < 0) | (block >= cardinality)).any(), _complain_of_values)
+        raise_if(((block < 0) | (block >= cardinality)).any(), _complain_of_values)
         # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
         words[start : start + size].index_add_(1, word, block << shift)
     return words.view(*values.shape[:-1], fields.num_words)

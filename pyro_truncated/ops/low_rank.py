@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky, refuse
-from pyro_truncated.ops.component_sums import checked_components
+from pyro_truncated.ops.component_sums import check_components
+from pyro_truncated.ops.deferred_checks import cholesky, raise_if
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.budget import current_budget, rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -66,7 +66,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
 
     Args:
-        rows: data :math:`y`, ``(N, D)``; entries that are NaN are not observed.
+        rows: data :math:`y`, ``(N, D)``. Entries that are NaN are not observed.
         row: which of them, ``(E,)``.
         component: under which component, ``(E,)``.
         loc: means :math:`\mu`, ``(K, D)``.
@@ -193,12 +193,12 @@ def _pairs(basis: Tensor) -> Tensor:
     return (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
 
 
-def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
+def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
     r"""Sums of squares and products, :math:`\sum_{n, s: k_{ns} = k} r_{ns} (x_n - c_k)(x_n - c_k)^\top`.
 
     Example:
         >>> rows = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-        >>> products_of_components(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
+        >>> component_products(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
         [[1.0, 2.0], [2.0, 4.0]]
 
     Args:
@@ -206,7 +206,7 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
         component: components :math:`k_{ns}`, ``(N, S)``.
         weight: responsibilities :math:`r`, ``(N, S)``, not negative.
         num_components: ``K``.
-        around: centers :math:`c`, ``(K, D)``; default: zero.
+        around: centers :math:`c`, ``(K, D)``. Default: zero.
 
     Returns:
         ``(K, D, D)``, in the type of the rows.
@@ -215,11 +215,11 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
         ValueError: if shapes do not fit, the number is below 1, there are other components, or a weight is negative or NaN.
     """
     num_components = check_count("num_components", num_components)
-    component = checked_components(component, weight, rows, num_components)
+    component = check_components(component, weight, rows, num_components)
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
-    refuse(~(weight >= 0).all(), _complain_of_weights)
+    raise_if(~(weight >= 0).all(), _complain_of_weights)
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = Grouped.of(component.flatten(), num_components)

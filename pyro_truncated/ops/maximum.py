@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
+from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
-from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
-        weight: dictionary :math:`W`, ``(D, H)``; negative entries never win.
+        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
+        weight: dictionary :math:`W`, ``(D, H)``. Negative entries never win.
         precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
 
     Returns:
@@ -58,13 +58,13 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
 
     Returns:
         First moments :math:`\sum_c w_{nc} s`, ``(N, H)``; predictions :math:`\sum_c w_{nc} \bar y(s)`, ``(N, D)``, also of missing
         entries; wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries,
-        ``(D, H)``; all float64.
+        ``(D, H)``. All float64.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -118,8 +118,8 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
-        natural: natural parameters, ``(D, H + 1)``; the last are those of the background.
+        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
+        natural: natural parameters, ``(D, H + 1)``. The last are those of the background.
         partition: log partition functions, ``(D, H + 1)``.
 
     Returns:
@@ -138,13 +138,13 @@ def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) 
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights :math:`w_{nc}` of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary and background, or anything that grows with them, ``(D, H + 1)``.
 
     Returns:
         First moments :math:`\sum_c w_{nc} s`, ``(N, H)``. Sums :math:`\sum_c w_{nc}` of the maxima,
-        ``(N, D)``, also where entries are missing. With :math:`A_{dh}(s) = 1` where ``h`` is the
-        largest, wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
+        ``(N, D)``, also where entries are missing. Let :math:`A_{dh}(s) = 1` where ``h`` is the
+        largest. Wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums :math:`\sum_{nc} w_{nc}\, y_{nd}
         A_{dh}(s)` over the observed entries, ``(D, H + 1)``. All are float64.
 
     Raises:
@@ -204,18 +204,18 @@ def maximum_slab_gibbs(
     A sweep updates every selected cause once, in random order.
 
     Args:
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W \ge 0`, ``(D, H)``.
         precision: inverse noise variances :math:`\lambda`, ``(D,)``.
         log_odds: prior log odds of the indicators, ``(H,)``.
         slab_mean: :math:`\mu`, ``(H,)``.
         slab_deviation: :math:`\tau`, ``(H,)``.
         selected: selected causes, ``(N, K)`` int64, distinct within a row.
-        coefficients: where the chains start, ``(N, H)``; those of causes that are not selected count as zero.
+        coefficients: where the chains start, ``(N, H)``. Those of causes that are not selected count as zero.
         burn_in: sweeps before the first one kept.
         sweeps: sweeps kept, at least one.
-        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
-        generator: source of randomness; default: torch's global generator.
+        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed. Default: ``0 .. N - 1``.
+        generator: source of randomness. Default: torch's global generator.
 
     Returns:
         The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``. Also the mean
@@ -245,7 +245,7 @@ def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, dra
     :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
 
     Args:
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W \ge 0`, ``(D, H)``.
         selected: selected causes, ``(N, K)``.
         draws: their coefficients, ``(N, S, K)``.
@@ -272,8 +272,8 @@ def _check_slabs(value: Tensor, weight: Tensor, selected: Tensor) -> None:
         raise ValueError(f"value (N, D) and weight (D, H) must share D; got {tuple(value.shape)} and {tuple(weight.shape)}")
     if selected.dim() != 2 or len(selected) != len(value):
         raise ValueError(f"selected must have shape (N, K) with N = {len(value)}; got {tuple(selected.shape)}")
-    refuse(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
-    refuse(~(weight >= 0).all(), _complain_of_weight)
+    raise_if(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
+    raise_if(~(weight >= 0).all(), _complain_of_weight)
 
 
 def _complain_of_selected(selected: Tensor, weight: Tensor) -> None:
@@ -285,12 +285,12 @@ def _complain_of_weight() -> None:
 
 
 def _complain_of_repetition() -> None:
-    raise ValueError("selected causes repeat within a data point")
+    raise ValueError("selected must not hold a cause twice for a data point")
 
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
     ordered = selected.sort(1).values
-    refuse((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
+    raise_if((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
     if coefficients.shape != (len(value), weight.shape[1]):
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:

@@ -29,7 +29,7 @@ class _Count:
     It was read, or is bounded by their sources and some flips.
 
     Attributes:
-        number: what has been seen, or the sources have; of open sources nothing yet.
+        number: what has been seen, or the sources have. Of open sources nothing yet.
         flips: how many flips there have been since somebody looked.
         sources: those that nobody has looked at.
     """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.words import check_likelihood, check_weights
-from pyro_truncated.utils.devices import known_of
+from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
+from pyro_truncated.utils.devices import cached_answer
 
 
 def noisy_or_log_prob(
@@ -29,7 +29,7 @@ def noisy_or_log_prob(
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations in {0, 1}, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        value: observations in {0, 1}, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
         log_complement: :math:`\log(1 - W)`, ``(D, H)``.
         log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
         linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
@@ -63,7 +63,7 @@ def noisy_or_statistics(
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations in {0, 1} or NaN where missing, ``(N, D)``.
+        value: observations in {0, 1}, ``(N, D)``. NaN where missing.
         log_complement: :math:`\log(1 - W)`, ``(D, H)``.
         log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
 
@@ -101,5 +101,5 @@ class _NoisyOrLogProb(torch.autograd.Function):
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
-    if not known_of(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
+    if not cached_answer(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
         raise ValueError("observations of a noisy-OR must be 0, 1 or, where missing, NaN")

@@ -19,7 +19,7 @@ class PairTerms(NamedTuple):
         previous: :math:`b`, ``(K, M)``.
         current: :math:`v`, ``(K, M)``.
         both: :math:`c`, ``(K, M)``.
-        forbidden: transitions of probability zero, Boolean ``(K, M, 2, 2)``; they count as one in the coefficients.
+        forbidden: transitions of probability zero, Boolean ``(K, M, 2, 2)``. They count as one in the coefficients.
     """
 
     constant: Tensor

@@ -91,7 +91,7 @@ def maximum_segments(
     are all there: the total mass is the density of the data.
 
     Args:
-        value: data :math:`y`, ``(*batch, D)``; NaN where missing.
+        value: data :math:`y`, ``(*batch, D)``. NaN where missing.
         others: what the other causes offer :math:`m \ge 0`, ``(*batch, D)``.
         element: dictionary element :math:`w \ge 0` of the cause, ``(*batch, D)``.
         precision: inverse noise variances :math:`\lambda`, broadcastable to ``(*batch, D)``.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.words import check_bits, check_likelihood, check_rows, check_weights
+from pyro_truncated.ops.packed_checks import check_bits, check_likelihood, check_rows, check_weights
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = 
 
     Args:
         words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``, for example posterior weights.
+        weights: of the states, ``(N, C)``, such as posterior probabilities.
         num_latents: number of latents ``H``.
-        per_datum: whether to keep the second moments of the data points apart.
+        per_datum: keep the second moments of each data point.
 
     Returns:
         First moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``; both float64.
@@ -113,7 +113,7 @@ def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        value: observations, ``(N, D)``. NaN marks a missing entry, which contributes nothing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
@@ -44,7 +44,7 @@ def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canva
         images: ``(N, D, F)``.
         scene: objects and background.
         canvas: sizes.
-        rank: depth of the objects, ``(N, C, H)`` integers, of which the smallest lies in front; ``None`` without depth.
+        rank: depth of the objects, ``(N, C, H)`` integers. The smallest lies in front. ``None`` without depth.
 
     Returns:
         ``(N, C)`` in float64.
@@ -153,7 +153,7 @@ def _check(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canva
         raise ValueError(f"rank must have the shape of places, {tuple(places.shape)}; got {tuple(rank.shape)}")
     if len(features) > MAX_OBJECTS:
         raise ValueError(f"there may be at most {MAX_OBJECTS} objects; got {len(features)}")
-    refuse(((places < -1) | (places >= canvas.num_places)).any(), lambda: _complain_of_places(places, canvas))
+    raise_if(((places < -1) | (places >= canvas.num_places)).any(), lambda: _complain_of_places(places, canvas))
 
 
 def _complain_of_places(places: Tensor, canvas: Canvas) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import pair_energy
-from pyro_truncated.ops.words import check_likelihood, check_weights
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import without_missing
 
@@ -65,7 +65,7 @@ def data_gradients(
     """Gradients in data, dictionary and precisions, from the moments of the coefficients.
 
     Args:
-        value: data ``(N, D)``; NaN where missing.
+        value: data ``(N, D)``. NaN where missing.
         weight: dictionary ``(D, H)``.
         precision: inverse noise variances ``(D,)``.
         grad: gradients in the log densities of the states, ``(N, C)``.
@@ -102,7 +102,7 @@ def spike_slab_log_prob(
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
         slab_mean: :math:`\mu`, ``(H,)``.
@@ -135,17 +135,17 @@ def spike_slab_moments(
     Let :math:`\mathcal N(\kappa_b, \Lambda_b)` be the exact posterior of the active slabs under
     state :math:`b`, with weights :math:`w_{nc}`. Moments are :math:`\sum_c w_{nc}\, b`,
     :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b
-    \kappa_b^\top)`, where the entries of latents that are off are zero.
+    \kappa_b^\top)`. Entries of latents that are off are zero.
 
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: inverse noise variances, ``(D,)``.
         slab_mean: :math:`\mu`, ``(H,)``.
         slab_deviation: :math:`\tau`, ``(H,)``.
-        per_datum: whether to keep the second moments of the data points apart.
+        per_datum: keep the second moments of each data point.
 
     Returns:
         Sums of the indicators ``(N, H)``, first moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``;
@@ -199,7 +199,7 @@ def correlated_slab_log_prob(
 
     Args:
         words: packed states, ``(N, C, W)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
         slab_mean: :math:`\mu`, ``(H,)``.
@@ -241,12 +241,12 @@ def correlated_slab_moments(
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: inverse noise variances, ``(D,)``.
         slab_mean: :math:`\mu`, ``(H,)``.
         slab_covariance: :math:`\Psi`, ``(H, H)``.
-        per_datum: whether to keep the second moments of the data points apart.
+        per_datum: keep the second moments of each data point.
 
     Returns:
         Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(H, H)``, or
@@ -298,7 +298,7 @@ def expected_log_slab_prior(
     Args:
         words: packed states, ``(N, C, W)``.
         weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``; NaN where missing.
+        value: observations, ``(N, D)``. NaN where missing.
         weight: dictionary :math:`W`, ``(D, H)``.
         precision: inverse noise variances, ``(D,)``.
         slab_mean: :math:`\mu`, ``(H,)``.

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.deferred_checks import cholesky
 
 _CERTAIN = 1e15
 

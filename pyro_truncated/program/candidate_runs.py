@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
-from pyro_truncated.program.observed_moments import moments_of
+from pyro_truncated.program.observed_moments import run_moments
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
@@ -87,7 +87,7 @@ class CandidateRuns:
         if self.scoring != "together" or self.conditional is not None:
             return self.log_probs(words), None
         nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
-        return self._with_sites({}, nodes), moments_of(nodes, self.probe, words, rows)
+        return self._with_sites({}, nodes), run_moments(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities of discrete sites that masks hide.

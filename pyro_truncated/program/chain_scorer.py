@@ -160,9 +160,9 @@ class ChainScorer(Probe):
         shape = log_prob.shape[log_prob.dim() - opened :]
         if not opened or shape[0] != self.product.num_steps:
             raise NotImplementedError(
-                f"the density of site '{node['name']}' cannot be told apart by the {self.product.num_steps} steps of "
-                f"'{self.product.site.name}': let the steps be the left-most dimension of its event, as in "
-                "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)"
+                f"the density of site '{node['name']}' has no dimension for the {self.product.num_steps} steps of "
+                f"'{self.product.site.name}'. Make them the left-most dimension of its event, as in "
+                "dist.Normal(s @ weight, 1.0).to_event(2), or use AutoTruncated(..., whole_states=True)."
             )
         log_prob = log_prob.flatten(log_prob.dim() - opened + 1).sum(-1) if opened > 1 else log_prob
         if not bool((log_prob.detach() < math.inf).all()):
@@ -214,9 +214,9 @@ class ChainScorer(Probe):
         return sum_log_density((n for n in nodes if not self.is_inside(n) and (n["is_observed"] or is_delta(n))), self.device)
 
 
-def places_of_states(words: Tensor) -> Tensor:
+def distinct_places(words: Tensor) -> Tensor:
     """Returns which places ``(N, T, S)`` hold a new state.
 
     No earlier place of a set holds the same state.
     """
-    return ~ops.repeated(words.flatten(0, 1)).view(words.shape[:3])
+    return ~ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])

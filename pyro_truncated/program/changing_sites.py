@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.program.supports import bounds_of, elementwise
+from pyro_truncated.program.supports import elementwise, value_bounds
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 _MAX_JOINT_VALUES = 16
@@ -108,7 +108,7 @@ def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:
 
 def _values(node: Any) -> Iterator[Tensor]:
     """Values of a site; of counts the lowest."""
-    (low, high), value = (int(bound.min()) for bound in bounds_of(node["fn"])), node["value"]
+    (low, high), value = (int(bound.min()) for bound in value_bounds(node["fn"])), node["value"]
     for level in range(low, min(high, low + _MAX_JOINT_VALUES - 1) + 1):
         if elementwise(node["fn"].support) is constraints.one_hot:
             yield torch.nn.functional.one_hot(torch.tensor(level, device=value.device), value.shape[-1]).to(value).expand(value.shape)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import is_delta
-from pyro_truncated.program.supports import bounds_of, elementwise, support_of
+from pyro_truncated.program.supports import elementwise, support_of, value_bounds
 from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
@@ -68,7 +68,7 @@ class Dependencies:
             node: Any = trace.nodes[name]
             self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
             support = support_of(node["fn"])
-            self.parents[name] = provenance_of(support) & latents
+            self.parents[name] = constraint_sites(support) & latents
             self.leaked[name] = leaked & latents
             if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
                 self.lower_varies.add(name)
@@ -87,7 +87,7 @@ class Dependencies:
         before: set[str] = set()
         for name, node in runs[0].items():
             other = runs[1].get(name)
-            bounds = [bounds_of(one["fn"]) for one in (node, other) if one is not None and support_of(one["fn"]) is not None]
+            bounds = [value_bounds(one["fn"]) for one in (node, other) if one is not None and support_of(one["fn"]) is not None]
             same = len(bounds) < 2 or all(torch.equal(*pair) for pair in zip(*bounds, strict=True))
             self.parents[name], self.leaked[name] = frozenset() if same else frozenset(before), frozenset()
             self.observed[name] = frozenset()
@@ -216,11 +216,11 @@ class _Marks(Messenger):
             self.seen[msg["name"]] = self.reader.names
 
 
-def provenance_of(constraint: Any) -> frozenset[str]:
+def constraint_sites(constraint: Any) -> frozenset[str]:
     """Returns the sites that a constraint's bounds depend on."""
     found: frozenset[str] = frozenset()
     for part in vars(constraint).values() if constraint is not None else ():
         inner = part if isinstance(part, (list, tuple)) else [part]
         found |= get_provenance(part)
-        found = found.union(*(provenance_of(item) for item in inner if isinstance(item, constraints.Constraint)))
+        found = found.union(*(constraint_sites(item) for item in inner if isinstance(item, constraints.Constraint)))
     return found

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta
 from pyro_truncated.program.support_bounds import widest_support
-from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, bounds_of, elementwise
+from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, value_bounds
 
 
 def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tens
         node: the site in a run of the model.
         data_plates: names of the data plates.
         low: its lowest values.
-        high: its highest values; where they differ between data points, the site has those of the largest.
+        high: its highest values. Where they differ between data points, the site has those of the largest.
 
     Raises:
         ValueError: if the number of its values may differ between data points and only some have been seen.
@@ -183,7 +183,7 @@ def reachable_bounds(
         NotImplementedError: if the site's entries depend on each other by its support.
     """
     name, kind = node["name"], _kind(node)
-    low, high = bounds_of(node["fn"])
+    low, high = value_bounds(node["fn"])
     limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
     upstream = dependencies.upstream(name) if dependencies is not None else set()
     if dependencies is not None and upstream:
@@ -211,8 +211,8 @@ def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(
-            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
-            "take too many joint values, or continuous ones, to find its largest value. "
-            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
+            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, so "
+            "its largest value cannot be found: they take too many joint values, or continuous ones. "
+            f"Give a bound: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
-    return bounds_of(node["fn"])[0].min(), torch.tensor(limit)
+    return value_bounds(node["fn"])[0].min(), torch.tensor(limit)

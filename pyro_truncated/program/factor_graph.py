@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pyro_truncated.program.sites import DiscreteSite, is_delta, sample_nodes
-from pyro_truncated.utils.console import power_of_ten
+from pyro_truncated.utils.console import readable_count
 
 # A plate as a program opens it: its name, dimension and size.
 Plate = tuple[str, int, int]
@@ -94,9 +94,9 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
 
     Args:
         trace: a run of the program.
-        scopes: by sample site, the latents that its density is computed from.
-        sites: the discrete sites by name.
-        num_states: the most states that a node keeps.
+        scopes: by sample site, the latents that its density depends on.
+        sites: discrete, by name.
+        num_states: most states of a node.
     """
     # What follows from other sites has no density of its own.
     plates = {
@@ -239,7 +239,7 @@ class _Builder:
     def _keep_whole(self, component: frozenset[str]) -> None:
         names = [name for name in self._sizes if name in component]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        size = power_of_ten(self._size_of(component))
+        size = readable_count(self._size_of(component))
         self._whole.append(
             f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
             f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
@@ -322,7 +322,7 @@ class _Builder:
 def eliminate(
     nodes: Sequence[Any],
     cliques: Iterable[Collection[Any]],
-    plates_of: Callable[[Any], frozenset[Plate]],
+    site_plates: Callable[[Any], frozenset[Plate]],
     size_of: Callable[[Any], int],
     limit: int = CLIQUE_LIMIT,
 ) -> dict[Any, set[Any]] | None:
@@ -340,7 +340,7 @@ def eliminate(
 
     def priority(node: Any) -> tuple[int, int, int]:
         around = neighbours[node]
-        is_ready = all(plates_of(other) <= plates_of(node) for other in around)
+        is_ready = all(site_plates(other) <= site_plates(node) for other in around)
         missing = sum(len(around - neighbours[other]) - 1 for other in around)
         return (0 if is_ready else 1, missing, place[node])
 

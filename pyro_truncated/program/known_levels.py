@@ -16,7 +16,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.ops import gather_states, repeated
+from pyro_truncated.ops import find_duplicates, gather_states
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout, SiteLayout
 from pyro_truncated.program.sites import is_delta, sample_nodes
@@ -54,10 +54,10 @@ class KnownLevels:
         for name, site in layout.sites.items():
             levels = torch.full((math.prod(sizes), site.num_latents), -1, device=device)
             if name in observed:
-                levels = layout.levels_of(name, observed[name], sizes)
+                levels = layout.encode_site(name, observed[name], sizes)
             elif name in idle:
                 off = idle[name].reshape(*idle[name].shape, *(1,) * site.event_dim)
-                levels = torch.where(layout.arranged(name, off, sizes).reshape(levels.shape), 0, levels)
+                levels = torch.where(layout.expand_to_rows(name, off, sizes).reshape(levels.shape), 0, levels)
             parts.append(levels)
         return cls(layout, torch.cat(parts, -1).unsqueeze(1))
 
@@ -74,7 +74,7 @@ class KnownLevels:
         changed = space.pack(torch.where(self.levels >= 0, self.levels, space.unpack(words).long()))
         # States that have the levels already count as the first of their kind: they repeat none of each other.
         order = self.contradicts(words).byte().argsort(dim=-1, stable=True)
-        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(gather_states(changed, order)))
+        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, find_duplicates(gather_states(changed, order)))
         return torch.where(repeats.unsqueeze(-1), words, changed)
 
 

@@ -75,8 +75,8 @@ class SiteLayout:
 
         Args:
             levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
-            depth: number of plate dimensions; ``batch`` is padded with ones up to it.
-            dtypes: value types by site; default: those of the prototype.
+            depth: number of plate dimensions. Ones pad ``batch`` up to it.
+            dtypes: value types by site. Default: those of the prototype.
 
         Returns:
             Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
@@ -114,17 +114,17 @@ class SiteLayout:
 
         Values have the shapes of the model's sites.
         """
-        return torch.cat([self.levels_of(name, values[name], sizes) for name in self.sites], -1)
+        return torch.cat([self.encode_site(name, values[name], sizes) for name in self.sites], -1)
 
-    def levels_of(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
+    def encode_site(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
         """Returns one site's levels ``(N, L)`` from its value.
 
         The value has the shape of the model's site.
         """
         site = self.sites[name]
-        return site.to_levels(self.arranged(name, value, sizes)).reshape(math.prod(sizes), site.num_latents)
+        return site.to_levels(self.expand_to_rows(name, value, sizes)).reshape(math.prod(sizes), site.num_latents)
 
-    def arranged(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
+    def expand_to_rows(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
         """Expands a tensor shaped like a site to ``(N, *site shape)``.
 
         Data points are in front; one-hot sites have their values last.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops import is_vectorised, refuse
+from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
 from pyro_truncated.program.layout import Layout
@@ -84,7 +84,7 @@ class LogJoint(Probe):
         layout: its discrete sites.
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
-        memory_budget: bytes that one run of the model on candidates may take, roughly; default: see :func:`.budget_on`.
+        memory_budget: bytes that one run of the model on candidates may take, roughly. Default: see :func:`.budget_on`.
         scoring: how the states are scored: together, in a new left-most dimension. Or by
             ``torch.func.vmap``, for models that do not take such a dimension. Or one after the
             other, for models whose Python code looks at values.
@@ -127,7 +127,7 @@ class LogJoint(Probe):
         with memory_budget(self.memory_budget):
             log_joint = self.packed.score(words, rows) if self.packed is not None else self._score_dense(words)
         if self.known is not None:
-            log_joint = log_joint.masked_fill(self.contradicted(words), -math.inf)
+            log_joint = log_joint.masked_fill(self.is_contradicted(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
 
@@ -223,7 +223,7 @@ class LogJoint(Probe):
 
     def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
         if log_joint.numel():
-            refuse(~(log_joint.detach().max() < math.inf), lambda: self._complain(log_joint, words))
+            raise_if(~(log_joint.detach().max() < math.inf), lambda: self._complain(log_joint, words))
 
     def _complain(self, log_joint: Tensor, words: Tensor) -> None:
         kind = "NaN" if bool(log_joint.isnan().any()) else "+inf"
@@ -248,7 +248,7 @@ class LogJoint(Probe):
 
         Args:
             states_per_row: states of a data point that are kept or scored.
-            proposed_per_row: how many more a search proposes; on a device all are sorted at a time, with several numbers for each.
+            proposed_per_row: how many more a search proposes. On a device all are sorted at a time, with several numbers for each.
         """
         if self.packed is None:
             return [slice(0, self.num_data)]

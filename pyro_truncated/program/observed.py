@@ -25,7 +25,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.isolation import spare_random_numbers
 
@@ -84,14 +84,14 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         >>> check_observable(model, y, pyro_truncated.distributions.or_missing(dist.constraints.real))
 
     Args:
-        model: takes data and the size of minibatches, and observes the data at site ``y``, one row per data point.
+        model: takes data and the size of minibatches. It observes the data at site ``y``, one row per data point.
         y: the data.
         support: of the entries that it observes.
 
     Raises:
         ValueError: naming the first impossible value and its data point.
     """
-    for rows in blocks_of_rows(len(y), 16 * y[:1].numel()):
+    for rows in row_slices(len(y), 16 * y[:1].numel()):
         block = signed(y[rows])
         possible = support.check(block) & ~block.isinf()
         impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]

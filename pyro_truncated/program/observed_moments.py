@@ -17,7 +17,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.states.moments import Moments
 
 
-def moments_of(nodes: Mapping[str, Any], probe: Probe, words: Tensor, rows: slice) -> Moments | None:
+def run_moments(nodes: Mapping[str, Any], probe: Probe, words: Tensor, rows: slice) -> Moments | None:
     """Returns moments of some data points in a run, or ``None``.
 
     States are ``(N, C, num_words)``. ``None`` means that moments do not determine how likely

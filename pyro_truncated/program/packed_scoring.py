@@ -23,11 +23,11 @@ class ScoresPackedStates(Protocol):
     Those of :mod:`pyro_truncated.distributions` have it.
 
     ``numbers_per_state`` may say roughly how many intermediate numbers the density of one state
-    takes, which determines blocks on a device. ``is_linear`` may say that contributions of latents
-    add up, which determines the search. The class that defines ``packed_log_prob`` may define
-    ``packed_flip_gains(words, value, state_logits)`` as well. It returns the change by flipping
-    each latent, ``(N, H)``, of one state ``(N, num_words)`` for each data point. It returns
-    ``None`` if scoring the flips is as cheap.
+    takes, which determines blocks on a device. Likewise ``is_linear``: whether contributions of
+    latents add up, which determines the search. The class that defines ``packed_log_prob`` may
+    define ``packed_flip_gains(words, value, state_logits)`` as well. It returns the change by
+    flipping each latent, ``(N, H)``, of one state ``(N, num_words)`` for each data point. It
+    returns ``None`` if scoring the flips is as cheap.
     """
 
     @property

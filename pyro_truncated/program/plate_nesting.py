@@ -46,9 +46,9 @@ def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> Abstrac
     They take the left-most plate of a run without enumeration.
 
     Args:
-        site: the site that is about to be sampled.
+        site: about to be sampled.
         nesting: the plate nesting that is needed, see :func:`nesting_with_room`.
-        batch_dim: number of the value's batch dimensions, with that of enumeration.
+        batch_dim: the value's batch dimensions, with that of enumeration.
 
     Returns:
         A plate at that dimension that leaves shapes alone, as long as no plate is there and nothing is enumerated.

@@ -229,7 +229,7 @@ class Probe:
         observed = {name: self.nodes[name]["value"] for name in self.observed}
         return KnownLevels.of(self.layout, self.sizes, observed, self.idle, self.device)
 
-    def contradicted(self, words: Tensor) -> Tensor:
+    def is_contradicted(self, words: Tensor) -> Tensor:
         """Returns which states contradict the model's observations of them.
 
         States are ``(N, C, num_words)``, the result is ``(N, C)``.

@@ -42,7 +42,7 @@ class Tables:
     Attributes:
         scopes: by table, the nodes that it is of.
         shapes: by table, its shape.
-        entries: those of all tables, one table after the other, in float64; impossible ones are finite.
+        entries: those of all tables, one table after the other, in float64. Impossible ones are finite.
         dtype: the type that the model computes them in.
     """
 
@@ -92,8 +92,8 @@ class ProductScorer(Probe):
     Args:
         call: the Pyro model and its arguments.
         product: the nodes of its factor graph.
-        values: fixed values by site name: other latents, subsamples of plates.
-        sets: the sets of all rows, for the first run.
+        values: fixed, by site name: other latents, subsamples.
+        sets: those of all rows.
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
@@ -147,7 +147,7 @@ class ProductScorer(Probe):
     def _selects(self, sets: Sets) -> bool:
         """Whether the first run is one of these sets, in all rows."""
         return not self.uncovered and all(
-            self.rows_of(number) is None and torch.equal(self.put_known_into(words, number), words) for number, words in enumerate(sets)
+            self.rows_of(number) is None and torch.equal(self.insert_known(words, number), words) for number, words in enumerate(sets)
         )
 
     def _refuse_shared_subsamples(self) -> None:
@@ -169,7 +169,7 @@ class ProductScorer(Probe):
         """Sizes of a node's plates in this run."""
         return tuple(int(self._frames[name].size) for name in self.product.node_layouts[node].plates)
 
-    def full_size_of(self, plate: str) -> int:
+    def plate_size(self, plate: str) -> int:
         """Size of a plate, subsampled or not."""
         frame = self._frames[plate]
         return int(frame.full_size or frame.size)
@@ -227,7 +227,7 @@ class ProductScorer(Probe):
             for group in self.product.groups
         ]
 
-    def put_known_into(self, words: Tensor, group: int) -> Tensor:
+    def insert_known(self, words: Tensor, group: int) -> Tensor:
         """Returns the states of a group with known values put in."""
         known = self.known_sets[group]
         if all(levels is None for levels in known):

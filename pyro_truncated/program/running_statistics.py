@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 @contextmanager
-def warning_of_running_statistics() -> Iterator[None]:
+def warn_about_running_statistics() -> Iterator[None]:
     """Warns of layers in training mode that keep running statistics.
 
     The layers run in here, such as ``BatchNorm1d``.
@@ -36,8 +36,8 @@ def warning_of_running_statistics() -> Iterator[None]:
         handle.remove()
     if found:
         warnings.warn(
-            f"the model runs {', '.join(found)} in training mode: a step runs the model on thousands of states, each run normalises by the "
-            "states that it happens to hold and updates the running statistics. Call .eval() of these layers, or take LayerNorm.",
+            f"the model runs {', '.join(found)} in training mode: each run normalises by the states in it and updates the running "
+            "statistics. Call .eval() of these layers, or take LayerNorm.",
             UserWarning,
             stacklevel=3,
         )

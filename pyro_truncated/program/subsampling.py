@@ -36,8 +36,8 @@ class SparseSubsamples(Messenger):
             self._data_plate = msg["name"]
             if fn.subsample_size is not None:
                 raise ValueError(
-                    f"plate '{msg['name']}' is told a subsample_size of {fn.subsample_size} within a minibatch of distributed.Batches, "
-                    "which says itself what rows it has: call the model without"
+                    f"plate '{msg['name']}' has subsample_size={fn.subsample_size}, but a minibatch of distributed.Batches chooses its "
+                    "rows itself: call the model without"
                 )
             msg["value"] = batch.rows.to(fn.device)
         elif fn.subsample_size is not None and fn.size >= max(_LARGE, _SPARSE * fn.subsample_size):

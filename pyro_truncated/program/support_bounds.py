@@ -19,7 +19,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.program.supports import HUGE, Bounds, bounds_of, possible_values, support_of
+from pyro_truncated.program.supports import HUGE, Bounds, possible_values, support_of, value_bounds
 from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
 
 _MAX_COMBINATIONS = 4096
@@ -32,7 +32,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
 
     Args:
         node: the site in a run of the model.
-        parents: the sites that its support depends on, with their values in that run (for their shapes).
+        parents: the sites that its support depends on, with their values in that run.
         dependencies: of the model.
 
     Returns:
@@ -177,7 +177,7 @@ class _StopAt(Messenger):
                 f"the shape of discrete latent site '{self.node['name']}' depends on {sorted(self.values)}: {tuple(fn.event_shape)} for "
                 f"some values, {tuple(expected.event_shape)} for others. Make it as long as the longest and mask what is not used."
             )
-        low, high = bounds_of(fn)
+        low, high = value_bounds(fn)
         possible = torch.ones((), dtype=torch.bool, device=high.device)
         for check in self.possible:
             # Possible for some data point, or some member of a plate.

@@ -23,7 +23,7 @@ INTEGER: Any = ExtendedBinomial.support
 Bounds = tuple[Tensor, Tensor]
 
 
-def bounds_of(fn: Any) -> Bounds:
+def value_bounds(fn: Any) -> Bounds:
     """Returns lowest and highest values of a discrete distribution's entries.
 
     They are int64. Without a highest value it is huge.

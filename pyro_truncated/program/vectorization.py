@@ -132,8 +132,8 @@ def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor]
     if name:
         warnings.warn(
             f"site '{name}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
-            "its sample sites (dropout in training mode, torch.randn), so that states are compared under different noise. Call .eval() of "
-            "modules with dropout, and draw noise by pyro.sample.",
+            "its sample sites (dropout in training mode, torch.randn). Call .eval() of modules with dropout, and draw noise by "
+            "pyro.sample.",
             UserWarning,
             stacklevel=2,
         )

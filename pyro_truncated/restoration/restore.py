@@ -114,11 +114,10 @@ def denoise(
     By default the overlapping patches are a mixture of normal distributions, see
     :class:`.PatchMixture`, with posteriors truncated to the most probable components. In each round
     the mixture is learned from the array restored so far. Every entry becomes the weighted mean of
-    the patches' posterior means. Another model is trained by truncated EM or by gradients. Missing
-    entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
+    the patches' posterior means. Missing entries (NaN, or masked) are filled in. All steps: :doc:`/explanation/restoration`.
 
-    Every channel has a noise and a unit of its own. Constant channels, and channels of a signal that
-    are unrelated, are restored apart; ``model`` and ``guide`` are then those of the largest group.
+    Every channel has its own noise and unit. Constant or unrelated channels are restored apart;
+    ``model`` and ``guide`` are then those of the largest group.
 
     Example::
 
@@ -134,21 +133,19 @@ def denoise(
 
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...
-        noise: its standard deviation, or one for each channel; ``"poisson"`` for photon counts.
-            Default: estimated for each channel.
-        model: another model of patches, or a function of their size that makes one. It needs
-            ``reconstruct(population, y)``.
-        side: side of a patch; default: by model, noise and image.
-        stride: distance of neighbouring patches; above 1 faster and worse.
-        channels: the dimension of channels: ``True`` or ``"last"``, ``"first"``, ``False`` for
-            none; default: by the shape.
-        num_components: components of each mixture; default: by the number of patches.
-        rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
+        noise: its standard deviation, one or one for each channel, or ``"poisson"``. Default: estimated.
+        model: another model of patches with ``reconstruct(population, y)``, or a function of their
+            size that makes one.
+        side: side of a patch. Default: by model, noise and image.
+        stride: distance of neighbouring patches. Above 1 faster and worse.
+        channels: ``"first"``, ``"last"`` (or ``True``), ``False`` for none. Default: by the shape.
+        num_components: components of each mixture. Default: by the number of patches.
+        rounds: rounds of mixtures. Default: 3, or 8 where entries are missing.
         passes: passes of another model, fewer on convergence.
         num_states: states per patch of another model.
         batch_size: patches in its minibatches.
-        generator: source of randomness; default: torch's global one.
-        progress: whether to show a progress bar; default: in a terminal.
+        generator: source of randomness. Default: torch's global one.
+        progress: whether to show a progress bar. Default: in a terminal.
 
     Returns:
         The restored array with noise level and model.

@@ -10,7 +10,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
+from pyro_truncated.distributions.deferred_validation import defer_constraints, validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -24,7 +24,7 @@ class _OfPresent(TorchDistribution):
     Subclasses say how many values each object may take.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later({"presence": constraints.independent(constraints.boolean, 1)})
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints({"presence": constraints.independent(constraints.boolean, 1)})
     _validate_sample = validate_later
     presence: Tensor
 
@@ -162,7 +162,7 @@ def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
     return code.masked_fill(~present, 0)
 
 
-def places_of(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
+def object_places(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
     """Returns places and depth ranks of the objects in a population.
 
     Its sites are presence, position and, if there is one, order.

@@ -85,7 +85,7 @@ def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
         >>> where, probability = place_probabilities(guide.population())
 

@@ -126,8 +126,8 @@ def occluded_scenes(
         canvas: height and width of an image.
         presence: probability that an object is in an image.
         noise: standard deviation of the pixels' noise.
-        wrap: whether an object that leaves the canvas on one side comes back on the other; otherwise objects lie inside.
-        generator: source of the randomness.
+        wrap: whether an object that leaves the canvas on one side comes back on the other. Otherwise objects lie inside.
+        generator: source of randomness.
 
     Raises:
         ValueError: if the objects do not fit on the canvas, or a number is out of range.

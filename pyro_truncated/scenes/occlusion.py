@@ -10,11 +10,11 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import check_entries_later, each_checked_later, validate_later
-from pyro_truncated.ops import refuse
+from pyro_truncated.distributions.deferred_validation import defer_check_entries, defer_constraints, validate_later
+from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
-from pyro_truncated.scenes.arrangement import depth_rank, places_of
+from pyro_truncated.scenes.arrangement import depth_rank, object_places
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import finite, positive_finite
@@ -60,7 +60,7 @@ class OccludedScene(TorchDistribution):
         decided as said above.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+    arg_constraints: ClassVar[dict[str, Any]] = defer_constraints(
         {
             "presence": constraints.independent(constraints.boolean, 1),
             "features": constraints.independent(constraints.real, 4),
@@ -101,8 +101,8 @@ class OccludedScene(TorchDistribution):
             torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
         )
         if self._validate_args if validate_args is None else validate_args:
-            check_entries_later(finite, position=position, background=background)
-            check_entries_later(positive_finite, scale=self.scale, background_scale=self.background_scale)
+            defer_check_entries(finite, position=position, background=background)
+            defer_check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
         event_shape = torch.Size((*canvas, features.shape[-1]))
         super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)
@@ -164,10 +164,10 @@ class OccludedScene(TorchDistribution):
         where :math:`m_{hi}` is how often the mask is on and :math:`n_h` how often the object is present.
 
         Args:
-            population: truncated posteriors over presence, position and perhaps order; its ``indices`` select the
+            population: truncated posteriors over presence, position and perhaps order. Its ``indices`` select the
                 data points among all data.
             value: all images, ``(N, height, width, F)``.
-            temperature: temperature of the posteriors.
+            temperature: of the posteriors.
 
         Returns:
             ``num_data``; ``owned (H, T, F + 2)`` and ``background (F + 2,)``; ``on (H, T)`` :math:`m` and ``present
@@ -175,7 +175,7 @@ class OccludedScene(TorchDistribution):
             one, the colours and their squared length. All can be added and scaled.
         """
         images = population.rows_of(value).flatten(1, 2)
-        places, rank = places_of(population, self.features.shape[0])
+        places, rank = object_places(population, self.features.shape[0])
         weights = population.weights(temperature)
         # Most states of a population are lost beside the best; those of weight zero are skipped.
         weights = weights.masked_fill(weights < torch.finfo(weights.dtype).eps, 0.0)
@@ -196,7 +196,7 @@ class OccludedScene(TorchDistribution):
             ``(N, height, width, F)`` for the population's data points, in float64.
         """
         images = population.rows_of(value).flatten(1, 2)
-        places, rank = places_of(population, self.features.shape[0])
+        places, rank = object_places(population, self.features.shape[0])
         means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
         return means.reshape(-1, *self.event_shape)
 
@@ -222,7 +222,7 @@ class OccludedScene(TorchDistribution):
         Impossible codes are scored too: the prior excludes them.
         """
         assert self.order is not None
-        refuse(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
+        raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
         return depth_rank(self.order.long(), self.presence)
 
     def _complain_of_order(self) -> None:

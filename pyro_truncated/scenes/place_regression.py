@@ -17,7 +17,7 @@ from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
+from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
@@ -32,8 +32,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     templates and, without ``smooth``, no neighbourhood of places. Predictions for all ``H L`` outputs are a product
     of an ``N x N`` matrix and the sparse targets, so the number of outputs hardly matters.
 
-    Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
-    the places beside, and a quarter of those on the diagonals.
+    Of one image, an output can only be predicted if an object lay at this very place in another one. So ``smooth`` adds half of the scores
+    of the places beside, and a quarter of those on the diagonals.
 
     It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On
     several processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all data, and predicts
@@ -48,15 +48,15 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         canvas: sizes.
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact.
+        rank: rank of an incomplete Cholesky factor. Default: exact.
         num_candidates: places per object.
         smooth: whether scores of neighbouring places support each other.
-        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``; default: the pixels.
+        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``. Default: the pixels.
         leave_out: whether to leave each image's own posterior out. If not, the regression mostly returns what it was given.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of images that a fit looks at, drawn at random; predictions use all.
         site: name of the observed images.
-        generator: source of randomness for the choice of these images; default: torch's global generator.
+        generator: source of randomness for the choice of these images. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -139,7 +139,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Takes in the posteriors, and fits the kernel if it is due."""
-        sizes = everyone_of(batch)(len(data))
+        sizes = gather_function(batch)(len(data))
         first = sum(sizes[: world.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
         kept = values > 1e-4

@@ -11,7 +11,7 @@ from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
-from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.utils.budget import row_slices
 
 Scene = Callable[[], SceneParameters]
 
@@ -25,10 +25,10 @@ class PlaceScan:
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
 
     Args:
-        scene: returns the current :class:`~pyro_truncated.ops.canvas.SceneParameters`, such as ``model.parameters_of_scene``.
+        scene: returns the current :class:`~pyro_truncated.ops.canvas.SceneParameters`, such as ``model.scene_parameters``.
         canvas: sizes.
         num_candidates: places per object.
         clutter: share of the pixels that other objects cover.
@@ -76,7 +76,7 @@ class PlaceScan:
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask, "max_mask": 1.0 if behind is None else 0.5}
         found = []
         # A score takes 32 bytes, temporaries included.
-        for rows in blocks_of_rows(len(images), 32 * len(scene.features) * self.canvas.num_places):
+        for rows in row_slices(len(images), 32 * len(scene.features) * self.canvas.num_places):
             scores = scan_places(images[rows], scene, self.canvas, behind=None if behind is None else behind[rows], **options)
             found.append(best_places(scores, self.canvas, self.num_candidates))
         return join(found)
@@ -94,7 +94,7 @@ class RefinedPlaces:
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> scan = PlaceScan(model.parameters_of_scene, model.canvas)
+        >>> scan = PlaceScan(model.scene_parameters, model.canvas)
         >>> search = PlacementSelection(RefinedPlaces(PlaceRegression(model.canvas), scan, 2), 2)
 
     Args:

@@ -32,18 +32,18 @@ class PlacementSelection(AffinitySearch):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
 
     Args:
         affinity: maps a batch to :class:`Candidates`, such as a :class:`~pyro_truncated.scenes.PlaceScan` or
             :class:`~pyro_truncated.scenes.PlaceRegression`.
         num_selected: number of selected objects :math:`H'`.
-        max_active: largest number of objects in a scene made of candidates; default: all.
+        max_active: largest number of objects in a scene made of candidates. Default: all.
         extended: number of best states of the population that candidates are put into.
         explore: mean share of the :math:`H'` slots given to chance; see :class:`~pyro_truncated.search.Preselection`.
         explore_places: probability that the last place of a selected object is a random one instead.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the affinity is not callable.
@@ -174,13 +174,13 @@ class PlacementCompletion(Search):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> search = PlacementCompletion(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> search = PlacementCompletion(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=2)
 
     Args:
         scan: compares objects with images; its best place of each object counts.
         num_added: number of objects that are put into a scene.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if ``num_added`` is not positive.
@@ -247,16 +247,16 @@ class PlacementMoves(Search):
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
         >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
-        >>> scan = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> scan = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
         >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, scan + PlacementMoves((8, 8), 2, 2), steps=1)
 
     Args:
         grid: rows and columns of the grid of places.
-        parents: number of parents per data point, selected in proportion to fitness, without replacement.
+        parents: parents per data point, selected in proportion to fitness without replacement.
         children: children of each parent.
-        wrap: whether the grid of places closes on itself; otherwise shifts end at its edges.
+        wrap: whether the grid of places closes on itself. Otherwise shifts end at its edges.
         shares: relative frequency of the moves, in the order of the table.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.

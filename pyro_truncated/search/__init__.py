@@ -9,7 +9,7 @@ from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.search.linear_functions import LinearFunctions
+from pyro_truncated.search.max_inner_product_index import MaxInnerProductIndex
 from pyro_truncated.search.neighbours import NeighbourSearch
 from pyro_truncated.search.preselection import Affinity, Cosine, Preselection, Projection, Singletons
 from pyro_truncated.search.sampling import SampledSearch
@@ -30,7 +30,7 @@ __all__ = [
     "ExhaustiveSearch",
     "GPSelect",
     "LearnedFlips",
-    "LinearFunctions",
+    "MaxInnerProductIndex",
     "NeighbourSearch",
     "Preselection",
     "Projection",

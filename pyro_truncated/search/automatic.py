@@ -34,7 +34,7 @@ class AutomaticSearch(Search):
         >>> guide = AutoTruncated(model, num_states=16).infer(y, AutomaticSearch(), steps=2)
 
     Args:
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Attributes:
         chosen: the search in use, ``None`` before it has met a population.
@@ -51,9 +51,9 @@ class AutomaticSearch(Search):
         self.generator = generator
         self._conditional = ConditionalSearch(generator=generator)
 
-    def most_proposed(self, num_states: int) -> int:
+    def max_proposals(self, num_states: int) -> int:
         """What the full conditionals propose, and the flips beside them."""
-        return self._conditional.most_proposed(num_states) + CombinedFlips().most_proposed(num_states)
+        return self._conditional.max_proposals(num_states) + CombinedFlips().max_proposals(num_states)
 
     def propose(self, batch: SearchBatch) -> Population:
         """What the chosen search proposes."""
@@ -75,7 +75,7 @@ class AutomaticSearch(Search):
         return f"AutomaticSearch(chosen={self.chosen!r})"
 
     def _choose(self, batch: SearchBatch) -> Search:
-        space, size = batch.space, self._conditional.candidates_of(batch.population.num_states)
+        space, size = batch.space, self._conditional.num_candidates_for(batch.population.num_states)
         how, by_flips = "by full conditionals (ConditionalSearch)", "by the most promising flips of the best one (CombinedFlips)"
         self.chosen = self._conditional
         if space.size <= size:

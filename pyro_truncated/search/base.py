@@ -181,7 +181,7 @@ class Search(Described, Stateful, abc.ABC):
         """Whether the search learns from data, by :meth:`meet`."""
         return False
 
-    def most_proposed(self, num_states: int) -> int:
+    def max_proposals(self, num_states: int) -> int:
         """Returns roughly how many states it proposes per data point."""
         return max(256, 4 * num_states)
 
@@ -285,9 +285,9 @@ class CombinedSearch(Search):
         """Whether one of the searches does."""
         return any(search.learns for search in self.searches)
 
-    def most_proposed(self, num_states: int) -> int:
+    def max_proposals(self, num_states: int) -> int:
         """What all propose."""
-        return sum(search.most_proposed(num_states) for search in self.searches)
+        return sum(search.max_proposals(num_states) for search in self.searches)
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses what one of the searches refuses."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.preselection import options_of
+from pyro_truncated.search.preselection import space_options
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -51,7 +51,7 @@ class CombinedFlips(Search):
     def __init__(self, num_selected: int = 6, rounds: int = 2) -> None:
         self.num_selected, self.rounds = check_count("num_selected", num_selected), check_count("rounds", rounds)
 
-    def most_proposed(self, num_states: int) -> int:
+    def max_proposals(self, num_states: int) -> int:
         """All combinations of all rounds."""
         return self.rounds << self.num_selected
 
@@ -68,7 +68,7 @@ class CombinedFlips(Search):
 
         The states themselves come first.
         """
-        states, flips = best.unsqueeze(1), options_of(batch.space, best.device).words
+        states, flips = best.unsqueeze(1), space_options(batch.space, best.device).words
         flip_gains = getattr(batch.score, "flip_gains", None)
         gains = None if flip_gains is None else flip_gains(best)
         if gains is None:

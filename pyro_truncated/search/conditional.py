@@ -43,9 +43,9 @@ class ConditionalSearch(Search):
         >>> guide = AutoTruncated(model, num_states=16).infer(y, ConditionalSearch(64), steps=2)
 
     Args:
-        num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S``
+        num_candidates: states scored per data point and step, ``C``. Default: ``256 + 2 S`` for populations of ``S``
             states, so that large populations fill as fast as small ones.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if ``num_candidates`` is below 4.
@@ -57,13 +57,13 @@ class ConditionalSearch(Search):
         check_kinds(ConditionalSearch.__init__, generator=generator)
         self.generator = generator
 
-    def candidates_of(self, num_states: int) -> int:
+    def num_candidates_for(self, num_states: int) -> int:
         """Returns states scored per data point and step, up to rounding."""
         return self.num_candidates or 256 + 2 * num_states
 
-    def most_proposed(self, num_states: int) -> int:
+    def max_proposals(self, num_states: int) -> int:
         """More than ``C``: shares are rounded up, and every parent draws."""
-        return 3 * self.candidates_of(num_states)
+        return 3 * self.num_candidates_for(num_states)
 
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes at least ``C`` states per data point.
@@ -73,7 +73,7 @@ class ConditionalSearch(Search):
         population, space = batch.population, batch.space
         draws = batch.draws(self.generator)
         moves = moves_of(space, population.words.device)
-        size = self.candidates_of(population.num_states)
+        size = self.num_candidates_for(population.num_states)
         # Two fifths of the candidates differ from another in one latent, two fifths in a run.
         share = int(0.4 * size)
         num_parents = max(2, share // moves.count)

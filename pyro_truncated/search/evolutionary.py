@@ -52,7 +52,7 @@ class EvolutionarySearch(Search):
         torch.Size([20, 16, 8])
 
     Args:
-        parents: number of parents per data point (8); all states of a population that holds fewer.
+        parents: number of parents per data point (8). All states of a population that holds fewer.
         children: mutated copies of each parent (7). With crossover there are ``parents * (parents - 1)`` children in
             all, so that 8 parents have 56 children either way. A single parent, or a single latent, cannot be crossed
             and has mutated copies.
@@ -65,7 +65,7 @@ class EvolutionarySearch(Search):
         flip_probability: mean probability of a flip in ``"sparseflips"``; default ``1 / L``, one flip per child.
         target_activity: mean number of active binary latents that ``"sparseflips"`` aims at. Default: their mean
             number under the truncated posteriors of the batch, the sparsity learned by the model.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range or unknown.
@@ -152,8 +152,8 @@ class EvolutionarySearch(Search):
         if self.target_activity is not None:
             if self.target_activity > int(binary.sum()):
                 raise ValueError(
-                    f"target_activity must not exceed the number of binary latents, {int(binary.sum())}, of which it is the mean number "
-                    f"that are active; got {self.target_activity}"
+                    f"target_activity, a mean number of active latents, must not exceed the number of binary latents, {int(binary.sum())}; "
+                    f"got {self.target_activity}"
                 )
             return self.target_activity
         activity = batch.activity()
@@ -176,7 +176,7 @@ class EvolutionarySearch(Search):
         space, fitness = pool.space, pool.log_joint
         if not known_distinct:
             # Siblings may be equal; without this, a state with many copies would be its own partner.
-            fitness = fitness.masked_fill(ops.repeated(pool.words), -math.inf)
+            fitness = fitness.masked_fill(ops.find_duplicates(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
         chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
         parents = pool.take(chosen)

@@ -19,20 +19,20 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch, flat_observations
-from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
-from pyro_truncated.search.preselection import Preselection, options_of
+from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
+from pyro_truncated.search.preselection import Preselection, space_options
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
-class MetData:
+class ReplayMemory:
     """Inputs and latest marginals of met data points, by global position."""
 
     def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
     @classmethod
-    def like(cls, inputs: Tensor, marginals: Tensor) -> MetData:
+    def like(cls, inputs: Tensor, marginals: Tensor) -> ReplayMemory:
         """An empty memory for data points of the kind."""
         return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
@@ -70,7 +70,7 @@ def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
 MOST_ROWS = 20_000
 
 
-def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
+def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
     """Gathers rows of all processes, or a random part of many.
 
     The part does not depend on how processes share them.
@@ -79,7 +79,7 @@ def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) 
         values: ``(n, ...)`` of the data points of this process.
         positions: of these among the data of all processes.
         seed: the same on every process.
-        most: how many, roughly; ``None`` for all.
+        most: how many, roughly. All of them if ``None``.
     """
     number = sum(world.gather(len(values)))
     if most is not None and number > most:
@@ -175,7 +175,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     Args:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
+        rank: rank of an incomplete Cholesky factor. Default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
         pivots: how data points are chosen for that factor, ``"variance"`` or ``"targets"``, see
             :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a
@@ -183,14 +183,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             Missing (NaN) entries are replaced by the mean of their column.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of data points that a fit looks at, drawn at random; predictions use all.
-        generator: source of randomness for the choice of these points; default: torch's global generator.
+        generator: source of randomness for the choice of these points. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.
     """
 
     learns_together = True
-    _memory: MetData | None
+    _memory: ReplayMemory | None
 
     @names_arguments
     def __init__(
@@ -227,16 +227,16 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._first_position, self._is_spread = 0, False
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         num_options = len(options) if batch.marginals is None else batch.marginals.shape[1]
         return self._memory is not None and self._memory.holds(data, num_options, batch.population.indices)
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = MetData.like(data, marginals)
+            self._memory = ReplayMemory.like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
-        visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
+        visit = max(gather_function(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
         self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
         self._shared.take(self._memory.marginals[self._trained_on])
 
@@ -257,7 +257,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         rows = memory["rows"]
-        self._memory = MetData(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
+        self._memory = ReplayMemory(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
         for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
@@ -291,7 +291,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Fits anew when due, or when the data met have doubled."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
-        number = sum(everyone_of(batch)(len(met)))
+        number = sum(gather_function(batch)(len(met)))
         due = self.regression is None or visit - self._last_fit >= self.refit_every
         if not due and number < 2 * self._num_trained:
             return
@@ -311,7 +311,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Returns remembered values at these rows, and other processes' training values."""
         if not self._is_spread:
             return values[rows]
-        return rows_of_all(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
+        return gather_some_rows(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
 
     def _share(self, regression: LeaveOneOutRegression) -> None:
         """Gives each of several processes the predictions of its data points."""
@@ -348,7 +348,7 @@ class GPSelect(Preselection):
         num_selected: number of selected latents.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
         pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict
             the marginals best. The latter takes longer and needs a smaller rank.
         explore: mean share of the selected places given to chance, see :class:`Preselection`.
@@ -357,7 +357,7 @@ class GPSelect(Preselection):
             default: the observations.
         max_active: largest number of active latents in a proposal.
         fit_steps: largest number of L-BFGS steps of a fit.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -394,7 +394,7 @@ def _marginals(batch: SearchBatch) -> Tensor:
     if batch.marginals is not None:
         return batch.marginals.double()
     population = batch.population
-    options = options_of(population.space, population.words.device)
+    options = space_options(population.space, population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
 
 

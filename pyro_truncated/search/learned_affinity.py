@@ -67,7 +67,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
         All processes learn the same.
         """
-        data, everyone = self._data_of(batch), everyone_of(batch)
+        data, everyone = self._data_of(batch), gather_function(batch)
         if batch.is_new and self.regression is not None and not self._is_of_new_data:
             return
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
@@ -148,6 +148,6 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """
 
 
-def everyone_of(batch: SearchBatch) -> Callable[[S], list[S]]:
+def gather_function(batch: SearchBatch) -> Callable[[S], list[S]]:
     """Returns a function that gathers what all processes of a batch say."""
     return world.gather if batch.is_spread else lambda value: [value]

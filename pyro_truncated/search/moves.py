@@ -24,7 +24,7 @@ class Moves:
     Args:
         space: the state space.
         device: where the states live.
-        limit: largest number of moves of one latent; default: all.
+        limit: largest number of moves of one latent. Default: all.
 
     Attributes:
         count: number of moves, ``M``; the number of latents where all are binary.

@@ -43,9 +43,9 @@ class NeighbourSearch(Search):
 
     Args:
         num_neighbours: length of the lists.
-        parents: how many of a data point's components are asked for their neighbours, the best ones.
+        parents: how many of a data point's best components are asked for neighbours.
         num_random: number of random components that are tried, too.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Attributes:
         neighbours: the lists, ``(K, num_neighbours)``, nearest first; a component that stands in its own list fills a place that is free.

@@ -50,7 +50,7 @@ class Options:
 
 
 @functools.lru_cache(maxsize=16)
-def options_of(space: StateSpace, device: torch.device | str = "cpu") -> Options:
+def space_options(space: StateSpace, device: torch.device | str = "cpu") -> Options:
     """The options of a state space, brought to a device once."""
     is_mixture = space.num_latents == 1
     latent, value, words = single_states(space.fields, first=0 if is_mixture else 1)
@@ -109,7 +109,7 @@ class Singletons:
 
     def __call__(self, batch: SearchBatch) -> Tensor:
         """Scores ``(N, P)`` of the options of the batch's data points."""
-        words = options_of(batch.space, batch.population.words.device).words
+        words = space_options(batch.space, batch.population.words.device).words
         return batch.score(words.expand(len(batch.population), -1, -1).contiguous())
 
 
@@ -229,8 +229,8 @@ class Preselection(AffinitySearch):
         affinity: maps a :class:`~pyro_truncated.search.SearchBatch` to scores ``(N, P)``, larger for latents that are more likely to be
             active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent. A NaN
             is an error, infinities are not.
-        num_selected: number of selected latents :math:`H'`; all of them where there are fewer.
-        max_active: largest number :math:`\gamma` of active latents in a proposal; default: all :math:`2^{H'}` states. Has no meaning
+        num_selected: number of selected latents :math:`H'`. All of them where there are fewer.
+        max_active: largest number :math:`\gamma` of active latents in a proposal. Default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
         explore: mean share of the :math:`H'` places given to chance. Their number is :math:`r_n = \lfloor
             \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point. So less than one
@@ -238,7 +238,7 @@ class Preselection(AffinitySearch):
             prediction.
         merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it: expectation
             truncation, in which every E-step forgets the one before.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         TypeError: if the affinity is not callable.
@@ -277,7 +277,7 @@ class Preselection(AffinitySearch):
 
     def propose(self, batch: SearchBatch) -> Population:
         """The states over the selected latents: ``(N, S)``, distinct within each data point."""
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         chosen = options.words[self._select(batch, options)]
         return batch.scored(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
 
@@ -307,7 +307,7 @@ class Preselection(AffinitySearch):
         Raises:
             ValueError: if the affinity is not of the right shape or NaN.
         """
-        options = options_of(batch.space, batch.population.words.device)
+        options = space_options(batch.space, batch.population.words.device)
         return (options.value if batch.space.num_latents == 1 else options.latent)[self._select(batch, options)]
 
     def _select(self, batch: SearchBatch, options: Options) -> Tensor:
@@ -333,12 +333,12 @@ class Preselection(AffinitySearch):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the affinity must return a tensor of shape {expected}, data points by latents (or values); got {got}")
-        ops.refuse(scores.isnan().any(), lambda: _refuse_unknown(scores))
+        ops.raise_if(scores.isnan().any(), lambda: _refuse_unknown(scores))
         return scores.detach()
 
 
 def _refuse_unknown(scores: Tensor) -> None:
-    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points")
+    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points: check its inputs")
 
 
 def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class SampledSearch(Search):
 
     Args:
         num_samples: number of candidates per data point.
-        prior_share: fraction of the candidates that come from the prior, rounded to a whole number of candidates.
-        generator: source of randomness; default: torch's global generator.
+        prior_share: fraction of the candidates that come from the prior, rounded to whole ones.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -57,7 +57,7 @@ class SampledSearch(Search):
         return batch.scored(torch.cat(words, 1))
 
 
-def drawn_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
+def draw_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
     """States of the populations drawn by their posterior weights, as words ``(N, number, W)``."""
     weight = batch.population.weights().double().cumsum(1)
     at = ops.uniform(shape=(number,), **batch.draws(generator)).double() * weight[:, -1:]

@@ -40,8 +40,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     Of a data point :math:`y` every element :math:`h` is on with probability :math:`\pi_h`, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, and
 
-    * ``"spike_slab"``: :math:`y \sim \mathcal N(W (s \odot z) + b, \sigma^2 I)` with strengths :math:`z_h \sim \mathcal N(\mu_h,
-      \tau_h^2)`, which are integrated out (:class:`~pyro_truncated.models.SpikeSlabSparseCoding`);
+    * ``"spike_slab"``: :math:`y \sim \mathcal N(W (s \odot z) + b, \sigma^2 I)` with :math:`z_h \sim \mathcal N(\mu_h,
+      \tau_h^2)` integrated out (:class:`~pyro_truncated.models.SpikeSlabSparseCoding`);
     * ``"gaussian"``: :math:`y \sim \mathcal N(W s + b, \sigma^2 I)` (:class:`~pyro_truncated.models.BinarySparseCoding`);
     * ``"bernoulli"``: :math:`p(y_d = 1) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)` for data in {0, 1}
       (:class:`~pyro_truncated.models.NoisyOr`).
@@ -61,11 +61,11 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         codes = coder.fit_transform(scale(load_wine().data))
 
     Args:
-        n_components: number of dictionary elements; default: as many as there are features, at most 100.
+        n_components: number of dictionary elements. Default: as many as there are features, at most 100.
         family: ``"spike_slab"``, ``"gaussian"`` or ``"bernoulli"``.
         offset: whether the data have a background that is learned. It is the offset :math:`b`, or
             the probability :math:`w_0` per feature instead of 0.001.
-        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
+        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``. Default: the data are zeros and ones.
         ridge: strength of a normal prior of the dictionary, see
             :class:`~pyro_truncated.models.SpikeSlabSparseCoding`. Default: ten times the squared
             share of missing data, so none for complete data. Not for ``"bernoulli"``.
@@ -74,7 +74,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
         n_init: the most starts; training ends sooner with a start on which two agree.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         model_: the fitted model, a Pyro program, of the standardised data.

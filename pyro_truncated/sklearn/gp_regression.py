@@ -47,7 +47,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
         polish: whether inducing inputs move freely afterwards.
         max_epochs: most alternations of subset and hyper-parameters.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         regression_: the trained :class:`~pyro_truncated.SubsetGPRegression`.

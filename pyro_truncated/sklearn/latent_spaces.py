@@ -76,15 +76,15 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
     Args:
         n_components: number of latent dimensions that may be used.
         kernel: ``"rbf"``, ``"linear"``, or a kernel of :mod:`pyro.contrib.gp.kernels` over ``n_components`` inputs.
-        n_inducing: inducing inputs; default: 50, at most as many as there are data.
+        n_inducing: inducing inputs. Default: 50, at most as many as there are data.
         prior: prior probability that a dimension is used.
         max_iter: quasi-Newton iterations of each phase of training.
-        n_init: number of starts: of these one from principal components, others random; the best one by the bound is kept.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        n_init: number of starts: of these one from principal components, others random. The best one by the bound is kept.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         model_: the fitted model, a Pyro program, of the standardised data.
-        embedding_: latents of the training data, ``(n_samples, n_components)``; zero in dimensions that are not used.
+        embedding_: latents of the training data, ``(n_samples, n_components)``. Zero in dimensions that are not used.
         relevance_: posterior probability that each dimension is used, ``(n_components,)``.
         bound_: lower bound of the log evidence, in nats.
         n_iter_: most iterations of a phase.
@@ -201,12 +201,12 @@ class ActiveSetGPLVM(_LatentSpace):
 
     Args:
         n_components: dimension of the latent space.
-        n_active: size of the active sets; default: 200, at most half of a minibatch.
+        n_active: size of the active sets. Default: 200, at most half of a minibatch.
         batch_size: size of the minibatches, at most as many as there are data.
-        max_iter: passes over the data; default: 60, and so many that there are 400 minibatches.
+        max_iter: passes over the data. Default: 60, and so many that there are 400 minibatches.
         learning_rate: of the latents at first, in units of the latent space.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         decoder_: the fitted :class:`~pyro_truncated.SASDecoder`, of the standardised data.

@@ -17,7 +17,7 @@ class Coefficients(NamedTuple):
     """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors.
 
     Attributes:
-        positions: the predictors, ``(C, k)``; where there are fewer, any others.
+        positions: the predictors, ``(C, k)``. Where there are fewer, any others.
         is_used: which of them are used, ``(C, k)``.
         factor: Cholesky factors of the precisions in units of the noise's, ``(C, k, k)``; 1 on the diagonal where unused.
         mean: means ``(C, k)``; 0 where unused.
@@ -35,8 +35,8 @@ class Coefficients(NamedTuple):
 class LinearModels:
     r"""The regressions :math:`y \sim \mathcal N(\alpha + X_s \beta_s, \sigma^2 I)` on the predictors that :math:`s \in \{0, 1\}^p` selects.
 
-    With flat priors of :math:`\alpha` and :math:`\log \sigma` and :math:`\beta_s \sim \mathcal N(0, \sigma^2 V_s)`, where
-    :math:`V_s = g (X_s^\top X_s)^{-1}` (Zellner) or :math:`V_s = (g / n) I` (independent), all but :math:`s` is integrated out:
+    Priors of :math:`\alpha` and :math:`\log \sigma` are flat, and :math:`\beta_s \sim \mathcal N(0, \sigma^2 V_s)`. Either :math:`V_s = g
+    (X_s^\top X_s)^{-1}` (Zellner) or :math:`V_s = (g / n) I` (independent). All but :math:`s` is integrated out:
 
     .. math:: \log p(y \mid s) = \log\Gamma\bigl(\tfrac{n-1}2\bigr) - \tfrac{n-1}2 \log \pi S_s - \tfrac12 \log n
         - \tfrac12 \log |I + V_s X_s^\top X_s|, \qquad S_s = y^\top y - y^\top X_s (X_s^\top X_s + V_s^{-1})^{-1} X_s^\top y.
@@ -47,7 +47,7 @@ class LinearModels:
     Args:
         X: predictors ``(n, p)``, centred, of variance 1 (or 0).
         y: centred targets ``(n,)``.
-        g: variance of the coefficients in units of that of least squares.
+        g: variance of the coefficients, relative to least squares.
         is_zellner: whether the prior is Zellner's.
         size: expected number of predictors :math:`m`, between 0 and :math:`p`.
 

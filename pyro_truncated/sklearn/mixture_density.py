@@ -56,11 +56,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         n_states: components kept per data point.
         max_iter: maximum of training steps on all data after the best restart. A restart takes as
             many, but at most 60, and at most 12 of more than ten components.
-        n_init: number of starts, from clusters of random data points; default: ten of up to ten components, two of more. Starts of
+        n_init: number of starts, from clusters of random data points. Default: ten of up to ten components, two of more. Starts of
             many components differ little, and take long.
         tol: relative growth of the log density, averaged over five steps, below which training ends.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         model_: the fitted model, a Pyro program.
@@ -247,7 +247,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
         data = validated_data(self, X, reset=reset, dtype=None, **options).astype(object)
         if data.dtype == object and _is_missing(data).any():
-            raise ValueError("X has missing entries: name them, as by 'missing', which is then a category, or leave these rows out")
+            raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
         return torch.from_numpy(self._encoder.transform(data))

@@ -50,13 +50,13 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
     Args:
         prior: ``"zellner"``, :math:`V_s = g (X_s^\top X_s)^{-1}`, or ``"independent"``, :math:`V_s = (g / n)\,\mathrm{diag}(v)^{-1}`
             with the variances :math:`v` of the predictors. For predictors that are not correlated they are the same.
-        g: how much wider than the likelihood the prior of the coefficients is; default: :math:`\max(n, p^2)`, the benchmark of Fernández,
+        g: how much wider than the likelihood the prior of the coefficients is. Default: :math:`\max(n, p^2)`, the benchmark of Fernández,
             Ley and Steel (2001).
         expected_model_size: mean number of predictors of a beta-binomial prior (Ley and Steel,
             2009). Default: half of them, for which every number is equally likely.
-        n_models: sets of predictors kept.
+        n_models: sets to keep.
         max_iter: most search steps.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
     Attributes:
         inclusion_probabilities_: posterior probability that each predictor matters, ``(n_features,)``.

@@ -88,7 +88,7 @@ class Population:
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
         possible = log_joint.amax(-1, keepdim=True) > -math.inf
         if ops.is_vectorised(possible):
-            ops.refuse(log_joint.isnan().any(), self._refuse_unscored)
+            ops.raise_if(log_joint.isnan().any(), self._refuse_unscored)
             log_joint = log_joint.masked_fill(~possible, 0.0)
         elif not bool(possible.all()):
             self._refuse_unscored()
@@ -99,9 +99,9 @@ class Population:
         unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)
         if len(unscored):
             raise RuntimeError(
-                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored under the "
-                "model: no minibatch has held these data points yet. Take guide.posterior(*args) with the model's arguments, which scores "
-                "them, or guide.refresh_(*args), which also keeps the scores"
+                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored: no "
+                "minibatch has held them yet. With the model's arguments call guide.posterior(*args), or guide.refresh_(*args), which "
+                "also keeps the scores."
             )
 
     def free_energy(self) -> Tensor:
@@ -126,7 +126,7 @@ class Population:
     def value_probabilities(self, temperature: float = 1.0) -> Tensor:
         r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality.
 
-        Summed over the data points they are the sufficient statistics of the latents' priors: of :math:`P(s_l = v) = \pi_{lv}` the
+        Summed over the data points they are the sufficient statistics of the latents' priors. For :math:`P(s_l = v) = \pi_{lv}` the
         gradient is :math:`\partial \mathcal F / \partial \pi_{lv} = \pi_{lv}^{-1} \sum_n q_n(s_l = v)`. Of a mixture, whose one latent is
         the component, they are the responsibilities.
 
@@ -196,7 +196,7 @@ class Population:
 
     def find_duplicates(self) -> Tensor:
         """Returns the positions of data points that hold a state twice, ascending."""
-        return ops.repeated(self.words).any(-1).nonzero().squeeze(-1)
+        return ops.find_duplicates(self.words).any(-1).nonzero().squeeze(-1)
 
     def assert_distinct(self) -> None:
         """Checks that no data point holds a state twice.
@@ -277,8 +277,8 @@ def initial_population(
         num_data: number of data points ``N``.
         num_states: number of states per data point ``S``.
         generator: source of randomness.
-        device: where the result goes; it is computed on the CPU, once.
-        rows: positions ``(N,)`` of the data points among all data, which decide on their states; default: ``0 .. N - 1``.
+        device: where the result goes. It is computed on the CPU, once.
+        rows: positions ``(N,)`` of the data points among all data, which decide on their states. Default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, num_words)``.

@@ -120,37 +120,37 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM converges to the local optimum that its initialisation leads to. Restarts are annealed (:func:`cooling`) and exchange latents. The
-    best one is trained on all data. Agreement, exchange and defaults: :doc:`/explanation/learn`.
+    EM converges to a local optimum. Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
+    Agreement, exchange and defaults: :doc:`/explanation/learn`.
 
     Args:
         model: called with the data, changed in place; optional methods: :doc:`/how-to/models`.
-        y: data, ``(N, ...)``; several arrays side by side, ``torch.cat([x, y], 1)``.
-        search: default: the model's own, else one that fits the space of states.
-        num_states: states per data point; default: 64, or 16 for more than 64 mixture components.
-        steps: training steps on all data; default: 100. With closed-form M-steps they are a maximum; beside continuous latents, too
-            (default: 2000).
-        starts: most restarts; default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
+        y: data, ``(N, ...)``. Join several arrays: ``torch.cat([x, y], 1)``.
+        search: default: the model's own, else one that fits its states.
+        num_states: states per data point. Default: 64, or 16 for more than 64 mixture components.
+        steps: training steps on all data. Default: 100. A maximum with closed-form M-steps, and beside continuous latents
+            (default there: 2000).
+        starts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         short_steps: steps of a restart; more follow until convergence.
-        temperature: first temperature; default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
-        tolerance: largest difference in nats per data point of restarts that agree; default: 0.05; 0.01 for mixtures,
+        temperature: first temperature. Default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
+        tolerance: largest difference in nats per data point of restarts that agree. Default: 0.05; 0.01 for mixtures
             and beside continuous latents.
-        lr: learning rate of gradient steps, in units of a parameter's root mean square; default: 0.1.
-        max_count: largest value of count sites, one number or by site name.
-        generator: source of randomness; default: torch's global one.
-        progress: whether to show a progress bar; default: if the output is a terminal.
+        lr: learning rate of gradient steps, in units of a parameter's root mean square. Default: 0.1.
+        max_count: largest value of count sites, for all or by name.
+        generator: source of randomness. Default: torch's global one.
+        progress: whether to show a progress bar. Default: in a terminal.
 
     Returns:
-        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.training.LearnReport`, ``starts`` are the free energies per
-        data point of the restarts, ``steps`` the training steps.
+        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.training.LearnReport`, ``starts`` are the restarts'
+        free energies per data point, ``steps`` the training steps.
 
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.
-        ConvergenceWarning: if training beside continuous latents ends before it has converged.
+        ConvergenceWarning: if training beside continuous latents has not converged.
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
-        TypeError: if the search is of another kind, or is a second array of data.
+        TypeError: if the search is none, as a second array of data.
     """
     short_steps = check_count("short_steps", short_steps)
     steps = None if steps is None else check_count("steps", steps)

@@ -38,7 +38,7 @@ def is_labelled(value: Any) -> bool:
     return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is(value, "xarray", "DataArray")
 
 
-def axes_of(value: Any) -> tuple[Axis, ...]:
+def labelled_axes(value: Any) -> tuple[Axis, ...]:
     """The axes of a labelled array, one per dimension.
 
     Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
@@ -54,7 +54,7 @@ def axes_of(value: Any) -> tuple[Axis, ...]:
     return tuple(Axis(*_named(index.name, index)) for index in value.axes)
 
 
-def array_of(value: Any) -> np.ndarray:
+def as_numpy(value: Any) -> np.ndarray:
     """Returns the numbers of an array of another package.
 
     NaN is what is null, ``pandas.NA``, or the ``_FillValue`` of xarray.
@@ -182,7 +182,7 @@ def as_plain_array(value: Any) -> Any:
     Anything else is as it was.
     """
     if is_labelled(value):
-        value = array_of(value)
+        value = as_numpy(value)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
         return with_missing(value.data, is_masked) if is_masked.any() and value.dtype.kind in "biuf" else value.data
@@ -267,7 +267,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
         """Calls the method with tensors in place of arrays."""
         if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
-        like = number_of(args[0] if args else kwargs.get("model"))
+        like = module_number(args[0] if args else kwargs.get("model"))
         taken = [as_tensors(value, like) for value in args[1:]]
         named = {name: as_tensors(value, like) for name, value in kwargs.items()}
         return method(*args[:1], *taken, **named)  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def _holds_array(value: Any) -> bool:
     return any(map(is_array, parts))
 
 
-def number_of(module: Any) -> Tensor | None:
+def module_number(module: Any) -> Tensor | None:
     """A tensor of the type and device of a module's numbers."""
     # In its constructor a module has no parameters to ask for yet.
     is_made = isinstance(module, torch.nn.Module) and "_parameters" in vars(module)

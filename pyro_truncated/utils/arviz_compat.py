@@ -124,11 +124,11 @@ class LooResult:
     """Leave-one-out cross-validation by Pareto-smoothed importance sampling.
 
     Attributes:
-        elpd: expected log predictive density, summed over the observations.
+        elpd: expected log predictive density of all observations.
         se: its standard error.
         p_loo: effective number of parameters.
         pointwise: the terms, one per observation.
-        pareto_k: tail indices, one per observation.
+        pareto_k: tail indices of them.
     """
 
     elpd: float

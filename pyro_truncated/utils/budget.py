@@ -72,12 +72,12 @@ def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
 
     Args:
         bytes_per_row: bytes of all temporaries of a row.
-        num_bytes: the budget; default: the one in force.
+        num_bytes: the budget. Default: the one in force.
     """
     return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
 
 
-def blocks_of_rows(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+def row_slices(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
     """Yields slices of successive rows that fit the budget.
 
     See :func:`rows_per_block`. Without rows there are none.

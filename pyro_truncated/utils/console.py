@@ -42,7 +42,7 @@ def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
     """A bar on standard error.
 
     Args:
-        progress: whether to show it; default: if standard error is a terminal.
+        progress: whether to show it. Default: if standard error is a terminal.
         **options: of tqdm.
     """
     return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)
@@ -107,6 +107,6 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def power_of_ten(number: int) -> str:
+def readable_count(number: int) -> str:
     """Returns a count as text, if huge its order of magnitude."""
     return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import current_budget
-from pyro_truncated.utils.devices import known_of, note_of
+from pyro_truncated.utils.devices import cache_answer, cached_answer
 
 
 class _Finite(constraints.Constraint):
@@ -150,7 +150,7 @@ def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def has_missing(value: Tensor) -> bool:
     """Whether entries are missing."""
-    return known_of(value, "has missing entries", lambda: value.isnan().any())
+    return cached_answer(value, "has missing entries", lambda: value.isnan().any())
 
 
 def missing_where(value: Tensor, other: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def missing_where(value: Tensor, other: Tensor) -> Tensor:
     On a device they count as having missing entries if the others have.
     """
     if not value.is_cpu:
-        note_of(value, "has missing entries", has_missing(other))
+        cache_answer(value, "has missing entries", has_missing(other))
     return value
 
 

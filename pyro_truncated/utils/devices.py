@@ -59,7 +59,7 @@ def brought(state: Any, device: torch.device) -> Any:
 _facts: Any = WeakIdKeyDictionary()
 
 
-def known_of(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
+def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
     """The answer to a question about the entries of a tensor.
 
     On the CPU, where memory may be shared with arrays that change unseen, it is found out whenever it is asked.
@@ -77,12 +77,12 @@ def known_of(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bo
     return answers[key]
 
 
-def is_noted(value: Tensor, question: str) -> bool:
+def is_cached(value: Tensor, question: str) -> bool:
     """Whether the cached answer to a question about a tensor is yes."""
     return _is_remembered(value) and _answers(value).get(_key(value, question), False)
 
 
-def note_of(value: Tensor, question: str, answer: bool) -> None:
+def cache_answer(value: Tensor, question: str, answer: bool) -> None:
     """Caches the answer to a question about a tensor, where possible."""
     if _is_remembered(value):
         _answers(value)[_key(value, question)] = answer

@@ -47,7 +47,7 @@ def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def modules_of(*programs: Any) -> list[torch.nn.Module]:
+def program_modules(*programs: Any) -> list[torch.nn.Module]:
     """Yields the modules of Pyro programs.
 
     They lie under handlers, in bound methods and closures, and in models of guides.
@@ -137,7 +137,7 @@ _VERSION_OF_READ = 1
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
     """Returns parameters for which Pyro's store holds another tensor, and that tensor."""
     store = pyro.get_param_store()._params
-    for module in modules_of(*programs):
+    for module in program_modules(*programs):
         for parameter in parameters_of(module):
             stored = store.get(parameter.name)
             if stored is not None and stored is not parameter.tensor:
@@ -160,10 +160,10 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
         return
     shadowed = [parameter.name for parameter, stored in replaced_parameters(*programs) if _is_shadowed(parameter, stored, training)]
     if training:
-        shadowed += [name for module in modules_of(*programs) for name in _shared(module)]
+        shadowed += [name for module in program_modules(*programs) for name in _shared(module)]
     if shadowed:
         raise ValueError(_complaint(shadowed))
-    for module in modules_of(*programs):
+    for module in program_modules(*programs):
         for parameter in parameters_of(module):
             hold(parameter, training)
 
@@ -454,7 +454,7 @@ def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
 def _ranked_names(*programs: Any) -> dict[str, str]:
     ranks: dict[str, str] = {}
     counts: Counter[str] = Counter()
-    for module in modules_of(*programs):
+    for module in program_modules(*programs):
         for part in module.modules():
             if isinstance(part, UniqueModule) and part._pyro_name == part._unique_name and part._pyro_name not in ranks:
                 kind = type(part).__name__

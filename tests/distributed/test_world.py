@@ -78,7 +78,7 @@ def misshapen():
 def test_processes_that_do_different_things_are_told(crew):
     for found in crew.run(2, unlike):
         assert isinstance(found, OtherProcessError)
-        assert "no longer doing the same" in str(found)
+        assert "take different steps" in str(found)
     for found in crew.run(2, misshapen):
         assert isinstance(found, ValueError)
         assert "(2,), (3,)" in str(found)

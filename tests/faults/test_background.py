@@ -12,7 +12,7 @@ import pytest
 KERNELS = """
 import sys, time, torch
 from pyro_truncated import StateSpace, ops
-from pyro_truncated.ops.compiled import background, quadratic, values
+from pyro_truncated.ops.compiled import background, latent_values, quadratic
 
 space = StateSpace([2] * 5)
 words = space.pack(torch.arange(64).reshape(2, 32, 1) >> torch.arange(5) & 1)
@@ -23,7 +23,7 @@ def compute():
     return space.unpack(words), ops.pair_energy(words, linear, pairwise)
 
 def compiled():
-    return [bool(kernel.compiled.signatures) for kernel in (values._unpack_bits, quadratic._pair_energy)]
+    return [bool(kernel.compiled.signatures) for kernel in (latent_values._unpack_bits, quadratic._pair_energy)]
 
 before = compute()
 """

@@ -16,7 +16,7 @@ import torch
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import compilation
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.search.preselection import options_of
+from pyro_truncated.search.preselection import space_options
 from pyro_truncated.states import Population, StateSpace
 
 TRAINING = """
@@ -255,11 +255,11 @@ def test_populations_on_the_cpu_do_not_care_for_the_default_device():
         kept, scores = ops.select_top(words, words[..., 0].double(), children, children[..., 0].double(), 12)
         population = Population(space, kept, scores)
         population.assert_distinct()
-        return kept, population.states(), population.marginals(), population.value_probabilities(), options_of(space).words
+        return kept, population.states(), population.marginals(), population.value_probabilities(), space_options(space).words
 
     expected = population()
     # On "meta" nothing can be computed: whatever were made on the default device would be found out.
-    options_of.cache_clear()
+    space_options.cache_clear()
     with torch.device("meta"):
         found = population()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

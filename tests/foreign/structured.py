@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
-from pyro_truncated.program.supports import bounds_of, possible_values, support_of
+from pyro_truncated.program.supports import possible_values, support_of, value_bounds
 from tests.foreign.harness import difference, loss_and_gradients
 
 # Largest number of joint states that the brute force takes, and states that nodes keep by default: all that these have.
@@ -198,7 +198,7 @@ def _trace(model: Any, args: Any, values: Mapping[str, Tensor]) -> Any:
 
 
 def _bounds(node: Any, max_count: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-    low, high = bounds_of(node["fn"])
+    low, high = value_bounds(node["fn"])
     if node["name"] in max_count:
         high = torch.tensor(max_count[node["name"]])
     shape = node["fn"].batch_shape + node["fn"].event_shape

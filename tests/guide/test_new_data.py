@@ -208,7 +208,7 @@ def test_the_guide_for_new_data_keeps_the_list_alive():
 
 def test_latents_that_no_guide_covers_are_refused():
     guide = AutoTruncated(located, 2)
-    with pytest.raises(ValueError, match=r"knows nothing of the latents \['loc'\].*only be drawn from the prior.*AutoGuideList"):
+    with pytest.raises(ValueError, match=r"could only draw the latents \['loc'\] from the prior.*AutoGuideList"):
         guide.infer(NEW, SEARCH, steps=1)
 
 

@@ -206,7 +206,7 @@ def test_a_guide_with_one_vector_of_all_latents_cannot_follow_a_loader(family):
     guide.append(family(poutine.block(on_loader_with_locals, hide=["s"])))
     guide.append(AutoTruncated(on_loader_with_locals, 2))
     svi = SVI(on_loader_with_locals, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1))
-    with pytest.raises(ValueError, match=r"cannot take the latent 'z' for a subsample of plate 'data'.*AutoNormal or AutoDelta"):
+    with pytest.raises(ValueError, match=r"cannot take the latent 'z' for a subsample of plate 'data'.*AutoNormal, AutoDelta"):
         svi.step(Y[:3], torch.arange(3))
 
 

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.agglomeration import Agglomeration, Merging
-from pyro_truncated.models.covariance_types import kind_of
+from pyro_truncated.models.covariance_types import make_covariances
 from tests.models.mixture import free_energies
 
 D64 = torch.float64
@@ -67,7 +67,7 @@ def brute_force(covariance: str, x: Tensor, owner: Tensor, within: Tensor, numbe
 def test_clusters_become_one_in_the_order_of_what_that_costs(covariance: str) -> None:
     x = some_data()
     owner = torch.arange(8).repeat_interleave(10)
-    kind = kind_of(covariance, 3, rank_of(covariance), False)
+    kind = make_covariances(covariance, 3, rank_of(covariance), False)
     clusters = Agglomeration(kind, x, FLOOR)
     around = x - torch.stack([rows.mean(0) for rows in x.split(10)])[owner]
     within = around.mT @ around / (80 - 8)
@@ -84,7 +84,7 @@ def test_clusters_become_one_in_the_order_of_what_that_costs(covariance: str) ->
 def test_costs_are_those_of_two_components_that_become_one(covariance: str) -> None:
     x = some_data()
     owner = torch.arange(8).repeat_interleave(10)
-    kind = kind_of(covariance, 3, rank_of(covariance), False)
+    kind = make_covariances(covariance, 3, rank_of(covariance), False)
     clusters, pairs, within = Agglomeration(kind, x, FLOOR), torch.combinations(torch.arange(8)), torch.cov(x.mT) / 50
     costs = Merging(kind, lambda some: clusters.likeliest(some, within), clusters.statistics(owner, 8), pairs).costs(pairs)
     alone = [likeliest(covariance, rows, within).log_prob(rows).sum() for rows in x.split(10)]
@@ -148,7 +148,7 @@ def test_noise_that_all_share_says_nothing_about_who_belongs_together(seed: int)
     widths = torch.rand(20, 1, dtype=D64, generator=generator).repeat_interleave(20, 0)
     x = some_data(20, 4, seed).repeat_interleave(20, 0) + 3 * widths * torch.randn(400, 4, dtype=D64, generator=generator)
     found = [
-        Agglomeration(kind_of("low-rank", 4, 1, shared_noise=is_shared), x, FLOOR).components(8, torch.Generator().manual_seed(0))
+        Agglomeration(make_covariances("low-rank", 4, 1, shared_noise=is_shared), x, FLOOR).components(8, torch.Generator().manual_seed(0))
         for is_shared in (False, True)
     ]
     torch.testing.assert_close(found[0].loc, found[1].loc)
@@ -158,5 +158,5 @@ def test_sorted_data_have_components_everywhere() -> None:
     # Of more rows than the first clusters are sought among, the last ones are a cluster of their own.
     centres = 20.0 * torch.cartesian_prod(torch.arange(5.0, dtype=D64), torch.arange(5.0, dtype=D64))[:22]
     x = centres.repeat_interleave(1000, 0) + torch.randn(22_000, 2, dtype=D64, generator=torch.Generator().manual_seed(0))
-    found = Agglomeration(kind_of("diag", 2, None, shared_noise=False), x, FLOOR).components(22, torch.Generator().manual_seed(0))
+    found = Agglomeration(make_covariances("diag", 2, None, shared_noise=False), x, FLOOR).components(22, torch.Generator().manual_seed(0))
     assert (torch.cdist(centres, found.loc).amin(1) < 1.0).all()

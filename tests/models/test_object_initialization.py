@@ -11,7 +11,7 @@ import torch
 from pyro_truncated import learn
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.models.object_initialization import Clusters, Windows, background_of, lone_windows, missing_energy, most_missed
+from pyro_truncated.models.object_initialization import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
 from pyro_truncated.training.convergence import of_restart, train
 
@@ -21,7 +21,7 @@ def test_background_is_the_narrow_part_of_the_pixels() -> None:
     colour, deviation = torch.tensor([0.2, -0.1, 0.4]).double(), 0.15
     pixels = colour + deviation * torch.randn(12_000, 3, generator=generator, dtype=torch.float64)
     pixels[:4000] += torch.rand(4000, 3, generator=generator, dtype=torch.float64) * 3 - 1
-    found, variance = background_of(pixels, generator)
+    found, variance = estimate_background(pixels, generator)
     # Of 8000 pixels means have a standard error of .0017; the median of all lies .05 off.
     torch.testing.assert_close(found, colour, rtol=0, atol=0.015)
     assert float(variance.sqrt()) == pytest.approx(deviation, rel=0.05)
@@ -29,7 +29,7 @@ def test_background_is_the_narrow_part_of_the_pixels() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 0.7])
 def test_background_of_one_colour_without_noise(value: float) -> None:
-    found, variance = background_of(torch.full((50, 2), value), None)
+    found, variance = estimate_background(torch.full((50, 2), value), None)
     torch.testing.assert_close(found, torch.full((2,), value))
     assert 0 < float(variance) < 1e-5
 
@@ -62,15 +62,15 @@ def test_objects_that_stay_are_those_that_the_others_do_not_make_up_for() -> Non
 
     for number in range(6, 0, -1):
         kept = min((kept[:i] + kept[i + 1 :] for i in range(len(kept))), key=error)
-        assert most_missed(missing, number).tolist() == kept
-    assert sorted(most_missed(missing, 9).tolist()) == [0, 0, 1, 1, 2, 3, 4, 5, 6]
+        assert prune_objects(missing, number).tolist() == kept
+    assert sorted(prune_objects(missing, 9).tolist()) == [0, 0, 1, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_blend_of_two_objects_goes_before_either() -> None:
     # Each of the two explains ten windows; a blend explains all twenty by half, more than one object alone, but nothing that both do not.
     missing = torch.ones(20, 3)
     missing[:10, 1], missing[10:, 2], missing[:, 0] = 0.0, 0.0, 0.14
-    assert most_missed(missing, 2).tolist() == [1, 2]
+    assert prune_objects(missing, 2).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("wrap", [True, False])

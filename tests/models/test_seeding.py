@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.models import GaussianMixture, seeding
 from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
-from pyro_truncated.search import LinearFunctions, linear_functions
+from pyro_truncated.search import MaxInnerProductIndex, max_inner_product_index
 from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
@@ -133,7 +133,7 @@ def test_the_rows_for_a_thousand_components_are_drawn_one_by_one(monkeypatch: py
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand functions are looked for in groups, for any number of data."""
-    monkeypatch.setattr(LinearFunctions, "EFFORT", dataclasses.replace(LinearFunctions.EFFORT, few=1000, rows_per_function=0))
+    monkeypatch.setattr(MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, few=1000, rows_per_function=0))
 
 
 @pytest.mark.usefixtures("few_are_many")
@@ -162,7 +162,7 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     places, x = y[:1500], y[1500:]
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     features, own = torch.cat([torch.ones(len(x), 1, dtype=D64), x], 1), torch.cat([torch.ones(1500, 1, dtype=D64), places], 1)
-    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x))
+    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x))
     expected = (features @ coefficients.mT).topk(3)
     assert functions.largest(features, 3, expected.indices).equal(expected.indices)
     # Of few data points none may lack the best one, so that nothing is left to be looked for.
@@ -189,17 +189,17 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     x = places[torch.randint(1500, (6000,), generator=generator)] + torch.randn(6000, 8, generator=generator, dtype=D64)
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
-    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
-    nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], linear_functions.largest_of_groups
+    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], max_inner_product_index.max_inner_products_in_groups
 
     def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
         looked.append(len(features) * (asked.shape[1] == 16))
         return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
+    monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
     missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert 0 < sum(looked) < 3000
-    monkeypatch.setattr(LinearFunctions, "EFFORT", dataclasses.replace(LinearFunctions.EFFORT, groups=2))
+    monkeypatch.setattr(MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, groups=2))
     missed_before = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert missed_before > 30
     assert missed < missed_before / 4
@@ -211,14 +211,14 @@ def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_
     places, x = (torch.randn(number, 12, generator=generator, dtype=D64) for number in (1500, 6000))
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
-    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
-    looked, of_groups = [], linear_functions.largest_of_groups
+    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    looked, of_groups = [], max_inner_product_index.max_inner_products_in_groups
 
     def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
         looked.append((asked.shape[1], len(features)))
         return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
+    monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
     functions.largest(features, 4)
     # The first 750 data points try it, two groups first.
     assert looked[0] == (2, 750)
@@ -233,14 +233,14 @@ def test_small_groups_are_looked_at_in_such_numbers_that_they_have_enough_functi
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     # Groups of 2, 3 and 4 functions, and of some 30.
     group = torch.cat([torch.repeat_interleave(torch.arange(3), torch.tensor([2, 3, 4])), 3 + torch.arange(1491) % 50])
-    looked, of_groups = [], linear_functions.largest_of_groups
+    looked, of_groups = [], max_inner_product_index.max_inner_products_in_groups
 
     def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
         looked.append(asked.shape[1])
         return of_groups(features, coefficients, group, num_groups, asked, number)
 
-    monkeypatch.setattr(linear_functions, "largest_of_groups", counted)
-    functions = LinearFunctions(coefficients, own, lambda: group, 300)
+    monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
+    functions = MaxInnerProductIndex(coefficients, own, lambda: group, 300)
     found = functions.largest(own[:300], 8, torch.arange(8).repeat(300, 1))
     assert looked[0] == 3
     assert found.sort(1).values.diff().min() > 0
@@ -272,7 +272,7 @@ def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
     places = torch.cat([1e-3 * torch.randn(1800, 2, generator=generator), 100 * torch.randn(200, 2, generator=generator)])
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     features = torch.cat([torch.ones(2000, 1), places], 1)
-    found = LinearFunctions(coefficients, features, lambda: grouped(places), 200).largest(features[1800:], 1)
+    found = MaxInnerProductIndex(coefficients, features, lambda: grouped(places), 200).largest(features[1800:], 1)
     assert torch.equal(found[:, 0], torch.arange(1800, 2000))
 
 
@@ -281,7 +281,7 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
     places = torch.cat([torch.arange(20.0).unsqueeze(1).repeat(100, 1), torch.full((5, 1), 100.0)])
     coefficients = torch.cat([-0.5 * places.square(), places], 1)
     features = torch.cat([torch.ones_like(places), places], 1)
-    found = LinearFunctions(coefficients, features, lambda: grouped(places), 2).largest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
+    found = MaxInnerProductIndex(coefficients, features, lambda: grouped(places), 2).largest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
     assert places[found].flatten().tolist() == [7.0, 100.0]
 
 
@@ -290,24 +290,24 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
 def test_groups_that_are_none_are_refused(group: Tensor) -> None:
     places = torch.randn(1200, 2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="group"):
-        LinearFunctions(places, places, lambda: group, 1200).largest(places, 3)
+        MaxInnerProductIndex(places, places, lambda: group, 1200).largest(places, 3)
 
 
 def test_functions_that_do_not_exist_are_refused() -> None:
     places = torch.randn(5, 2)
-    functions = LinearFunctions(places, places, lambda: torch.zeros(5, dtype=torch.int64), 5)
+    functions = MaxInnerProductIndex(places, places, lambda: torch.zeros(5, dtype=torch.int64), 5)
     for number in (0, 6):
         with pytest.raises(ValueError, match="number must be"):
             functions.largest(places, number)
     with pytest.raises(ValueError, match=r"features must have shape \(N, 2\)"):
         functions.largest(places[:, :1], 1)
     with pytest.raises(ValueError, match="coefficients and features must have the same shape"):
-        LinearFunctions(places, places[:4], lambda: torch.zeros(5), 5)
+        MaxInnerProductIndex(places, places[:4], lambda: torch.zeros(5), 5)
 
 
 def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
     places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
     with PretendedDevice() as device:
-        found = LinearFunctions(there(places), there(places), lambda: grouped(there(places)), 60).largest(there(places), 3)
+        found = MaxInnerProductIndex(there(places), there(places), lambda: grouped(there(places)), 60).largest(there(places), 3)
         assert not device.syncs
     assert torch.equal(here(found), (places @ places.mT).topk(3).indices)

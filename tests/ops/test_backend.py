@@ -13,7 +13,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Popula
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops import backend as dispatch
 from pyro_truncated.ops.vectorised import blocks, quadratic
-from pyro_truncated.utils.budget import DEFAULT_BUDGET, blocks_of_rows, current_budget, rows_per_block
+from pyro_truncated.utils.budget import DEFAULT_BUDGET, current_budget, row_slices, rows_per_block
 
 HERE = torch.zeros(1)
 
@@ -62,7 +62,7 @@ def test_an_unknown_kind_and_no_memory_are_refused():
 def test_rows_fill_the_budget():
     with ops.memory_budget(100):
         assert [rows_per_block(size) for size in (0, 7, 100, 101)] == [100, 14, 1, 1]
-        assert list(blocks_of_rows(5, 40)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+        assert list(row_slices(5, 40)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
         with ops.memory_budget(None):
             assert current_budget() == 100
     assert rows_per_block(10, 35) == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated import ops
-from pyro_truncated.ops.compiled import threads, values
+from pyro_truncated.ops.compiled import latent_values, threads
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.states import StateSpace
 
@@ -98,5 +98,5 @@ def test_there_are_no_more_threads_than_torch_has_unless_their_number_is_given(a
 def test_the_number_of_threads_is_put_back_when_a_kernel_fails():
     before = numba.get_num_threads()
     with pytest.raises(numba.TypingError):
-        values._unpack_bits(np.zeros(3), None)
+        latent_values._unpack_bits(np.zeros(3), None)
     assert numba.get_num_threads() == before

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_truncated.distributions import ComponentLowRankNormal, products_of_components
+from pyro_truncated.distributions import ComponentLowRankNormal, component_products
 from pyro_truncated.ops import low_rank
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.budget import memory_budget
@@ -108,7 +108,7 @@ def test_products_of_components_are_weighted_sums() -> None:
     for around in (None, center):
         above = rows.unsqueeze(1) - (0.0 if around is None else around)
         expected = torch.einsum("nk,nkd,nke->kde", dense, above.expand(N, K, D), above.expand(N, K, D))
-        torch.testing.assert_close(products_of_components(rows, component, weight, K, around), expected)
+        torch.testing.assert_close(component_products(rows, component, weight, K, around), expected)
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_products_of_components_are_weighted_sums() -> None:
 def test_products_of_components_refuse_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
     given = {"rows": torch.ones(2, D), "component": torch.tensor([[0], [1]]), "weight": torch.ones(2, 1), "num_components": K}
     with pytest.raises(ValueError, match=message):
-        products_of_components(**{**given, **changed})
+        component_products(**{**given, **changed})

@@ -43,7 +43,7 @@ def test_flips_and_selections_are_followed_without_a_look() -> None:
         children = ops.flip_random(parents, SPACE.fields)
         assert most_active(parents, 0) == 6
         assert most_active(children) == 7 >= count(children)
-        with ops.together():
+        with ops.defer_checks():
             device.forget()
             scores = slabs(children)
             assert not any("active_latents" in line or "look" in line for line in device.syncs)
@@ -95,5 +95,5 @@ def test_too_small_a_number_is_found_out() -> None:
     with PretendedDevice():
         words = there(states())
         note_most_active(words, 4)
-        with pytest.raises(RuntimeError, match="more active latents"), ops.together():
+        with pytest.raises(RuntimeError, match="more active latents"), ops.defer_checks():
             slabs(words)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyro_truncated.ops import repeated, select_top, use_backend
+from pyro_truncated.ops import find_duplicates, select_top, use_backend
 
 # Every test runs on both kinds of kernels.
 pytestmark = pytest.mark.usefixtures("kind")
@@ -138,7 +138,7 @@ def test_bad_arguments() -> None:
 
 def test_repeated_marks_all_but_the_first() -> None:
     words = torch.tensor([[[1, 0], [0, 1], [1, 0], [1, 0]], [[5, 5], [5, 4], [4, 5], [4, 4]]])
-    assert repeated(words).tolist() == [[False, False, True, True], [False] * 4]
+    assert find_duplicates(words).tolist() == [[False, False, True, True], [False] * 4]
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -151,4 +151,4 @@ def test_repeated_is_a_set(states: list[list[int]]) -> None:
         seen.add(tuple(state))
     for kind in ("compiled", "vectorised"):
         with use_backend(kind):
-            assert repeated(torch.tensor([states]))[0].tolist() == expected
+            assert find_duplicates(torch.tensor([states]))[0].tolist() == expected

@@ -54,7 +54,7 @@ class Flat(nn.BatchNorm1d):
 def test_layers_that_update_statistics_in_every_run_are_named():
     model, net = observed_through(Flat(4))
     with (
-        pytest.warns(UserWarning, match="the model runs Flat in training mode: a step runs the model on thousands of states"),
+        pytest.warns(UserWarning, match="the model runs Flat in training mode: each run normalises by the states in it"),
         warnings.catch_warnings(action="ignore", category=VectorizationWarning),
     ):
         AutoTruncated(model).setup(Y)

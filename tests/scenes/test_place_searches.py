@@ -144,7 +144,7 @@ def test_completion_finds_one_object_after_the_other(order: str) -> None:
     rank = scenes.depth if order == "depth" else None
     true = packed_scenes_of(guide.space, scenes.presence.long(), scenes.position, rank)
     truth = guide.log_joint_of(scenes.data).score(true.unsqueeze(1)).squeeze(1)
-    search = PlacementCompletion(PlaceScan(model.parameters_of_scene, model.canvas), 3)
+    search = PlacementCompletion(PlaceScan(model.scene_parameters, model.canvas), 3)
     guide = guide.infer(scenes.data, search, steps=20)
     # Hardly visible ones may be elsewhere, and orders that show the same are as good.
     best = guide.population().log_joint.max(1).values
@@ -158,7 +158,7 @@ def test_an_object_is_found_beside_a_scene_by_its_most_probable_entries() -> Non
     model.features, model.masks = objects.features, objects.masks * 0.98 + 0.01
     model.scale = model.background_scale = torch.tensor(0.05)
     batch, nothing = SimpleNamespace(observations={"y": scenes.data}), torch.full((5, 3), -1)
-    scores = [PlaceScan(model.parameters_of_scene, model.canvas, min_mask=least).beside(batch, nothing).scores for least in (0.4, 0.6)]
+    scores = [PlaceScan(model.scene_parameters, model.canvas, min_mask=least).beside(batch, nothing).scores for least in (0.4, 0.6)]
     assert bool((scores[1] != 0).all())
     torch.testing.assert_close(*scores)  # masks are .01 or .99
 
@@ -232,7 +232,7 @@ def test_children_are_scenes_of_positive_probability_whatever_the_order() -> Non
             y = model(num_data=10)
         pyro.clear_param_store()
         guide = AutoTruncated(model, num_states=12)
-        search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 3) + PlacementMoves(GRID, parents=3, children=10)
+        search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 3) + PlacementMoves(GRID, parents=3, children=10)
         guide.search_(search, guide.log_joint_of(y), steps=3)
         assert bool(guide.population().log_joint.isfinite().all())
         batch = SearchBatch(guide.population(), guide.log_joint_of(y).score, {"y": y})

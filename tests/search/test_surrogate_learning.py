@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, StateSpace
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import SearchBatch, SurrogateSearch
-from pyro_truncated.search.surrogate.expected_observations import ExpectedObservations
-from pyro_truncated.search.surrogate.log_joint_regression import Belief, LogJointRegression, Trials
+from pyro_truncated.search.surrogate.log_joint_regression import EffectsPosterior, LogJointRegression, ScoredBatch
+from pyro_truncated.search.surrogate.moment_regression import MomentRegression
 from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.population import Population
@@ -49,13 +49,13 @@ def deviations(monkeypatch) -> list[Tensor | None]:
     """The least deviations of own effects of each step."""
     seen: list[Tensor | None] = []
 
-    init = Belief.__init__
+    init = EffectsPosterior.__init__
 
-    def believed(self: Belief, trials: Trials, regression: LogJointRegression, *least: Tensor | None) -> None:
+    def counted(self: EffectsPosterior, samples: ScoredBatch, regression: LogJointRegression, *least: Tensor | None) -> None:
         seen.extend(least)
-        init(self, trials, regression, *least)
+        init(self, samples, regression, *least)
 
-    monkeypatch.setattr(Belief, "__init__", believed)
+    monkeypatch.setattr(EffectsPosterior, "__init__", counted)
     return seen
 
 
@@ -80,7 +80,7 @@ def test_own_effects_deviate_by_what_likelihoods_were_wrong_and_impossible_state
 
 def test_likelihoods_that_mislead_later_are_forgotten(deviations, monkeypatch) -> None:
     votes = iter([True, True, False])
-    monkeypatch.setattr(Trials, "is_explained", lambda self: next(votes))
+    monkeypatch.setattr(ScoredBatch, "is_explained", lambda self: next(votes))
     search = SurrogateSearch(4)
     searched(search)
     assert [least is None for least in deviations] == [True, False, True, True]
@@ -92,9 +92,9 @@ def test_data_points_without_possible_states_have_no_vote() -> None:
     log_joint = torch.full((4, 3), -1e30, dtype=torch.float64)
     log_joint[0] = torch.tensor([0.0, -5.0, -1e30])
     explained = torch.tensor([0.0, -4.0, 7.0], dtype=torch.float64).expand(4, -1)
-    trials = Trials(states, log_joint, torch.ones(4, 1).double(), explained)
-    assert trials.is_explained()
-    assert not dataclasses.replace(trials, explained=-3 * explained).is_explained()
+    samples = ScoredBatch(states, log_joint, torch.ones(4, 1).double(), explained)
+    assert samples.is_explained()
+    assert not dataclasses.replace(samples, explained=-3 * explained).is_explained()
 
 
 # --- other data, and other searches ---
@@ -103,7 +103,7 @@ def test_data_points_without_possible_states_have_no_vote() -> None:
 def test_new_data_do_not_vote_on_likelihoods(monkeypatch) -> None:
     search = SurrogateSearch(4)
     guide = searched(search, Y[:16])
-    monkeypatch.setattr(Trials, "is_explained", lambda self: False)
+    monkeypatch.setattr(ScoredBatch, "is_explained", lambda self: False)
     guide.infer(Y[16:], search, steps=2)
     assert search.takes_moments
 
@@ -139,7 +139,7 @@ def test_scores_are_known_to_be_the_same_whatever_other_searches_find() -> None:
 
 def test_what_was_learned_does_not_fade_because_another_search_finds_better_states(monkeypatch) -> None:
     faded = []
-    monkeypatch.setattr(ExpectedObservations, "fade", lambda self: faded.append(1))
+    monkeypatch.setattr(MomentRegression, "fade", lambda self: faded.append(1))
     searched(EvolutionarySearch(4, 3, 1) + SurrogateSearch(4))
     assert len(faded) == 1
 
@@ -172,7 +172,7 @@ def test_likelihoods_are_the_same_in_blocks_and_for_observations_of_any_offset(o
     found = []
     for shift, budget in ((0.0, None), (offset, 10_000)):
         space, moments = some_moments(shift)
-        expected = ExpectedObservations(H, D, D)
+        expected = MomentRegression(H, D, D)
         with memory_budget(budget):
             expected.take(moments, space)
             states = space.unpack(space.enumerate()[:50]).double().expand(N, -1, -1)

@@ -14,7 +14,7 @@ from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture
 from pyro_truncated.search import LearnedFlips, Search, SearchBatch, SurrogateSearch
-from pyro_truncated.search.surrogate.log_joint_regression import Belief, Effects, LogJointRegression, Trials
+from pyro_truncated.search.surrogate.log_joint_regression import Effects, EffectsPosterior, LogJointRegression, ScoredBatch
 from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 
 
@@ -22,11 +22,11 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def some_trials(num_data: int = 3, num_trials: int = 7, num_latents: int = 4, num_features: int = 2) -> Trials:
+def some_samples(num_data: int = 3, num_samples: int = 7, num_latents: int = 4, num_features: int = 2) -> ScoredBatch:
     random = generator()
-    states = (torch.rand(num_data, num_trials, num_latents, generator=random) < 0.5).double()
-    log_joint = 10 * torch.randn(num_data, num_trials, generator=random, dtype=torch.float64)
-    return Trials(states, log_joint, torch.randn(num_data, num_features, generator=random, dtype=torch.float64))
+    states = (torch.rand(num_data, num_samples, num_latents, generator=random) < 0.5).double()
+    log_joint = 10 * torch.randn(num_data, num_samples, generator=random, dtype=torch.float64)
+    return ScoredBatch(states, log_joint, torch.randn(num_data, num_features, generator=random, dtype=torch.float64))
 
 
 def some_regression(num_latents: int = 4, num_features: int = 2) -> LogJointRegression:
@@ -42,48 +42,48 @@ def some_regression(num_latents: int = 4, num_features: int = 2) -> LogJointRegr
 
 
 def test_predictions_are_differences_of_the_quadratic_function() -> None:
-    trials, effects = some_trials(), some_regression().effects
+    samples, effects = some_samples(), some_regression().effects
     for n in range(3):
-        best = trials.states[n, trials.log_joint[n].argmax()]
+        best = samples.states[n, samples.log_joint[n].argmax()]
         for m in range(7):
             value = [
-                sum(s[h] * effects.linear[h] @ trials.features[n] for h in range(4))
+                sum(s[h] * effects.linear[h] @ samples.features[n] for h in range(4))
                 + sum(s[h] * s[k] * effects.pairs[h, k] for h, k in itertools.combinations(range(4), 2))
-                for s in (trials.states[n, m], best)
+                for s in (samples.states[n, m], best)
             ]
-            assert float(trials.predicted(effects)[n, m]) == pytest.approx(float(value[0] - value[1]), abs=1e-9)
+            assert float(samples.predict(effects)[n, m]) == pytest.approx(float(value[0] - value[1]), abs=1e-9)
 
 
 def test_what_residuals_ask_of_effects_is_the_adjoint_of_predictions() -> None:
-    trials, effects = some_trials(), some_regression().effects
+    samples, effects = some_samples(), some_regression().effects
     weight = torch.randn(3, 7, generator=generator(2), dtype=torch.float64)
-    back = trials.transposed(weight)
+    back = samples.apply_adjoint(weight)
     inner = sum((a * b).sum() for a, b in zip(back, effects, strict=True))
-    torch.testing.assert_close(inner, (trials.predicted(effects) * weight).sum())
+    torch.testing.assert_close(inner, (samples.predict(effects) * weight).sum())
 
 
 def test_a_belief_is_the_posterior_of_a_linear_regression() -> None:
-    trials, regression = some_trials(), some_regression()
-    belief = Belief(trials, regression)
-    mean = belief.draws(torch.zeros(3, 1, 4).double(), torch.zeros(3, 1, 7).double())
+    samples, regression = some_samples(), some_regression()
+    posterior = EffectsPosterior(samples, regression)
+    mean = posterior.draws(torch.zeros(3, 1, 4).double(), torch.zeros(3, 1, 7).double())
     # Draws are linear in the standard normal numbers: one of each kind at a time shows their matrix.
     units = torch.eye(11, dtype=torch.float64).expand(3, -1, -1)
-    matrix = (belief.draws(units[..., :4], units[..., 4:]) - mean).mT
-    prior = trials.features @ regression.effects.linear.mT
+    matrix = (posterior.draws(units[..., :4], units[..., 4:]) - mean).mT
+    prior = samples.features @ regression.effects.linear.mT
     for n in range(3):
-        steps, weight = trials.steps[n], torch.diag(trials.variance[n].reciprocal())
+        steps, weight = samples.steps[n], torch.diag(samples.variance[n].reciprocal())
         covariance = torch.linalg.inv(steps.mT @ weight @ steps + torch.diag(regression.variance.reciprocal()))
-        residual = -trials.gap[n] - trials.predicted(regression.effects)[n]
+        residual = -samples.gap[n] - samples.predict(regression.effects)[n]
         torch.testing.assert_close(mean[n, 0], prior[n] + covariance @ steps.mT @ weight @ residual)
         torch.testing.assert_close(matrix[n] @ matrix[n].mT, covariance)
 
 
 def test_shared_effects_solve_the_generalised_least_squares() -> None:
-    trials, regression = some_trials(num_data=40), LogJointRegression(4, 2)
-    change = trials.change_of_flip()
+    samples, regression = some_samples(num_data=40), LogJointRegression(4, 2)
+    change = samples.median_flip_change()
     assert change is not None
     variance = torch.full((4,), (change / 2) ** 2, dtype=torch.float64)
-    regression.fit(trials, iterations=300)
+    regression.fit(samples, iterations=300)
     pairs = list(itertools.combinations(range(4), 2))
     columns = []
     for position in range(8 + len(pairs)):
@@ -93,14 +93,14 @@ def test_shared_effects_solve_the_generalised_least_squares() -> None:
         else:
             h, k = pairs[position - 8]
             effects.pairs[h, k] = effects.pairs[k, h] = 1.0
-        columns.append(trials.predicted(effects))
+        columns.append(samples.predict(effects))
     design = torch.stack(columns, -1)
-    covariance = torch.einsum("nmh,h,nkh->nmk", trials.steps, variance, trials.steps) + torch.diag_embed(trials.variance)
+    covariance = torch.einsum("nmh,h,nkh->nmk", samples.steps, variance, samples.steps) + torch.diag_embed(samples.variance)
     weight = torch.linalg.inv(covariance)
     # A pair stands at two places of a symmetric matrix, and so does its ridge.
     ridge = (0.16 * change) ** -2 * torch.diag(torch.tensor([1.0] * 8 + [2.0] * len(pairs), dtype=torch.float64))
     normal = torch.einsum("nma,nmk,nkb->ab", design, weight, design) + ridge
-    solution = torch.linalg.solve(normal, torch.einsum("nma,nmk,nk->a", design, weight, -trials.gap))
+    solution = torch.linalg.solve(normal, torch.einsum("nma,nmk,nk->a", design, weight, -samples.gap))
     torch.testing.assert_close(regression.effects.linear.flatten(), solution[:8], rtol=1e-5, atol=1e-5)
     found = torch.stack([regression.effects.pairs[h, k] for h, k in pairs])
     torch.testing.assert_close(found, solution[8:], rtol=1e-5, atol=1e-5)
@@ -113,13 +113,13 @@ def test_what_a_flip_changes_is_in_the_unit_of_log_joints_and_impossible_states_
     features = torch.ones(1, 1, dtype=torch.float64)
     # The best state has the last latent; by two flips away from it are 3, 5 and two of negative effects.
     changes = torch.tensor([7.0, 4.0 / 2**0.5, 11.0 / 2**0.5, 2.0 / 2**0.5, 13.0 / 2**0.5], dtype=torch.float64)
-    assert Trials(states, log_joint, features).change_of_flip() == pytest.approx(float(changes.median()))
-    assert Trials(states, 30 * log_joint, features).change_of_flip() == pytest.approx(30 * float(changes.median()))
+    assert ScoredBatch(states, log_joint, features).median_flip_change() == pytest.approx(float(changes.median()))
+    assert ScoredBatch(states, 30 * log_joint, features).median_flip_change() == pytest.approx(30 * float(changes.median()))
     impossible = torch.cat([states, states[:, :1]], 1)
     impossible[0, 6, :2] = 1.0
-    kept = Trials(impossible, torch.nn.functional.pad(log_joint, (0, 1), value=-1e30), features)
-    assert kept.change_of_flip() == pytest.approx(float(changes.median()))
-    assert Trials(states[:, :1], log_joint[:, :1], features).change_of_flip() is None
+    kept = ScoredBatch(impossible, torch.nn.functional.pad(log_joint, (0, 1), value=-1e30), features)
+    assert kept.median_flip_change() == pytest.approx(float(changes.median()))
+    assert ScoredBatch(states[:, :1], log_joint[:, :1], features).median_flip_change() is None
 
 
 @pytest.mark.parametrize("num_data", [20, 40])
@@ -132,9 +132,9 @@ def test_own_effects_are_not_taken_for_small_because_many_features_fit_few_data_
     own = 100 * torch.randn(num_data, 6, generator=random, dtype=torch.float64)
     states = torch.cat([torch.zeros(1, 6), torch.eye(6), 1 - torch.eye(6)]).double().expand(num_data, -1, -1)
     features = torch.linalg.qr(torch.randn(num_data, num_data // 2, generator=random, dtype=torch.float64)).Q * num_data**0.5
-    trials, regression = Trials(states, torch.einsum("nmh,nh->nm", states, own), features), LogJointRegression(6, num_data // 2)
+    samples, regression = ScoredBatch(states, torch.einsum("nmh,nh->nm", states, own), features), LogJointRegression(6, num_data // 2)
     for _ in range(40):
-        regression.fit(trials)
+        regression.fit(samples)
     assert 0.5 < float(regression.variance.mean() / own.square().mean()) < 1.0
 
 
@@ -193,16 +193,16 @@ def test_of_scores_the_best_are_regressed_on_and_the_latest_of_the_others() -> N
     words = space.enumerate()[:10].unsqueeze(0)
     log_joint = torch.tensor([[-9.0, -8.0, -1.0, -7.0, -2.0, -6.0, -5.0, -4.0, -30.0, -20.0]])
     scored = ScoredStates.of(SearchBatch(Population(space, words, log_joint), lambda words: torch.zeros(words.shape[:2])), None)
-    assert torch.equal(scored.kept(4).words, words[:, [2, 4, 8, 9]])
-    assert torch.equal(scored.kept(4).log_joint, log_joint[:, [2, 4, 8, 9]].double())
-    assert scored.kept(10) is scored
+    assert torch.equal(scored.truncate(4).words, words[:, [2, 4, 8, 9]])
+    assert torch.equal(scored.truncate(4).log_joint, log_joint[:, [2, 4, 8, 9]].double())
+    assert scored.truncate(10) is scored
     assert scored.num_since_best().tolist() == [7]
 
 
 def test_memory_bounds_what_is_regressed_on_and_still_no_state_is_scored_twice(monkeypatch) -> None:
     seen = []
     fit = LogJointRegression.fit
-    monkeypatch.setattr(LogJointRegression, "fit", lambda self, trials: (seen.append(trials.states.shape[1]), fit(self, trials)))
+    monkeypatch.setattr(LogJointRegression, "fit", lambda self, samples: (seen.append(samples.states.shape[1]), fit(self, samples)))
     y = torch.randn(3, 12, generator=generator())
     search = Recorded(SurrogateSearch(4, memory=10))
     AutoTruncated(BinarySparseCoding(12, 20).initialize(y), num_states=6).infer(y, search, steps=5)

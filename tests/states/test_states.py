@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyro_truncated import StateSpace, ops
-from pyro_truncated.ops.vectorised import values as vectorised
+from pyro_truncated.ops.vectorised import latent_values as vectorised
 
 cardinalities = st.one_of(
     st.lists(st.just(2), min_size=1, max_size=150),

@@ -79,19 +79,19 @@ def to_arviz(
     Args:
         model: the Pyro model, or one for each guide; or an object that converts itself
             (:func:`~pyro_truncated.diagnostics.convert_owner`), without a guide.
-        guide: its guide, of any kind, or a list of guides with equal populations, which become chains.
+        guide: its guide, or a list of guides with equal populations, which become chains.
         *args: the model's arguments for all data, without subsampling.
         num_samples: draws per chain.
-        num_chains: number of chains, default 4; of several guides each is one chain.
-        num_predictive: draws per chain in predictive groups; default ``num_samples``; 0 leaves them out.
-        dims: names of the event dimensions by site name, default ``<site>_dim_<i>``; of all dimensions by argument name.
-        coords: coordinates by dimension name; default ``0, 1, ...``.
+        num_chains: number of chains. Default: 4, or one for each guide.
+        num_predictive: draws per chain in predictive groups. Default: ``num_samples``; 0 leaves them out.
+        dims: names of event dimensions by site, of all dimensions by argument. Default: ``<site>_dim_<i>``.
+        coords: coordinates by dimension. Default: ``0, 1, ...``.
         seed: seeds the draws and leaves torch's global generators unchanged.
         training: records of the training by name, each ``(num_steps,)`` or ``(num_restarts, num_steps)``.
         checks: what :func:`~pyro_truncated.diagnostics.check_truncation` returned for the same data.
         stores: states of Pyro's parameter store, one per guide (``Restarts.stores``).
-        conditional_log_likelihood: whether to add the likelihood given drawn states; wrong for cross-validation.
-        memory_budget: bytes of a single array; larger ones are left out (attribute ``omitted``).
+        conditional_log_likelihood: whether to add the likelihood given drawn states. Wrong for cross-validation.
+        memory_budget: bytes of a single array. Larger ones are left out (attribute ``omitted``).
         **kwargs: the model's keyword arguments.
 
     Returns:

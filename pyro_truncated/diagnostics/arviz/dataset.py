@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.diagnostics.arviz.draws import Draws, States
 from pyro_truncated.diagnostics.arviz.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.utils.arrays import Axis, as_tensors, axes_of, is_labelled, number_of
+from pyro_truncated.utils.arrays import Axis, as_tensors, is_labelled, labelled_axes, module_number
 
 
 def is_discrete(fn: Any) -> bool:
@@ -33,7 +33,7 @@ def variable_name(site: str) -> str:
     return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
 
 
-def event_dim_of(node: Mapping[str, Any], shape: Sequence[int]) -> int:
+def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Event dimensions of a site's values of this shape.
 
     ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it
@@ -86,7 +86,7 @@ def value_type(site: DiscreteSite) -> torch.dtype:
     return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
 
 
-def labels_of(name: str, shape: Sequence[int]) -> list[str]:
+def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
     """Names of the entries of a site."""
     return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
 
@@ -124,7 +124,7 @@ class DataLabels:
     Attributes:
         plates: names of dimensions by plate.
         dims: names of event dimensions by site.
-        arguments: names of dimensions, other than those of data plates, by argument that is not observed.
+        arguments: names of other dimensions, by argument that is not observed.
         coords: labels by dimension.
     """
 
@@ -141,7 +141,7 @@ def without_labels(
 
     Floating point numbers take the type of the model's, else the guide's, else torch's default; other arguments are as they were.
     """
-    like = next((number for part in (model, guide) if (number := number_of(part)) is not None), torch.empty(0))
+    like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
     found: list[LabelledTensor] = []
     taken = tuple(_bare(value, like, found) for value in args)
     named = {name: _bare(value, like, found) for name, value in kwargs.items()}
@@ -150,7 +150,7 @@ def without_labels(
 
 def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
     if is_labelled(value):
-        found.append(LabelledTensor(as_tensors(value, like), axes_of(value)))
+        found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
         return found[-1].value
     if type(value) in (list, tuple) and any(map(is_labelled, value)):
         return type(value)(_bare(part, like, found) for part in value)
@@ -427,7 +427,7 @@ class Writer:
             variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
-        labels = {LATENT: [label for name, site in layout.sites.items() for label in labels_of(name, site.shape)]}
+        labels = {LATENT: [label for name, site in layout.sites.items() for label in entry_labels(name, site.shape)]}
         return self._dataset(variables, labels).assign_attrs(attrs)
 
     def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
@@ -447,7 +447,7 @@ class Writer:
         """
         node: Any = self.nodes[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
-        event_dim = event_dim_of(node, values.shape[1:]) if event_dim is None else event_dim
+        event_dim = event_dims(node, values.shape[1:]) if event_dim is None else event_dim
         batch_dim = values.dim() - 1 - event_dim
         names, shape = [], [len(values)]
         for position, size in enumerate(values.shape[1 : 1 + batch_dim]):

@@ -15,7 +15,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.diagnostics.arviz.enumeration import Enumeration
-from pyro_truncated.diagnostics.arviz.roles import FreeData, hidden_entries, is_computed, is_data, is_factor, is_latent, leaves, plates_of
+from pyro_truncated.diagnostics.arviz.roles import FreeData, hidden_entries, is_computed, is_data, is_factor, is_latent, leaves, site_plates
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES, certificate
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.candidate_runs import sum_block
@@ -35,8 +35,8 @@ class States:
     Attributes:
         part: the truncated guide.
         log_joint: a scorer.
-        population: populations whose weights and free energies are means over the draws.
-        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``; a mean over draws of the other latents.
+        population: weights and free energies are means over the draws.
+        covered_mass: upper bound on the posterior mass of the populations, ``(N,)``. A mean over draws of the other latents.
         index: indices of the states drawn, ``(draws, N)``.
     """
 
@@ -63,12 +63,12 @@ class Draws:
         computed: values that follow from the latents (``pyro.deterministic``, reparametrised latents), likewise.
         lp: log joint density of each draw.
         log_q: log density of each draw under the guide.
-        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``; empty where they do not exist.
+        log_likelihood: by name, log likelihoods of the observations, ``(draws, *shape)``. Empty where they do not exist.
         log_prior: log prior density of each latent that belongs to no data point, ``(draws,)`` by site name.
         local: names of the latents of data points.
         given: those of them that ``log_likelihood`` is conditional on.
         plates: plates whose members are the data points, by dimension from left to right, with their sizes.
-        joint: name of the variable of ``log_likelihood`` that has one entry per data point; others have the shapes of their sites.
+        joint: name of the variable of ``log_likelihood`` that has one entry per data point. Others have the shapes of their sites.
         states: of a truncated guide.
     """
 
@@ -144,19 +144,19 @@ def _stacked(draws: Iterable[Mapping[str, Any]]) -> Sites:
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-def latents_of_data(nodes: Mapping[str, Any]) -> frozenset[str]:
+def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
     """Returns latents that lie in all plates of some data.
 
     Each belongs to a single observation. Other latents are parameters.
     """
-    data = [plates_of(node) for node in nodes.values() if is_data(node) or is_factor(node)]
-    return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= plates_of(node) for p in data))
+    data = [site_plates(node) for node in nodes.values() if is_data(node) or is_factor(node)]
+    return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= site_plates(node) for p in data))
 
 
-def plates_of_data(nodes: Mapping[str, Any]) -> dict[str, int]:
+def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
     """Returns sizes of the plates of all data, from left to right."""
     data = [node for node in nodes.values() if is_data(node)] or [node for node in nodes.values() if is_factor(node)]
-    shared = frozenset.intersection(*map(plates_of, data)) if data else frozenset()
+    shared = frozenset.intersection(*map(site_plates, data)) if data else frozenset()
     frames = {frame.name: frame for node in data for frame in node["cond_indep_stack"] if frame.name in shared}
     return {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
 
@@ -178,10 +178,10 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
     for name, node in nodes.items():
         if not is_factor(node):
             continue
-        host = next((other for other in found if plates_of(nodes[other]) == plates_of(node)), None)
+        host = next((other for other in found if site_plates(nodes[other]) == site_plates(node)), None)
         if host is not None:
             found[host] = found[host] + node["log_prob"].double()
-        elif plates_of(node):
+        elif site_plates(node):
             found[name] = node["log_prob"].double()
     return found
 
@@ -227,7 +227,7 @@ def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
     It announces itself at its index site.
     """
     with spare_random_numbers():
-        nodes = sample_nodes(guide_trace_of(model, guide, args, kwargs)).values()
+        nodes = sample_nodes(trace_guide(model, guide, args, kwargs)).values()
     marks: list[Any] = [mark for node in nodes if (mark := node["infer"].get("truncated")) is not None]
     parts: list[AutoTruncated] = list(dict.fromkeys(mark["guide"]() for mark in marks))
     if len(parts) > 1:
@@ -255,7 +255,7 @@ def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[An
         guide.create_plates = None
 
 
-def guide_trace_of(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
+def trace_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
     """Runs a guide: a callable, or an effect around the model.
 
     An example of the latter is ``AutoNormalMessenger``.
@@ -272,7 +272,7 @@ def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
     """Draws latents of the guide, enumerated latents and missing data."""
     program: _Program | None = None
     for _ in range(num_draws):
-        guide_trace = guide_trace_of(model, guide, args, kwargs)
+        guide_trace = trace_guide(model, guide, args, kwargs)
         if program is None:
             program = _Program(model, guide_trace, args, kwargs)
         program.add(guide_trace)
@@ -297,7 +297,7 @@ class _Program:
         self._refuse_prior_draws()
         self.enumeration = Enumeration(model, args, kwargs, self.nodes, summed, self.drawn_anew) if summed else None
         inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
-        self.local = latents_of_data(self.nodes) | {name for name in inside if is_latent(self.nodes[name])}
+        self.local = data_latents(self.nodes) | {name for name in inside if is_latent(self.nodes[name])}
         self.leaves = leaves(model, self.nodes, self.local - set(summed), args, kwargs)
         self.collector = Collector(self.local)
 
@@ -349,7 +349,7 @@ class _Program:
             **self.collector.stacked(),
             local=self.local,
             given=self.local - summed - self.leaves,
-            plates=plates or plates_of_data(self.nodes),
+            plates=plates or data_plates_of_nodes(self.nodes),
             joint=joint_name(self.nodes, self.enumeration.inside) if self.enumeration is not None and plates else "",
         )
 
@@ -396,7 +396,7 @@ def _covered(log_joint: LogJoint, population: Population, max_states: int = 2**2
 
 
 def _plates(log_joint: LogJoint) -> dict[str, int]:
-    return dict(zip(log_joint.layout.plates, log_joint.sizes, strict=True)) or plates_of_data(log_joint.nodes)
+    return dict(zip(log_joint.layout.plates, log_joint.sizes, strict=True)) or data_plates_of_nodes(log_joint.nodes)
 
 
 def _likelihood_name(log_joint: LogJoint) -> str:
@@ -437,7 +437,7 @@ class _Gathered:
         nodes = log_joint.nodes
         self.is_global = not part.layout.plates
         inside = frozenset(name for name, node in nodes.items() if log_joint.is_inside(node))
-        self.local = latents_of_data(nodes) - frozenset(part.layout.sites) if self.is_global else inside
+        self.local = data_latents(nodes) - frozenset(part.layout.sites) if self.is_global else inside
         self.leaves = leaves(model, nodes, self.local & set(part.layout.other_latents), args, kwargs)
         self.collector = Collector(self.local, part.layout.sites)
         self.index: list[Tensor] = []

@@ -15,7 +15,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_truncated.diagnostics.arviz.roles import is_data, is_factor, is_latent, plates_of
+from pyro_truncated.diagnostics.arviz.roles import is_data, is_factor, is_latent, site_plates
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.utils.isolation import Assign, isolated
 
@@ -34,10 +34,10 @@ class Enumeration:
         kwargs: its keyword arguments.
         nodes: sites of a run of the model.
         names: the discrete latents.
-        hidden: latents that nobody knows, and on which nothing depends; their densities are left out.
+        hidden: unknown latents on which nothing depends. Their densities are left out.
 
     Attributes:
-        plates: the plates from left to right, with their sizes; empty if no data point has such latents of its own.
+        plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
         local: the latents inside them.
         inside: the sites inside them.
     """
@@ -113,13 +113,13 @@ class Enumeration:
         nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
         below = [node for node in nodes.values() if is_data(node) or is_factor(node)]
         below = [node for node in below if summed.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
-        shared = frozenset.intersection(*map(plates_of, below)) if below else frozenset()
-        self.local = frozenset(name for name in self.names if plates_of(nodes[name]) & shared)
-        shared = shared.intersection(*(plates_of(nodes[name]) for name in self.local)) if self.local else frozenset()
+        shared = frozenset.intersection(*map(site_plates, below)) if below else frozenset()
+        self.local = frozenset(name for name in self.names if site_plates(nodes[name]) & shared)
+        shared = shared.intersection(*(site_plates(nodes[name]) for name in self.local)) if self.local else frozenset()
         frames = {frame.name: frame for node in nodes.values() for frame in node["cond_indep_stack"] if frame.name in shared}
         self.plates = {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
         self.local = self.local if self.plates else frozenset()
-        self.inside = [name for name, node in nodes.items() if self.plates and set(self.plates) <= plates_of(node)]
+        self.inside = [name for name, node in nodes.items() if self.plates and set(self.plates) <= site_plates(node)]
 
     def _per_datum(self, terms: list[Tensor], trace: poutine.Trace) -> Tensor:
         """Sums terms over all plates but those of the data points."""

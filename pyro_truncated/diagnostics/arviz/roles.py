@@ -53,7 +53,7 @@ def is_latent(node: Node) -> bool:
     return not is_observed(node) and not is_computed(node)
 
 
-def plates_of(node: Node) -> frozenset[str]:
+def site_plates(node: Node) -> frozenset[str]:
     """Names of the vectorised plates around a site."""
     return frozenset(frame.name for frame in node["cond_indep_stack"] if frame.vectorized)
 

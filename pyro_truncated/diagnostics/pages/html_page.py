@@ -32,7 +32,7 @@ class Section:
 
     Attributes:
         title: heading.
-        text: what is seen, what the numbers mean; plain text.
+        text: what is seen, what the numbers mean. Plain text.
         figure: picture, stored beside the page as ``name``, or ``None``.
         name: file name of the picture.
         table: header and rows of a table, or empty.
@@ -53,10 +53,10 @@ def write_report(
     The page needs no network.
 
     Args:
-        folder: where to write; created if it does not exist.
+        folder: where to write. Created if it does not exist.
         title: heading of the page.
         lead: opening paragraph, plain text.
-        numbers: the main results by name, shown large under the lead.
+        numbers: the main results by name. They stand in large type under the lead.
         sections: the rest, in order.
         dpi: resolution of the pictures.
 

@@ -285,7 +285,7 @@ def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None,
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
         ax: where to draw.
-        var_names: variables of ``posterior``; default: those of no data point.
+        var_names: variables of ``posterior``. Default: those of no data point.
         most: entries shown of each variable.
 
     Raises:

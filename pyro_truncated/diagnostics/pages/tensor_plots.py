@@ -23,7 +23,7 @@ def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarr
 
     Args:
         images: the images.
-        columns: images per row; default: as many as make the mosaic about square.
+        columns: images per row. Default: as many as make the mosaic about square.
         gap: pixels between neighbours.
 
     Raises:
@@ -65,7 +65,7 @@ def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None =
     Args:
         weight: the dictionary.
         ax: where to draw.
-        shape: height and width of an image; default: square.
+        shape: height and width of an image. Default: square.
         columns: images per row.
     """
     fields = _as_images(weight.detach().mT, shape)

@@ -19,7 +19,7 @@ from pyro_truncated.diagnostics.pages.html_page import Section, write_page
 from pyro_truncated.diagnostics.prediction.cross_validation import CrossValidation, cross_validate
 from pyro_truncated.diagnostics.prediction.predictive_checks import STATISTICS, loo_pit, new_data_group, predictive_p_values
 from pyro_truncated.diagnostics.truncation import findings as trust
-from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
+from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
 
 
@@ -100,9 +100,9 @@ def diagnose(
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
-        path: the page, such as ``"diagnosis.html"``; default: none is written.
+        path: the page, such as ``"diagnosis.html"``. Default: none is written.
         weight: dictionary ``(D, H)`` to show as images, for image models.
-        image_shape: height and width of the images; default: square.
+        image_shape: height and width of the images. Default: square.
         warn: whether to issue a :class:`TruncationWarning` if something is wrong with the truncation.
 
     Returns:
@@ -134,7 +134,7 @@ def diagnose(
         verdict = dataclasses.replace(verdict, page=page)
     print(verdict)
     if warn:
-        warn_of(verdict.findings, what=verdict.what)
+        warn_findings(verdict.findings, what=verdict.what)
     return verdict
 
 
@@ -144,7 +144,7 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
     kept = data.sizes["state"]
     bound, effective = values["support_mass_bound"], values["effective_states"]
-    reference, gap = trust.gap_of(values)
+    reference, gap = trust.free_energy_gap(values)
     outside = np.fmax(values.get("gain_by_size", gap), gap)
     findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"), outside=outside)
     numbers = {

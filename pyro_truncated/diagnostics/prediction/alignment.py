@@ -107,7 +107,7 @@ def compare_restarts(
     Args:
         guides: one fitted guide per restart; each knows its own model.
         *args: the model's arguments.
-        components: what to match latents by, one dictionary ``(D, L)`` per restart (cosine); default: their activation probabilities over
+        components: what to match latents by, one dictionary ``(D, L)`` per restart (cosine). Default: their activation probabilities over
             the data points (correlation).
         stores: states of Pyro's parameter store, one per guide (``Restarts.stores``). They hold parameters of plain
             functions, and of modules whose names repeat.

@@ -55,9 +55,9 @@ def simulation_based_calibration(
 ) -> Calibration:
     r"""Simulates data, infers their states, and ranks the truth in the posterior.
 
-    Let :math:`(s, y) \sim p` and the posterior be exact. Then :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s)
-    \mid y)` with uniform :math:`v` is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018; randomised
-    because states are discrete). Probabilities are those of the weights, so no draws of states are needed.
+    Let :math:`(s, y) \sim p` and the posterior be exact. Then :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s) \mid y)` with uniform
+    :math:`v` is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018). States are discrete, hence the randomisation.
+    Probabilities are those of the weights, so no draws of states are needed.
 
     Statistics are the number of ``active`` latents, every latent, and the ``log_joint``. The last may depend on the
     data and notices what others miss (Modrak et al. 2023). A truncated posterior leaves out improbable states, so the

@@ -32,12 +32,12 @@ class CrossValidation:
         se: its standard error.
         p_loo: effective number of parameters.
         pointwise: the terms, one per data point.
-        pareto_k: tail indices, one per data point; zero for plug-in estimates.
+        pareto_k: tail indices, one per data point. Zero for plug-in estimates.
         is_plug_in: whether parameters are point estimates. Then nothing was left out, and ``elpd`` is the log
             likelihood at parameters that have seen the data.
         conditional_on: names of latents of data points that are not summed out; what they know about the data biases
             the result.
-        num_restarts: how many restarts with point estimates there were; the numbers are those of the one of highest ``elpd``.
+        num_restarts: how many restarts with point estimates there were. The numbers are those of the one of highest ``elpd``.
     """
 
     elpd: float
@@ -149,7 +149,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
 
     Args:
         idatas: by model, from :func:`~pyro_truncated.to_arviz`, of the same data points in the same order.
-        var_names: variables of ``log_likelihood`` by model; needed where there are several.
+        var_names: variables of ``log_likelihood`` by model. Needed where there are several.
 
     Returns:
         ``arviz.compare``'s table, best first, with two columns more. ``missing_nats`` is a lower bound on what each

@@ -118,7 +118,7 @@ def predictive_p_values(
         idata: from :func:`~pyro_truncated.to_arviz`.
         group: predictive group.
         name: observed site; needed if there are several.
-        statistics: functions of the array of all observed values; default: mean, standard deviation, kurtosis, maximum.
+        statistics: functions of the array of all observed values. Default: mean, standard deviation, kurtosis, maximum.
 
     Returns:
         P-values by statistic.

@@ -56,7 +56,7 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
-        num_parents: use only the neighbours of the so many most probable states: cheaper, looser, still a bound. Default: all.
+        num_parents: use only the neighbours of so many most probable states. Cheaper, looser, still a bound. Default: all.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -91,7 +91,7 @@ def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget:
     """Returns which neighbours are outside the population and not repeated, ``(n, P * M)``."""
     size = rows_per_block(32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count), memory_budget)
     blocks = [
-        ~ops.repeated(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
+        ~ops.find_duplicates(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
         for own, chosen in zip(words.split(size), parents.split(size), strict=True)
     ]
     return torch.cat(blocks)
@@ -159,7 +159,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
-        search: improves both populations; default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
+        search: improves both populations. Default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
             keeps what it knows and takes these for new ones, so ``GPSelect(inputs=...)`` needs a function here.
         steps: search steps.
         **kwargs: the model's keyword arguments.

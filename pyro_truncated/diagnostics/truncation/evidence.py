@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
-from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.scoring import broadcast_answer, plain, scored_populations
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.log_joint import LogJoint
@@ -49,7 +49,7 @@ class Evidence:
 
     Attributes:
         free_energy: the deterministic lower bound :math:`\mathcal F_n`.
-        log_evidence: :math:`\log \hat p(y_n)`; never below the free energy, and a lower bound in expectation.
+        log_evidence: :math:`\log \hat p(y_n)`. Never below the free energy, and a lower bound in expectation.
         lower: lower end of the confidence interval.
         upper: upper end of the confidence interval.
         standard_error: standard error of :math:`\log \hat p(y_n)`, to first order.
@@ -57,7 +57,7 @@ class Evidence:
             estimate nor interval is reliable, unless next to nothing lies outside. NaN where the
             weights take too few values for a tail to be fitted (small spaces).
         effective_draws: how many draws the estimated missing mass rests on, :math:`(\sum_i w_i)^2 / \sum_i w_i^2` over those outside.
-        possible_draws: how many draws outside have positive probability; where none has, how many of twenty draws from the prior have,
+        possible_draws: how many draws outside have positive probability. Where none has, how many of twenty draws from the prior have,
             inside or outside. Where none has either, nothing is known of the mass outside.
         is_complete: whether the populations hold all states, so that nothing lies outside.
         stochastic_upper: an upper bound in expectation, where exact posterior draws were given; else ``None``.
@@ -144,7 +144,7 @@ def estimate_evidence(
               \qquad s_i \sim r_n .
 
     This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)`
-    (Jensen), and it is never below the free energy. :math:`r_n` is a *defensive* mixture
+    (Jensen). It is never below the free energy. The proposal :math:`r_n` is a *defensive* mixture
     (Hesterberg 1995). With probability 0.7 it draws a state of the population, half from the
     posterior and half uniformly. Each latent then changes with a small probability (one or three
     changes expected). Otherwise latents are independent. Their values follow the posterior
@@ -206,7 +206,7 @@ def estimate_evidence(
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
         settings["exact_states"] = _of_all_processes(exact_states)
-        return asked_of_all(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
+        return broadcast_answer(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
     part, log_joint, population = scored_populations(guide, args, kwargs)
     exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
     if exact_words is not None and exact_words.shape[:-1] != (len(population),):
@@ -285,7 +285,7 @@ def summarize(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, con
     # Mean and error of the missing mass in units of e^peak.
     mean, error = shares.mean(-1), shares.std(-1) / num_samples**0.5
     base = (-peak).exp()
-    estimate, lower, higher = (free_energy + peak + (base + value).log() for value in (mean, *interval_of_mean(shares, confidence)))
+    estimate, lower, higher = (free_energy + peak + (base + value).log() for value in (mean, *mean_interval(shares, confidence)))
     bound = None
     if at_exact is not None:
         exact_share = (at_exact.squeeze(-1) - free_energy - peak).exp()
@@ -394,7 +394,7 @@ def _smoothed(population: Population) -> Tensor:
     return mixed / mixed.sum(-1, keepdim=True)
 
 
-def interval_of_mean(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+def mean_interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
     """Returns confidence limits for means of skewed non-negative weights ``(N, M)``.
 
     Lower and upper ends are ``(N,)``.

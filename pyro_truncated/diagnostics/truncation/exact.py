@@ -12,6 +12,7 @@ from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populati
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.renaming import Renamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +58,20 @@ class ExactComparison:
         return (-self.gap).exp().clamp(max=1.0)
 
     @property
-    def error_of_marginals(self) -> Tensor:
+    def marginal_error(self) -> Tensor:
         """Largest absolute error of a value's probability, ``(N,)``."""
         return (self.values - self.truncated_values).abs().amax((1, 2))
 
     @property
-    def error_of_pairs(self) -> Tensor:
+    def pair_error(self) -> Tensor:
         """Returns the largest error of probabilities that two latents are active.
 
         It is ``(N,)``.
         """
         return (self.pairs - self.truncated_pairs).abs().amax((1, 2))
+
+    error_of_marginals = Renamed("marginal_error")
+    error_of_pairs = Renamed("pair_error")
 
 
 @torch.no_grad()

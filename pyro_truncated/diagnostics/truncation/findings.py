@@ -59,7 +59,7 @@ class Finding:
         return f"{self.problem} {self.advice}"
 
 
-def warn_of(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
+def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:
         lines = " ".join(str(finding) for finding in findings)
@@ -153,7 +153,7 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
     return found
 
 
-def gap_of(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
+def free_energy_gap(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
     """Returns the exact or estimated log evidence and the bound's gap.
 
     They are minus infinity where neither is known.

@@ -17,11 +17,11 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation import findings as trust
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES
-from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
+from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
 from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.product_posterior import free_energy_of
+from pyro_truncated.guide.product_posterior import product_evidence
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.program.call import Call
 from pyro_truncated.search import AutomaticSearch, Search
@@ -70,7 +70,7 @@ class ProductReport:
         doubled: the bound with sets of twice the size.
         exact: the log evidence, of full sets, where these are small; ``None`` elsewhere.
         nodes: what was measured of the nodes, by group.
-        findings: what is wrong, and what to change; empty if nothing is.
+        findings: what is wrong, and what to change. Empty if nothing is.
     """
 
     free_energy: Tensor
@@ -131,20 +131,20 @@ def check_product(
             return _reported(_check_chains(batch, steps), part.num_states, warn)
         assert isinstance(batch, ProductBatch)
         sets = batch.sets()
-        free_energy = free_energy_of(batch, sets)
+        free_energy = product_evidence(batch, sets)
         nodes = [_node_report(batch, sets, number) for number in range(len(sets))]
         certified = _certified(batch, free_energy, nodes)
         seek = batch.set_search(is_new=True)
         searched_sets = seek.improve(sets, search, steps).sets
-        searched = torch.maximum(free_energy_of(batch, searched_sets), free_energy)
+        searched = torch.maximum(product_evidence(batch, searched_sets), free_energy)
         start = [_doubled(batch, words, number) for number, words in enumerate(searched_sets)]
         doubled_sets = seek.improve(start, search, steps).sets
-        doubled = torch.maximum(free_energy_of(batch, doubled_sets), searched)
+        doubled = torch.maximum(product_evidence(batch, doubled_sets), searched)
         product = batch.scorer.product
         size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
         cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
         largest = max(*size.values(), *cliques)
-        exact = plain(free_energy_of(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
+        exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
     return _reported(report, part.num_states, warn)
 
@@ -152,7 +152,7 @@ def check_product(
 def _reported(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
     report = dataclasses.replace(report, findings=tuple(_findings(report, num_states)))
     if warn:
-        warn_of(report.findings, stacklevel=5)
+        warn_findings(report.findings, stacklevel=5)
     return report
 
 
@@ -189,7 +189,7 @@ def full_sets(batch: ProductBatch) -> list[Tensor]:
     scorer = batch.scorer
     groups = scorer.product.groups
     words = [group.space.enumerate(scorer.device).expand(scorer.num_rows(number), -1, -1) for number, group in enumerate(groups)]
-    return [scorer.put_known_into(own, number) for number, own in enumerate(words)]
+    return [scorer.insert_known(own, number) for number, own in enumerate(words)]
 
 
 def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeReport:
@@ -201,7 +201,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
         moves = Moves(group.space, scorer.device, MOST_MOVES)
         best = population.take(population.weights().topk(1, -1).indices)
         neighbours = moves.neighbours(best)
-        is_new = ~ops.repeated(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
+        is_new = ~ops.find_duplicates(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
         scored = ScoredSets.of(scorer, sets)
         scores = NodeScores(scored, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
         evidence = scored.rows(scorer.product.evidence_by_node(scored.messages), number).squeeze(-1)
@@ -236,7 +236,7 @@ def _doubled(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
     others = initial_population(space, len(words), size, batch.populations.stores[number].stream(0), words.device)
     first = torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
     found, _ = ops.select_top(words, first, others, -1.0 - torch.rand(others.shape[:2]).double().to(words.device), size)
-    return batch.scorer.put_known_into(found, number)
+    return batch.scorer.insert_known(found, number)
 
 
 def _findings(report: ProductReport, num_states: int) -> list[Finding]:

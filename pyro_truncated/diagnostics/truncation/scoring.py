@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Shard
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.guide.averaging import rescored_over_draws
+from pyro_truncated.guide.averaging import rescore_over_draws
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
@@ -73,7 +73,7 @@ def scored_populations(
     others = {**part.other_values(call, median=True), **(values or {})}
     with poutine.block():
         batch = part.batch(call, others)
-        return part, batch.scorer, rescored_over_draws(part, batch)
+        return part, batch.scorer, rescore_over_draws(part, batch)
 
 
 def plain(value: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class AllData:
     """A guide of the data points of all processes.
 
     Attributes:
-        guide: it has the populations of all; of other guides it takes what they say, as a guide for new data does.
+        guide: it has the populations of all; Of other guides it takes what they say, as a guide for new data does.
         args: the model's arguments, with the data of all processes.
         kwargs: its keyword arguments, likewise.
     """
@@ -99,7 +99,7 @@ class AllData:
     kwargs: Mapping[str, Any]
 
 
-def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes.
 
     All of them must call it.

@@ -16,9 +16,9 @@ from pyro_truncated.diagnostics.truncation import findings as trust
 from pyro_truncated.diagnostics.truncation.coverage import Growth, certificate, population_growth
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
-from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
+from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
 from pyro_truncated.diagnostics.truncation.product_report import ProductReport, check_product
-from pyro_truncated.diagnostics.truncation.scoring import asked_of_all, is_on_product, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.scoring import broadcast_answer, is_on_product, plain, scored_populations
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.search import Search
 
@@ -44,7 +44,7 @@ class TruncationReport:
         growth: free energies after more search, and with twice the states.
         evidence: importance-sampling estimate of the log evidence, or ``None``.
         exact: comparison with enumeration where the space is small, or ``None``.
-        findings: what is wrong, and what to change; empty if nothing is.
+        findings: what is wrong, and what to change. Empty if nothing is.
     """
 
     num_states: int
@@ -92,7 +92,7 @@ class TruncationReport:
         if self.evidence is not None:
             arrays |= {f"log_evidence{end}": getattr(self.evidence, name) for end, name in _EVIDENCE.items()}
         if self.exact is not None:
-            arrays |= {"log_evidence_exact": self.exact.log_evidence, "error_of_marginals": self.exact.error_of_marginals}
+            arrays |= {"log_evidence_exact": self.exact.log_evidence, "marginal_error": self.exact.marginal_error}
         return {name: values.numpy() for name, values in arrays.items()}
 
     def __str__(self) -> str:
@@ -121,8 +121,8 @@ class TruncationReport:
             columns += [
                 ("gap to the log evidence, exact", self.exact.gap, "max"),
                 ("covered mass, exact", self.exact.covered_mass, "min"),
-                ("error of the marginals", self.exact.error_of_marginals, "max"),
-                ("error of the pairwise marginals", self.exact.error_of_pairs, "max"),
+                ("error of the marginals", self.exact.marginal_error, "max"),
+                ("error of the pairwise marginals", self.exact.pair_error, "max"),
             ]
         return columns
 
@@ -179,7 +179,7 @@ def check_truncation(
         search: looks for better states; give the one that the guide was trained with, or a stronger one.
         steps: search steps.
         num_samples: draws per data point for the estimate of the evidence; 0 leaves it out.
-        num_parents: states whose neighbours the certificate visits; default: all.
+        num_parents: states whose neighbours the certificate visits. Default: all.
         warn: whether to issue a :class:`TruncationWarning` if something is wrong.
         **kwargs: the model's keyword arguments.
 
@@ -191,7 +191,7 @@ def check_truncation(
     """
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
-        return asked_of_all(functools.partial(check_truncation, **settings), guide, args, kwargs)
+        return broadcast_answer(functools.partial(check_truncation, **settings), guide, args, kwargs)
     if is_on_product(guide, args, kwargs):
         return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
     _, log_joint, population = scored_populations(guide, args, kwargs)
@@ -208,7 +208,7 @@ def check_truncation(
     )
     report = dataclasses.replace(report, findings=tuple(_findings(report, population.space.size)))
     if warn:
-        warn_of(report.findings)
+        warn_findings(report.findings)
     return report
 
 

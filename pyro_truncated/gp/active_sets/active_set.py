@@ -60,7 +60,7 @@ class ActiveSet:
 
     Args:
         latents: ``(*batch, A, Q)``.
-        outputs: ``(*batch, A, D)``; NaN where missing.
+        outputs: ``(*batch, A, D)``. NaN where missing.
         kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
         noise: noise variance :math:`\sigma^2`, a scalar.
         matrix: kernel matrix ``(*batch, A, A)`` of the latents, if it is known already.

@@ -50,7 +50,7 @@ def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None
     Args:
         num_active: size of the active set.
         batch_size: number of data points of the distribution, ``B``.
-        num_data: ``N`` as the distribution was told, which corrects the plate's scale if it is the plate's; or None.
+        num_data: ``N``, or ``None``. If it is the plate's size it corrects the plate's scale.
 
     Warns:
         ActiveSetScaleWarning: if all data points have one scale other than 1 in a plate that subsamples, or the plate has another ``N``.

@@ -30,7 +30,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
         batch_size: number of data points in the batch, ``B``.
         num_active: size of the active set.
         num_data: number of data points in all, ``N``.
-        like: tensor whose type and device the weights are to have.
+        like: has the type and device of the weights.
 
     Raises:
         ValueError: if the sizes are impossible, or no remaining point stands for those outside the batch.
@@ -99,9 +99,9 @@ class UniformSplits:
 
     Args:
         num_data: number of data points ``N``.
-        batch_size: data points per minibatch ``B``; the last one of an epoch may hold fewer.
+        batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
         num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
-        generator: source of the randomness.
+        generator: source of randomness.
 
     Raises:
         ValueError: if the sizes are impossible.
@@ -164,7 +164,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         kernel: the kernel.
         latents: candidates ``(N, Q)``.
         size: how many to choose.
-        noise: noise variance of an observation; default: a hundredth of the mean prior variance.
+        noise: noise variance of an observation. Default: a hundredth of the mean prior variance.
         num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
 
     Raises:

@@ -24,7 +24,7 @@ class PrecomputedKernel(DataKernel):
 
     Args:
         matrix: covariances ``(N, N)`` of all objects, training and new ones, symmetric.
-        train: positions ``(n,)`` of the training inputs among the objects; default: all. New inputs are positions as well.
+        train: positions ``(n,)`` of the training inputs among the objects. Default: all. New inputs are positions as well.
         variance: :math:`v` to start from.
     """
 

@@ -34,10 +34,10 @@ class CountKernel(FixedKernel):
         tensor([1.0000, 0.7500, 0.0000], dtype=torch.float64, grad_fn=<...>)
 
     Args:
-        features: counts of the training inputs, as :class:`HashedCounts` or a matrix ``(n, F)``; new inputs are given the same way.
+        features: counts of the training inputs, as :class:`HashedCounts` or a matrix ``(n, F)``. New inputs are given the same way.
         normalization: one of the names above.
         variance: :math:`v` to start from.
-        dtype: floating point type of the covariances.
+        dtype: type of the covariances.
     """
 
     _vocabulary: Tensor
@@ -147,7 +147,7 @@ class MinMaxKernel(CountKernel):
     Args:
         features: counts of the training inputs, as those of :class:`CountKernel`.
         variance: :math:`v` to start from.
-        dtype: floating point type of the covariances.
+        dtype: type of the covariances.
     """
 
     @names_arguments

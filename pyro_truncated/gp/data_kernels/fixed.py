@@ -21,8 +21,8 @@ class FixedKernel(DataKernel):
     Args:
         num_data: number of training inputs.
         variance: :math:`v` to start from.
-        dtype: floating point type of the covariances.
-        cache_bytes: memory for columns; when it is full, those unused for longest make room.
+        dtype: type of the covariances.
+        cache_bytes: memory for columns. When it is full, those unused for longest make room.
         device: where the covariances live.
     """
 

@@ -28,7 +28,7 @@ class Graphs:
         num: number of graphs.
         graph: graph of each node, ``(V,)`` int64, ascending.
         node_label: ``(V,)`` int64.
-        edges: both ends of each edge, ``(2, E)`` int64 positions among all nodes; each edge is listed once.
+        edges: both ends of each edge, ``(2, E)`` int64 positions among all nodes. Each edge is listed once.
         edge_label: ``(E,)`` int64.
     """
 

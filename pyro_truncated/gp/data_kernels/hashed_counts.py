@@ -73,7 +73,7 @@ class HashedCounts:
             num: number of objects.
             rows: object of each occurrence, ``(E,)``.
             keys: feature of each occurrence, ``(E,)``.
-            counts: weight of each occurrence, ``(E,)``; default: one.
+            counts: weight of each occurrence, ``(E,)``. Default: one.
         """
         counts = torch.ones(len(rows), dtype=torch.float64, device=rows.device) if counts is None else counts.double()
         order = keys.argsort(stable=True)

@@ -18,7 +18,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.kernels.evaluation import outside_programs
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.parameter_store import UniqueModule
 
@@ -60,7 +60,7 @@ class DataKernel(UniqueModule, Parameterized):
     def __init__(self, num_data: int) -> None:
         super().__init__()
         if num_data < 1:
-            raise ValueError("a kernel needs at least one of its inputs, histograms, features, objects or rows of a matrix; got none")
+            raise ValueError("a kernel needs at least one input (a row, a histogram or an object); got none")
         self.num_data = num_data
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
@@ -220,7 +220,7 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """
     inputs = inputs.detach()[:100]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
-    with outside_of_programs():
+    with outside_programs():
         copied = copy.deepcopy(kernel)
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 

@@ -31,7 +31,7 @@ class Covariance(Protocol):
 
 
 @contextlib.contextmanager
-def outside_of_programs() -> Iterator[None]:
+def outside_programs() -> Iterator[None]:
     """A context in which kernels depend on their own parameters only.
 
     Pyro's store and a running program have no influence.
@@ -48,7 +48,7 @@ def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Ten
     Inside a Pyro program parameters may be random, and are the store's; outside they are those the kernel holds.
     """
     is_inside = kernel._pyro_context.active or poutine.runtime.am_i_wrapped()
-    with contextlib.nullcontext() if is_inside else outside_of_programs():
+    with contextlib.nullcontext() if is_inside else outside_programs():
         return _evaluate(kernel, points, diag)
 
 
@@ -60,7 +60,7 @@ def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> C
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariances of inputs, or their diagonal, at the parameters given."""
-        with outside_of_programs():
+        with outside_programs():
             found: Tensor = torch.func.functional_call(kernel, dict(parameters), (X, Z), {"diag": diag})
         return found
 

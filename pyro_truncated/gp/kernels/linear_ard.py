@@ -25,8 +25,8 @@ class LinearARD(UniqueModule, Kernel):
 
     Args:
         input_dim: number of dimensions ``Q``.
-        variance: weights :math:`a`, ``(Q,)``; default: ones.
-        active_dims: the dimensions of the input that it acts on; default: all.
+        variance: weights :math:`a`, ``(Q,)``. Default: ones.
+        active_dims: the dimensions of the input that it acts on. Default: all.
 
     Attributes:
         variance: weights :math:`a`, ``(Q,)``; a dimension of weight zero is of no use to the kernel.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
-from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.kernels.evaluation import outside_programs
 from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
 from pyro_truncated.gp.subset.exact_regression import fit_exactly
-from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_of
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_from_log
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
@@ -31,7 +31,7 @@ class RowSample(NamedTuple):
         kernel: the kernel on these alone.
         targets: ``(r, H)``.
         inducing: where the inducing inputs are among them, ``(m,)``.
-        rows: where they are among all data points, ``(r,)``; None if they are all.
+        rows: where they are among all data points, ``(r,)``. ``None`` if they are all.
     """
 
     kernel: DataKernel
@@ -58,7 +58,7 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
     return RowSample(RestrictedKernel(kernel, rows, borrowed=True), targets[rows], inside, rows)
 
 
-def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) -> int:
+def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None) -> int:
     """Returns how many data points an alternation uses.
 
     ``max_rows`` limits it where given.
@@ -82,8 +82,8 @@ class Alternation:
     Attributes:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: the noise as a free parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``; the subset of the last is chosen by ``"vfe"``.
+        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_from_log`.
+        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The subset of the last is chosen by ``"vfe"``.
         search: how subsets are improved.
         num_inducing: size of the subset.
         generator: source of randomness.
@@ -186,7 +186,7 @@ class Alternation:
         return hyper_parameters(self.kernel, self.log_noise)
 
     def _noise(self) -> float:
-        return float(noise_of(self.log_noise.detach()))
+        return float(noise_from_log(self.log_noise.detach()))
 
 
 def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:
@@ -217,9 +217,9 @@ def fitted_from_some_start(
 
     Args:
         attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
-        kernel: the kernel; without length-scales to learn there is one attempt.
+        kernel: the kernel. Without length-scales to learn there is one attempt.
         targets: standardised, ``(n, H)``.
-        log_noise: the noise as a free parameter.
+        log_noise: unconstrained noise.
         record: says how much time is left, of which the search for another start takes half at most.
         generator: source of randomness.
 
@@ -241,11 +241,13 @@ def fitted_from_some_start(
         scouted = fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
         return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
 
-    load_snapshot(parameters, best_scouted(scout, kernel, parameters, start) or start)
+    load_snapshot(parameters, scout_length_scales(scout, kernel, parameters, start) or start)
     return attempt(False)
 
 
-def best_scouted(scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]) -> list[Tensor] | None:
+def scout_length_scales(
+    scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]
+) -> list[Tensor] | None:
     """Returns the best parameters of short fits from several length-scales.
 
     They start from all, a half and a quarter of the current ones.
@@ -279,7 +281,7 @@ def learned_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def _shorten(kernel: DataKernel, share: float) -> None:
-    with outside_of_programs():
+    with outside_programs():
         for module in learned_length_scales(kernel):
             setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
 
@@ -324,7 +326,7 @@ def polish(
         kernel: the kernel on the training inputs.
         inputs: the inducing inputs ``(m, D)``, changed in place.
         targets: ``(n, H)`` float64.
-        log_noise: the noise as a free parameter.
+        log_noise: unconstrained noise.
         objective: ``"vfe"``, ``"pp"`` or ``"fitc"``.
         held_out: positions of the data points that it does not look at.
         most: most evaluations of the objective.

@@ -24,12 +24,12 @@ from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
     SCOUTED,
     SCOUTING_ITERATIONS,
-    best_scouted,
     learned_length_scales,
+    scout_length_scales,
 )
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, evidence_backward, learn_exactly
-from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_of
-from pyro_truncated.gp.subset.regression import explained_share, warn_of_noise
+from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
+from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
@@ -120,7 +120,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         generator: source of randomness.
 
     Attributes:
-        mixing: :math:`W`, ``(H, R)``; it starts at the leading correlations of the targets.
+        mixing: :math:`W`, ``(H, R)``. It starts at the leading correlations of the targets.
         log_own: :math:`\log v`, ``(H,)``.
         log_noise: noise variances as free parameters, ``(H,)``; see :attr:`noise`.
         history: seconds, ``"exact"`` and objective of each improvement.
@@ -176,7 +176,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
     @property
     def noise(self) -> Tensor:
         """Noise variances of the standardised outputs, ``(H,)``."""
-        return noise_of(self.log_noise)
+        return noise_from_log(self.log_noise)
 
     def covariance(self) -> Tensor:
         """Covariances of all observed entries, noise included."""
@@ -204,7 +204,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         Args:
             max_iterations: most iterations.
-            max_seconds: most seconds by ``clock``; default: no limit.
+            max_seconds: most seconds by ``clock``. Default: no limit.
             tolerance: gain per observed entry below which it ends.
             clock: seconds from some moment on.
             progress: whether to show a progress bar.
@@ -240,7 +240,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             load_snapshot(self._learned, found or kept)
             predicted = attempt() if found else predicted
         record.close()
-        warn_of_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
+        warn_about_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
         return self.objective_value
 
     @property
@@ -266,7 +266,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             value = self._fit_to(some, settings, FitRecord([]))
             return value if self._is_explained(some, self._left_out(some)) else math.inf
 
-        return best_scouted(scout, self.kernel, self._learned, start)
+        return scout_length_scales(scout, self.kernel, self._learned, start)
 
     @torch.no_grad()
     def _left_out(self, entries: ObservedEntries) -> Tensor:
@@ -315,7 +315,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         It is differentiable in numeric inputs and draws by ``rsample()``.
 
         Args:
-            new: new inputs, as the kernel takes them; the kernel must offer ``among(new)``.
+            new: new inputs, as the kernel takes them. The kernel must offer ``among(new)``.
             noiseless: whether it is that of the functions alone, or of targets with noise of their own.
 
         Returns:

@@ -17,7 +17,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
-from pyro_truncated.gp.subset.objectives import Basis, backward_through, covariances_with, noise_of
+from pyro_truncated.gp.subset.objectives import Basis, backward_through, covariances_with, noise_from_log
 from pyro_truncated.utils.console import note_once
 
 # Measured, one core, eight inputs: fits of 3000, 4000 and 5000 data points took 32, 58 and 108 CPU seconds; the last process 1.1 GiB.
@@ -45,12 +45,12 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
     Args:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
+        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_from_log`.
         weight: what the objective is multiplied by.
     """
     with torch.enable_grad():
         matrix = Basis(kernel, torch.arange(len(targets), device=targets.device)).square()
-        covariance = matrix + torch.diag_embed(noise_of(log_noise).expand(len(matrix)))
+        covariance = matrix + torch.diag_embed(noise_from_log(log_noise).expand(len(matrix)))
     return evidence_backward(covariance, targets, weight)
 
 
@@ -83,7 +83,7 @@ def fit_exactly(
         targets: ``(n, H)`` float64.
         log_noise: unconstrained noise parameter.
         parameters: the kernel's, and the noise.
-        settings: most iterations of L-BFGS, the gain below which they end, and the time.
+        settings: most iterations of L-BFGS, least gain, and time.
         record: takes each improvement.
     """
     return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, settings, record)
@@ -96,7 +96,7 @@ def learn_exactly(
 
     Args:
         weighted: returns the objective times a weight, whose gradient it adds to the parameters.
-        size: number of targets; the settings's gain is for each of them.
+        size: number of targets. The settings's gain is for each of them.
         parameters: what is learned.
         settings: most iterations, the gain below which they end, and the time.
         record: takes each improvement.

@@ -41,12 +41,12 @@ class InducingSubset:
         noise: noise variance.
         objective: ``"vfe"`` (variational free energy) or ``"pp"`` (likelihood of the projected process).
         algorithm: ``"exchange"``, or a :class:`SubsetSearch`.
-        index: a subset to start from; default: the algorithm's own start.
+        index: a subset to start from. Default: the algorithm's own start.
         generator: source of randomness.
 
     Attributes:
         index: positions of the inducing inputs, ``(m,)``; fewer if all other inputs depend on them.
-        objective_value: the objective, in nats; its constant :math:`\frac{nH}2 \log 2\pi` is left out.
+        objective_value: the objective, in nats. Its constant :math:`\frac{nH}2 \log 2\pi` is left out.
         history: seconds, swaps and objective after each change since the start.
 
     Raises:

@@ -198,7 +198,7 @@ def pivots_for(
         inputs: ``(n, D)``.
         targets: ``(n, H)``.
         noise: noise variance.
-        rank: how many to choose; all inputs if there are no more.
+        rank: how many to choose. All inputs if there are no more.
         known: pivots ``(m,)`` to go on from.
         generator: source of randomness.
 
@@ -240,17 +240,17 @@ class LeaveOneOutRegression:
         inputs: ``(N, D)``, finite.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` (both and a constant), or any kernel of :mod:`pyro.contrib.gp.kernels` for
             standardised inputs, of which a copy is made. The noise is separate.
-        rank: number of columns of a low-rank factor; default: exact.
+        rank: number of columns of a low-rank factor. Default: exact.
         noise: noise variance :math:`\lambda` to start from, for targets of magnitude one.
         fitc: whether a low-rank approximation keeps the prior variances exact.
         tolerance: share of the kernel matrix' trace that a low-rank factor of fewer columns than ``rank`` may miss.
         pivots: ``"variance"``, or ``"targets"``: chosen anew by each :meth:`fit`, by the objective that it maximises.
-        generator: source of randomness for the choice by targets; default: torch's global generator.
+        generator: source of randomness for the choice by targets. Default: torch's global generator.
 
     Attributes:
         kernel: the kernel, at the current parameters, for targets in the unit.
         noise: the current noise variance, a scalar tensor, for targets in the unit.
-        unit: the largest magnitude of the last fit's targets; 1 without a fit.
+        unit: the largest magnitude of the last fit's targets. Without a fit it is 1.
 
     Raises:
         ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.
@@ -324,7 +324,7 @@ class LeaveOneOutRegression:
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
             steps: largest number of iterations.
-            rows: positions of the data points to fit to; default: all.
+            rows: positions of the data points to fit to. Default: all.
 
         Returns:
             The objective reached, in nats per target that varies; if none does, that of all targets, per target.
@@ -363,7 +363,7 @@ class LeaveOneOutRegression:
 
         Args:
             targets: ``(N, P)``.
-            rows: positions ``(n,)`` of the data points to predict; default: all.
+            rows: positions ``(n,)`` of the data points to predict. Default: all.
 
         Returns:
             Means ``(n, P)`` and variances ``(n,)``, noise included.
@@ -379,7 +379,7 @@ class LeaveOneOutRegression:
 
         Args:
             new_inputs: ``(M, D)``.
-            targets: ``(N, P)``; default: those of the last :meth:`fit`.
+            targets: ``(N, P)``. Default: those of the last :meth:`fit`.
             noiseless: whether variances are those of the functions alone.
 
         Returns:

@@ -10,8 +10,8 @@ the objective without its constant :math:`\frac{nH}2 \log 2\pi` is :math:`F = (E
 
 ``"vfe"`` is the variational free energy (Titsias, 2009); ``"pp"``, the likelihood of the projected process, leaves out :math:`E_V`.
 
-With the inducing inputs' columns :math:`K_{nI} = L C^\top`, :math:`P = L C^{-1}`, :math:`S = L L^\top + \sigma^2 I`, :math:`a = S^{-1} Y`
-and :math:`W = H S^{-1} - a a^\top - [\text{VFE}] H I / \sigma^2`, the gradient is
+The inducing inputs' columns are :math:`K_{nI} = L C^\top`. With :math:`P = L C^{-1}`, :math:`S = L L^\top + \sigma^2 I`, :math:`a = S^{-1}
+Y` and :math:`W = H S^{-1} - a a^\top - [\text{VFE}] H I / \sigma^2`, the gradient is
 
 .. math:: dF = \langle W P, dK_{nI} \rangle - \tfrac12 \langle P^\top W P, dK_{II} \rangle
     + [\text{VFE}] \tfrac{H}{2 \sigma^2} \operatorname{tr} dK ,
@@ -221,7 +221,7 @@ def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
 NOISE_FLOOR = 1e-6
 
 
-def noise_of(log_noise: Tensor) -> Tensor:
+def noise_from_log(log_noise: Tensor) -> Tensor:
     """Noise variance of an unconstrained parameter."""
     return NOISE_FLOOR + log_noise.exp()
 
@@ -234,8 +234,8 @@ def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -
     Args:
         basis: inducing inputs.
         targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise parameter, see :func:`noise_of`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``, the last as minus the log likelihood without its constant.
+        log_noise: unconstrained noise, see :func:`noise_from_log`.
+        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The last is minus the log likelihood without its constant.
 
     Returns:
         The objective; NaN, and no gradient, if the inducing inputs' covariance matrix has no factor.
@@ -255,7 +255,7 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
             return math.nan
         factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
         missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
-        covariance = LowRankCovariance(factor, noise_of(log_noise) + missing)
+        covariance = LowRankCovariance(factor, noise_from_log(log_noise) + missing)
         value = -covariance.log_likelihood(targets) - 0.5 * targets.numel() * math.log(2 * math.pi)
         value.backward()
     return float(value.detach())
@@ -263,7 +263,7 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
 
 def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     with torch.enable_grad():
-        square, noise = basis.square(), noise_of(log_noise)
+        square, noise = basis.square(), noise_from_log(log_noise)
         blocks = torch.arange(len(targets)).split(rows_per_block(16 * len(basis)))
         # One block keeps its graph; several are evaluated twice to save memory.
         first = basis.columns() if len(blocks) == 1 else None
@@ -358,8 +358,8 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
 
     A member of the subset is also left out as an inducing input.
 
-    Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of :math:`S = \hat K + \sigma^2 I` gains
-    :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
+    Let :math:`S = \hat K + \sigma^2 I`. Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of
+    :math:`S` gains :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
 
     .. math:: \ell_j = K_{nI} K_{II}^{-1} e_j / (e_j^\top K_{II}^{-1} e_j)^{1/2}, \qquad w_j = \ell_j^\top S^{-1} \ell_j ,
 
@@ -368,7 +368,7 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
     Args:
         covariance: of the targets, with the factor :math:`L = K_{nI} C^{-\top}`.
         triangle: :math:`C`, ``(m, m)``.
-        members: positions ``(m,)`` of the inducing inputs; empty if they are no data points.
+        members: positions ``(m,)`` of the inducing inputs. Empty if they are no data points.
         targets: ``(n, H)``.
         unexplained: diagonal ``(n,)`` of :math:`K - \hat K`.
     """
@@ -427,12 +427,12 @@ class SparsePosterior:
     What is left out of an inducing input is the input, too: as long as it stays, its neighbours look easy to predict.
 
     Args:
-        basis: inducing inputs; those that depend on earlier ones are left out.
+        basis: inducing inputs. Those that depend on earlier ones are left out.
         targets: ``(n, H)`` float64.
         noise: noise variance.
         objective: by which hyper-parameters were learned. ``"vfe"``; ``"fitc"``, where the
             unexplained variance counts as noise of each data point; or ``"pp"``.
-        held_out: positions of data points that had no part in moving the inducing inputs: these alone calibrate ``"pp"`` then.
+        held_out: positions of data points that had no part in moving the inducing inputs. These alone calibrate ``"pp"`` then.
 
     Attributes:
         fitted: means at the training inputs, ``(n, H)``.

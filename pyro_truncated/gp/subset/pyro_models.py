@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
-from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.kernels.evaluation import outside_programs
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
@@ -78,11 +78,11 @@ class SubsetModel(UniqueModule, Parameterized):
         X: the training inputs, of any type that the kernel takes. Or a kernel with its own inputs:
             a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new,
             index)``.
-        y: targets; the last dimension is the data.
+        y: targets. The last dimension is the data.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
         num_inducing: size ``m`` of the subset.
-        index: the subset to start from; default: random, until :meth:`reselect` chooses one.
+        index: the subset to start from. Default: random, until :meth:`reselect` chooses one.
         jitter: added to the diagonal of the inducing inputs' covariance matrix, as Pyro does, while parameters are being learned.
 
     Attributes:
@@ -137,7 +137,7 @@ def _checked(kernel: DataKernel) -> DataKernel:
     Pyro would refuse a kernel that was called before.
     """
     # Random parameters are drawn for the look.
-    with spare_random_numbers(), outside_of_programs():
+    with spare_random_numbers(), outside_programs():
         check_data_kernel(kernel)
     for module in kernel.modules():
         if isinstance(module, PyroModule):
@@ -221,7 +221,7 @@ class SubsetSparseGPRegression(SubsetModel):
         y: targets ``(n,)`` or ``(H, n)``.
         kernel: see :class:`SubsetModel`.
         num_inducing: size ``m`` of the subset.
-        index: the subset to start from; default: random.
+        index: the subset to start from. Default: random.
         noise: noise variance to start from.
         approx: ``"VFE"`` or ``"DTC"`` (the projected process).
         jitter: see :class:`SubsetModel`.
@@ -337,9 +337,9 @@ class SubsetVariationalGP(SubsetModel):
         kernel: see :class:`SubsetModel`.
         likelihood: draws ``y`` given means and variances of the latent function.
         num_inducing: size ``m`` of the subset.
-        index: the subset to start from; default: random.
-        latent_shape: shape of latent functions; default: ``y.shape[:-1]``.
-        batch_size: number of data points, drawn at random, that each step uses; default: all.
+        index: the subset to start from. Default: random.
+        latent_shape: shape of latent functions. Default: ``y.shape[:-1]``.
+        batch_size: number of data points, drawn at random, that each step uses. Default: all.
         jitter: see :class:`SubsetModel`.
     """
 

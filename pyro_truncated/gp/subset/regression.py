@@ -25,8 +25,8 @@ from pyro_truncated.gp.subset.alternation import (
     fitted_from_some_start,
     held_out_rows,
     hyper_parameters,
+    num_alternation_rows,
     polish,
-    rows_of_alternation,
 )
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
 from pyro_truncated.gp.subset.inducing_subset import make_search
@@ -39,7 +39,7 @@ from pyro_truncated.gp.subset.objectives import (
     check_index,
     covariances_with,
     kernel_to_polish,
-    noise_of,
+    noise_from_log,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
@@ -68,7 +68,7 @@ def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
     return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
 
 
-def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
+def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
     """Warns if leave-one-out predictions explain little of standardised targets ``(n, H)``.
 
     Args:
@@ -85,9 +85,9 @@ def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing
     if explained < min(0.05, 0.02 + 1.645 * error):
         by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
         warnings.warn(
-            f"the fit explains the targets as noise, of variance {noise:.3g} (of 1): predictions of each data point from all others{by} "
-            f"account for {max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf "
-            f"does), {more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True))",
+            f"the fit explains the targets as noise of variance {noise:.3g} (of 1): leave-one-out predictions{by} account for "
+            f"{max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf does), "
+            f"{more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True)).",
             AllNoiseWarning,
             stacklevel=3,
         )
@@ -147,7 +147,7 @@ class SubsetPredictor(torch.nn.Module):
         """
         cross, prior = covariances_with(self.basis, new)
         variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
-        variance = variance if noiseless else variance + noise_of(self.log_noise)
+        variance = variance if noiseless else variance + noise_from_log(self.log_noise)
         return cross @ self.mean_weights * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
 
 
@@ -196,13 +196,13 @@ class SubsetGPRegression(torch.nn.Module):
         X: the training inputs, of any type that the kernel takes; or a :class:`DataKernel`, which holds them (see :func:`as_data_kernel`).
         y: targets, ``(n,)`` or ``(n, H)``, finite.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`; default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
+            such as :class:`CountKernel`. Default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
         num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 5000 data points; else 512. Exact fits
             of 3000, 4000 and 5000 data points of eight inputs took 32, 58 and 108 CPU seconds, the last of a process of 1.1 GiB.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
         algorithm: ``"exchange"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
-            subset after each change of hyper-parameters; the best pair is kept.
+            subset after each change of hyper-parameters. The best pair is kept.
         generator: source of randomness.
 
     Attributes:
@@ -271,7 +271,7 @@ class SubsetGPRegression(torch.nn.Module):
     @property
     def noise(self) -> float:
         """Noise variance of standardised targets."""
-        return float(noise_of(self.log_noise.detach()))
+        return float(noise_from_log(self.log_noise.detach()))
 
     @property
     def subset(self) -> Tensor:
@@ -305,7 +305,7 @@ class SubsetGPRegression(torch.nn.Module):
         """Learns hyper-parameters and the subset, from where they are.
 
         Args:
-            max_seconds: most seconds by ``clock``; default: no limit.
+            max_seconds: most seconds by ``clock``. Default: no limit.
             max_epochs: most alternations.
             hyper_evaluations: evaluations of the objective per continuous phase. Few are better: hyper-parameters that fit a poor subset
                 exactly switch off inputs which a better one would need.
@@ -314,7 +314,7 @@ class SubsetGPRegression(torch.nn.Module):
                 point. An epoch with enough attempts for every member ends it, too.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs. With ``"pp"``, which is no bound, a
                 tenth of the data has no part in it, and calibrates the variances.
-            polish_evaluations: most evaluations of the objective while they move; default: 200, or what fits into ``max_seconds``.
+            polish_evaluations: most evaluations of the objective while they move. Default: 200, or what fits into ``max_seconds``.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. A result
                 is kept only if it lowers the objective of all data. Otherwise the next epoch uses
@@ -337,7 +337,7 @@ class SubsetGPRegression(torch.nn.Module):
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
         max_epochs = check_count("max_epochs", max_epochs, least=0)
         polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
-        rows = rows_of_alternation(len(self.targets), self.num_inducing, max_rows)
+        rows = num_alternation_rows(len(self.targets), self.num_inducing, max_rows)
         record = FitRecord(self.history, max_seconds, clock, progress)
         if not (polish and self.inducing_inputs is not None):
             self.inducing_inputs, self.held_out = None, self.held_out[:0]
@@ -348,7 +348,7 @@ class SubsetGPRegression(torch.nn.Module):
             self._polish(evaluations, record)
         record.close()
         self._posterior = None
-        warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
+        warn_about_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
         return self.objective_value
 
     def _learn(self, settings: FitSettings, record: FitRecord, share: float) -> float:
@@ -415,7 +415,7 @@ class SubsetGPRegression(torch.nn.Module):
 
         Args:
             new: new inputs, as the kernel takes them.
-            joint: whether they are predicted jointly, with all their covariances; the kernel must offer ``among(new)``.
+            joint: whether they are predicted jointly, with all their covariances. The kernel must offer ``among(new)``.
             noiseless: whether it is that of the function alone, or of targets with noise of their own.
 
         Returns:

@@ -22,10 +22,10 @@ class Budget:
     """Ends a search, and keeps its record.
 
     Attributes:
-        max_swaps: most members exchanged; default: no limit.
-        max_attempts: most attempts, whether they succeed or not; default: no limit.
-        max_seconds: most seconds by ``clock``; default: no limit.
-        clock: seconds from some moment on; wall clock time by default.
+        max_swaps: most members exchanged. Default: no limit.
+        max_attempts: most attempts, whether they succeed or not. Default: no limit.
+        max_seconds: most seconds by ``clock``. Default: no limit.
+        clock: seconds from some moment on. Default: wall clock time.
         progress: whether to show a progress bar.
         swaps: members exchanged so far.
         attempts: attempts so far.
@@ -163,7 +163,7 @@ class ExchangeFactors:
     Args:
         problem: data, kernel and noise.
         capacity: most inputs that the subset holds at any time, candidates included.
-        index: inputs to start from, ``(m,)``; those that depend on others are left out.
+        index: inputs to start from, ``(m,)``. Those that depend on others are left out.
     """
 
     def __init__(self, problem: SubsetProblem, capacity: int, index: Tensor | None = None) -> None:
@@ -454,8 +454,8 @@ def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
 
     They are removed one after the other.
 
-    With :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and
-    :math:`A = M K_{In} K_{nI} M`, removing member ``i`` raises the objective by
+    Let :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and :math:`A = M K_{In}
+    K_{nI} M`. To remove member ``i`` raises the objective by
 
     .. math:: \tfrac12 \Big[ \sum_h \frac{\beta_{ih}^2}{\sigma^2 N_{ii}} + H \log \frac{\sigma^2 N_{ii}}{M_{ii}}
         + \frac{H}{\sigma^2} \frac{A_{ii}}{M_{ii}} \Big],
@@ -530,7 +530,7 @@ class ExchangeSearch(SubsetSearch):
     Args:
         information_pivots: number ``z`` of pivots of the ranking, drawn in proportion to the variance left unexplained.
         pool: number of candidates that are scored exactly, the best of the ranking.
-        block: most inputs exchanged at once; default: an eighth of the subset, from 1 to 16.
+        block: most inputs exchanged at once. Default: an eighth of the subset, from 1 to 16.
         patience: failed exchanges in a row after which single swaps begin.
         candidates_per_input: how many random candidates each input of the start is chosen from, at most 256 at once.
         single_swaps: whether single swaps follow.

@@ -36,9 +36,9 @@ class SpikeSlabInputs:
 
     Attributes:
         loc: means of the slabs :math:`\mu`, ``(N, Q)``.
-        variance: variances of the slabs :math:`s`, ``(N, Q)``; zero for inputs known exactly.
-        probability: probabilities of the slabs :math:`g`, ``(Q,)`` or ``(N, Q)``; ``None`` for one.
-        prior_share: share :math:`r` of the rest that follows the standard normal, ``(Q,)``; ``None`` for zero.
+        variance: variances of the slabs :math:`s`, ``(N, Q)``. Zero for inputs known exactly.
+        probability: probabilities of the slabs :math:`g`, ``(Q,)`` or ``(N, Q)``. ``None`` for one.
+        prior_share: share :math:`r` of the rest that follows the standard normal, ``(Q,)``. ``None`` for zero.
 
     Raises:
         TypeError: if one of them is no tensor.

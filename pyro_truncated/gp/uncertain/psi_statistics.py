@@ -68,9 +68,9 @@ def psi_statistics(
     Args:
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels`.
         inputs: distributions of the inputs.
-        inducing: inducing inputs ``(M, Q)``; they are not switched.
+        inducing: inducing inputs ``(M, Q)``. They are not switched.
         per_datum: whether to keep the data points' ``psi2`` apart.
-        expectation: how to take expectations without closed form; default: quadrature in one or two dimensions, samples in more.
+        expectation: how to take expectations without closed form. Default: quadrature in one or two dimensions, samples in more.
 
     Raises:
         ValueError: if the inducing inputs do not have the dimensions of the inputs.

@@ -87,7 +87,7 @@ class CandidateLatents:
         decoder: the decoder, conditioned.
         x: its training data ``(N, D)``, NaN where missing.
         most: most candidates, drawn at random.
-        calibration: number of training points that temperature and noise are learned from, drawn at random.
+        calibration: training points that temperature and noise are learned from.
         generator: source of randomness.
 
     Attributes:

@@ -8,7 +8,7 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor, nn
 
-from pyro_truncated.distributed.owned_rows import rows_of_everyone
+from pyro_truncated.distributed.owned_rows import gather_all_rows
 from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, NearestSet, ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.active_sets.splits import Choose
@@ -84,7 +84,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
         ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
     """
     size = None if size is None else check_count("size", size)
-    gaps = rows_of_everyone(outputs.isnan().sum(-1), outputs)
+    gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]
     if size is None and projected is None and len(complete) > _SMALL and latents.shape[1] > _MANY_DIMENSIONS:
@@ -117,7 +117,7 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
     Raises:
         ValueError: if no data point is complete.
     """
-    complete = (rows_of_everyone(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
+    complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
         raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
     return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))

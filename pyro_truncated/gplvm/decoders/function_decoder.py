@@ -156,7 +156,7 @@ class SASFunctionDecoder(SASDecoder):
         """
         self._check_data(x)
         if projected or num_neighbors is not None:
-            raise ValueError("pseudo-targets cannot be projected, nor those of the closest points be taken: leave both options out")
+            raise ValueError("a decoder with its own observation distribution takes neither projected nor num_neighbors: leave both out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
             kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)

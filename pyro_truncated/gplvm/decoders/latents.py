@@ -182,7 +182,7 @@ class OwnLatents:
         Args:
             posterior: predicts functions at latents.
             latents: ``(M, Q)``.
-            loc: mean of the outputs ``(D,)``, from which the posterior predicts deviations.
+            loc: mean of the outputs ``(D,)``. The posterior predicts deviations from it.
             leave_out: a data point ``(M,)`` of a :class:`NearestSet` for each, not to predict from.
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior

@@ -22,7 +22,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
-from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, own_positions, rows_of_everyone
+from pyro_truncated.distributed.owned_rows import as_shard_like, ending_together, gather_all_rows, own_positions
 from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
@@ -62,8 +62,8 @@ class SASDecoder(UniqueModule):
     .. math:: \mathbb E_q\Bigl[\log p(x_A \mid z_A) + \tfrac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z)\Bigr]
         - \mathrm{KL}_A - \tfrac{N - |A|}{|R|} \mathrm{KL}_R,
 
-    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses
-    for ``q`` (MAP latents, the KL terms are prior log densities), the Bayesian one :math:`q(z_n) = \mathcal N(\mu_n,
+    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses for
+    ``q`` (MAP latents, the KL terms are prior log densities). The Bayesian one has :math:`q(z_n) = \mathcal N(\mu_n,
     \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``.
 
     .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
@@ -96,14 +96,14 @@ class SASDecoder(UniqueModule):
         num_data: number of data points ``N``, in all processes.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
-        num_active: size of the active set where a training step is not given a split; default: 200, but at most half of the minibatch.
-        batch_size: size of the minibatch where a training step is not given a split; default: 1000, or all data if these are fewer.
+        num_active: size of the active set of a step without a split. Default: 200, but at most half of the minibatch.
+        batch_size: size of the minibatch where a training step is not given a split. Default: 1000, or all data if these are fewer.
         bayesian: whether ``q`` is a normal distribution rather than a point mass.
         encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
             ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
         encoder_sees_active: call the encoder as ``encoder(x, x_active)``. Outside training it is shown the first ``num_active`` complete
             data points.
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs. Default: RBF with a length-scale per dimension.
 
     Attributes:
         loc: means of the outputs, ``(D,)``, a buffer.
@@ -173,7 +173,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data.
-            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
+            steps: how long an encoder learns to imitate the first latents. With 0 it does not.
             latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
 
         Raises:
@@ -201,7 +201,7 @@ class SASDecoder(UniqueModule):
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = self._first_latents(as_shard_of(deviation, x), latents)
+            scores = self._first_latents(as_shard_like(deviation, x), latents)
             if self.encoder is None:
                 self.z_loc = scores
         if self.encoder is not None and steps:
@@ -234,7 +234,7 @@ class SASDecoder(UniqueModule):
             rows = torch.randperm(self.num_data, device=x.device)[:256]
             shown = rows_at(x, rows)
             loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
-            loss = (loc - rows_at(as_shard_of(scores, x), rows)).square().mean()
+            loss = (loc - rows_at(as_shard_like(scores, x), rows)).square().mean()
             if scale is not None:
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
             loss.backward()
@@ -384,7 +384,7 @@ class SASDecoder(UniqueModule):
 
         It is needed by an encoder that looks at an active set.
         """
-        order = rows_of_everyone(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
+        order = gather_all_rows(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
         return rows_at(x, order[: max(1, self.num_active)])
 
     @torch.no_grad()
@@ -421,7 +421,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data, NaN where missing.
-            epochs: passes over the data; default: 60, and so many that there are 400 minibatches.
+            epochs: passes over the data. Default: 60, and so many that there are 400 minibatches.
             learning_rate: that of latents or encoder at first; kernel and noise, which have far to go, have twice as much.
             generator: source of the splits and jumps.
             progress: whether to show a progress bar.
@@ -485,7 +485,7 @@ class SASDecoder(UniqueModule):
 
         Args:
             x: the training data ``(N, D)``.
-            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
+            num_active: size of ``A``, at most half of the data. All its points are complete if there are enough of these.
             generator: source of the random active set.
 
         Returns:
@@ -506,11 +506,11 @@ class SASDecoder(UniqueModule):
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[rows_of_everyone(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
+        order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
         with torch.no_grad():
             z = self.z_loc.detach().clone()
-            posterior = self._given(rows_at(x, active), rows_at(as_shard_of(z, x), active))
+            posterior = self._given(rows_at(x, active), rows_at(as_shard_like(z, x), active))
             moved = torch.zeros((), dtype=torch.int64)
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
@@ -600,7 +600,7 @@ class SASDecoder(UniqueModule):
         """
         self._check_data(x)
         with torch.no_grad():
-            latents, outputs = rows_of_everyone(self.latents(x), x), as_shard_of(x - self.loc, x)
+            latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
             if num_neighbors is None:
                 kept = keep_points(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             elif size is None and not projected:

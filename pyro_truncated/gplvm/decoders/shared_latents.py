@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import leave_to_owners, rows_of_owners, take_from_owners
+from pyro_truncated.distributed.owned_rows import gather_owned_rows, leave_to_owners, take_from_owners
 from pyro_truncated.distributed.shards import Portion, draw_alike, portion_of, rows_at
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 
@@ -29,7 +29,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
     Args:
         module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
-        held: the data points that these are of, ``None`` for all.
+        held: the data points that these are of. ``None`` for all.
         x: the data, or the shard of them that this process has.
 
     Raises:
@@ -40,7 +40,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
-        raise ValueError(f"the latents here are those of {held}; call gather_() on all processes before other data, {portion}")
+        raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
     for parameter in _latents_of(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
@@ -125,7 +125,7 @@ class SharedSplit(Split):
         Gradients of the active ones go to their owners.
         """
         every = torch.cat(list(held), -1)
-        rows = torch.cat([rows_of_owners(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 

@@ -147,7 +147,8 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
         y: its data.
         steps: iterations at most.
         tolerance: gain per observed number below which it ends.
-        fixed: parts of the names of parameters that stay as they are, such as ``"noise"``.
+        fixed: parts of the names of parameters that stay as they are.
+            For example ``"noise"``.
 
     Returns:
         The bound, never below that of the start.

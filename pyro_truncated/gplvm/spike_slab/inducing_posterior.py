@@ -226,7 +226,7 @@ class Prediction:
         mean: ``(N, D)``.
         variance: variances of the noise-free outputs, ``(N, D)``.
         noise: variance of the noise, a scalar.
-        covariance: covariances between the noise-free outputs of each data point, ``(N, D, D)``, if asked for. Outputs are correlated
+        covariance: of each data point's noise-free outputs, ``(N, D, D)``, if asked for. Outputs are correlated
             because they share the input, which is uncertain.
     """
 

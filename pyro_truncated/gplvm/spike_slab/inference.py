@@ -41,7 +41,7 @@ class Latents:
     Attributes:
         loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
         scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
-        used: probability :math:`\rho_q` that one of the observed views uses a dimension, ``(Q,)``; otherwise the prior holds.
+        used: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
         observed: the views that were observed.
         bound: what each data point contributes to the bound, ``(N,)``.
     """
@@ -88,7 +88,7 @@ class Posterior:
         Args:
             loc: latents ``(N, Q)``.
             view: the view.
-            scale: standard deviations of the latents, ``(N, Q)``; default: known exactly.
+            scale: standard deviations of the latents, ``(N, Q)``. Default: known exactly.
             full_covariance: whether to return covariances between outputs.
         """
         loc, scale = as_tensors(loc, self.model.loc), as_tensors(scale, self.model.loc)
@@ -150,7 +150,7 @@ class Posterior:
 
         Args:
             times: time stamps ``(N,)``.
-            sequences: the sequences that they belong to; default: that of the first data point.
+            sequences: the sequences that they belong to. Default: that of the first data point.
 
         Raises:
             ValueError: if the model has no prior over time.
@@ -196,13 +196,13 @@ class Posterior:
         Args:
             y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
                 missing.
-            steps: most steps of each data point; a step that gains nothing is shortened, and counts, too.
+            steps: most steps of each data point. A step that gains nothing is shortened, and counts, too.
             candidates: training points, evenly spaced, to start from the best of.
             tolerance: gain expected of a data point's step, in nats, below which it ends.
             times: time stamps ``(N,)`` of the new points, under a prior over time. Each point then
                 has the normal prior that follows from the latents of the training data. Default:
                 they are at unknown times.
-            sequences: the sequences that they belong to; default: that of the first data point.
+            sequences: the sequences that they belong to. Default: that of the first data point.
 
         Raises:
             ValueError: if no view is given or the shapes do not fit.
@@ -303,7 +303,7 @@ class Posterior:
         Args:
             latents: latents of the new points, from one of the views.
             views: the two views.
-            points: latents to compare with; default: those of the training data.
+            points: latents to compare with. Default: those of the training data.
         """
         weight = self.model.probability[list(views)].detach().prod(0).sqrt()
         loc = self.model.loc.detach() if points is None else as_tensors(points, self.model.loc)
@@ -356,8 +356,8 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
         model: the trained model.
         y: its data.
         num_samples: number of draws per chain.
-        num_chains: number of chains that the independent draws are dealt to.
-        seed: seeds the draws; without it torch's global generator is used.
+        num_chains: number of chains that the draws are dealt to.
+        seed: seeds the draws. Without it torch's global generator is used.
 
     Raises:
         ValueError: if ``num_samples`` or ``num_chains`` is not positive or the data do not fit the model.

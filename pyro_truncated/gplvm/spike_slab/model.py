@@ -44,9 +44,9 @@ class SpikeSlabMRD(UniqueModule):
     .. math:: b_{cq} \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f^{(c)}_d \sim \mathcal{GP}(0, k_c), \quad
               y^{(c)}_{nd} \sim \mathcal N\left(f^{(c)}_d(b_c \circ x_n), \beta_c^{-1}\right)
 
-    with the posterior :math:`q(b_{cq} = 1) = \gamma_{cq}` and :math:`q(x_{nq} \mid b) = \mathcal
-    N(\mu_{nq}, s_{nq})` if some view has dimension :math:`q` switched on, the prior otherwise. The
-    bound has no sampling noise. Kernels' expectations are in closed form (see
+    The posterior is :math:`q(b_{cq} = 1) = \gamma_{cq}`, and :math:`q(x_{nq} \mid b) = \mathcal
+    N(\mu_{nq}, s_{nq})` if some view has dimension :math:`q` switched on. Otherwise it is the
+    prior. The bound has no sampling noise. Kernels' expectations are in closed form (see
     :func:`~pyro_truncated.gp.psi_statistics`). The inducing variables are integrated out
     (``collapsed``) or have a Gaussian posterior of their own, for training on minibatches.
 
@@ -81,16 +81,16 @@ class SpikeSlabMRD(UniqueModule):
         num_observed: number of outputs of each view.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel (each further view gets a copy), or a function that makes one; or one for each view.
-        num_inducing: inducing inputs ``M`` of each view; default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
+        num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
             inducing inputs at the unit vectors, and gets these.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"``, :class:`~pyro_truncated.gplvm.CategoricalLabels`; or one for each
             view. Those that are not Gaussian have a local quadratic bound, whose points of contact are learned along.
-        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`; default: data points
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`. Default: data points
             are independent.
         prior: prior probability :math:`\pi` of a switch, a number or ``(C, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
         expectation: how to take expectations of kernels without closed form.
-        dtype: floating point type of the parameters; sums and factorisations are in float64 anyway.
+        dtype: type of the parameters; sums and factorisations are in float64 anyway.
 
     Attributes:
         loc: means :math:`\mu` of the latents, ``(N, Q)``.
@@ -253,7 +253,7 @@ class SpikeSlabMRD(UniqueModule):
         It is computed from the parameters of this very object, whatever Pyro's parameter store holds under their names.
 
         Args:
-            y: outputs of each view, ``(N, D_c)``; NaN where missing. A single view need not be in a list.
+            y: outputs of each view, ``(N, D_c)``. NaN where missing. A single view need not be in a list.
             batch_size: data points to draw for an estimate; not with ``collapsed``.
 
         Raises:
@@ -273,9 +273,9 @@ class SpikeSlabMRD(UniqueModule):
         ``views`` are all data.
         """
         latents = self.latents(index)
-        return self.bound_of([data[index] for data in views], latents, self.num_data / len(latents.loc))
+        return self.partial_bound([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
-    def bound_of(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
+    def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
         """Returns the bound from outputs and latents of some data points.
 
         Their terms are scaled, and terms without data points count by a share.
@@ -458,13 +458,13 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         num_observed: number of outputs ``D``.
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
-        num_inducing: inducing inputs ``M``; default: 50, at most ``N``.
+        num_inducing: inducing inputs ``M``. Default: 50, at most ``N``.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
         prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
         expectation: how to take expectations of kernels without closed form.
         time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`.
-        dtype: floating point type of the parameters.
+        dtype: type of the parameters.
 
     Reference:
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.

@@ -35,7 +35,7 @@ def plot_latents(
         ax: matplotlib axes.
         view: the view whose uncertainty is shown.
         labels: classes of the data points, for their colours.
-        dims: the dimensions; default: the view's two most relevant ones.
+        dims: the dimensions. Default: the view's two most relevant ones.
         resolution: points of the background per side; the other dimensions are at zero.
 
     Returns:
@@ -122,7 +122,7 @@ def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None =
     Args:
         model: the trained model.
         ax: matplotlib axes.
-        names: names of the views; default: "view 1", "view 2", ...
+        names: names of the views. Default: "view 1", "view 2", ...
 
     Returns:
         The axes.

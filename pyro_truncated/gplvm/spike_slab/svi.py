@@ -72,7 +72,7 @@ def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
 
 
 @torch.no_grad()
-def latents_of_owners(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
+def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
     """Gives every process the latents of all data points.
 
     Each latent comes from the process that has its data.
@@ -190,10 +190,10 @@ def fit_minibatches(
         steps: number of steps.
         batch_size: data points per step.
         learning_rate: of Adam.
-        rate: of the natural gradient, at the start; it falls likewise.
+        rate: of the natural gradient, at the start. It falls likewise.
         switches_from: share of the steps after which the switches are free.
-        generator: source of randomness of the minibatches.
-        callback: called with the number of each step and its estimate of the bound.
+        generator: source of randomness.
+        callback: called with the number of each step and its bound.
 
     Returns:
         The estimates of the bound.
@@ -226,14 +226,14 @@ def fit_minibatches(
             if callback is not None:
                 callback(step, estimates[-1])
         if is_spread(views):
-            latents_of_owners(model, views)
+            gather_latent_marginals(model, views)
     return estimates
 
 
 def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
     _natural_step(model, batch, views, rate)
     model.zero_grad()
-    bound = model.bound_of([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
+    bound = model.partial_bound([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
     (-bound / model.num_data).backward()
     add_gradients(model, batch)
     optimizer.step()
@@ -287,8 +287,8 @@ class Analytic_ELBO(ELBO):
         >>> losses = [svi.step(y) for _ in range(3)]
 
     Args:
-        warm_up: number of steps with all switches on; 0 for a model whose switches are to stay where they are at first.
-        every: steps between updates of the switches; ``None`` leaves them to the gradient from the first step on.
+        warm_up: number of steps with all switches on. With 0 switches keep their first values.
+        every: steps between updates of the switches. ``None`` leaves them to the gradient from the first step on.
     """
 
     @names_arguments

@@ -63,11 +63,11 @@ class TimePrior(UniqueModule):
     Args:
         times: time stamps ``(N,)``, in any order and spacing.
         kernel: ``"rbf"``, ``"matern"`` (3/2), ``"ou"`` (Ornstein-Uhlenbeck, Matern 1/2), or ``"periodic"``.
-        sequences: number of the sequence that each data point belongs to, ``(N,)``; sequences are independent. Default: one.
+        sequences: number of the sequence that each data point belongs to, ``(N,)``. Sequences are independent. Default: one.
         period: of the periodic kernel.
 
     Attributes:
-        timescale: length-scales of the dimensions, ``(Q,)``, in units of time; of the periodic kernel, relative to a period.
+        timescale: length-scales of the dimensions, ``(Q,)``, in units of time. Those of the periodic kernel are relative to a period.
         targets: the posterior's pseudo-observations, ``(N, Q)``.
         spread: their noise deviations, ``(N, Q)``.
 

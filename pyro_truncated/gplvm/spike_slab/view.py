@@ -112,10 +112,10 @@ class View(UniqueModule):
         num_functions: number of latent functions ``F``: ``D``, or the number of classes.
         inducing: inducing inputs, ``(M, Q)``.
         noise: noise variance; of labels, that of the pseudo-targets of weight one.
-        center: what is taken off the outputs, or off the functions of labels, ``(F,)``; the data's mean after initialisation.
-        point: where the local bounds of labels touch, ``(N, F)``; only if collapsed, else it follows from the posterior.
-        mean: means of the whitened inducing variables, ``(M, F)``; only if not collapsed.
-        scale_tril: Cholesky factor of their common covariance, ``(M, M)``; only if not collapsed.
+        center: what is taken off the outputs, or off the functions of labels, ``(F,)``. The data's mean after initialisation.
+        point: where the local bounds of labels touch, ``(N, F)``. Only if collapsed, else it follows from the posterior.
+        mean: means of the whitened inducing variables, ``(M, F)``. Only if not collapsed.
+        scale_tril: Cholesky factor of their common covariance, ``(M, M)``. Only if not collapsed.
     """
 
     noise: Tensor

@@ -33,9 +33,9 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
     Where numba finds no folder for compiled code (containers, clusters), or cannot read or write it (a full disk), one line is logged.
 
     Args:
-        function: the function; without it, a decorator is returned.
+        function: the function. Without it, a decorator is returned.
         cache: whether to keep the compiled code on disk.
-        later: whether another process may compile it; a call raises ``NotCompiledError`` until then.
+        later: whether another process may compile it. A call raises ``NotCompiledError`` until then.
         **options: for :func:`numba.njit`.
     """
     if function is None:
@@ -117,8 +117,8 @@ def _say_compiling() -> None:
     if multiprocessing.parent_process() is None:
         how = f"in the background, for up to a minute ({VARIABLE}=0: before the first step)" if is_on() else "which takes up to a minute"
         _logger.warning(
-            "compiling kernels for their first use on this machine, %s; the next process finds them on disk "
-            '("python -m pyro_truncated.warmup" compiles all of them at once)',
+            "compiling kernels for their first use on this machine, %s; the next process finds them on disk. "
+            '"python -m pyro_truncated.warmup" compiles all of them at once.',
             how,
         )
 
@@ -126,6 +126,6 @@ def _say_compiling() -> None:
 @functools.cache
 def _say() -> None:
     _logger.warning(
-        "compiled kernels cannot be kept on disk, so every process compiles them anew, which takes a minute or two in all; "
-        "let the environment variable NUMBA_CACHE_DIR name a folder that can be written to"
+        "compiled kernels cannot be kept on disk: every process compiles them anew, for a minute or two. "
+        "Set the environment variable NUMBA_CACHE_DIR to a folder that can be written to."
     )

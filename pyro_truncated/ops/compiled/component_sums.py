@@ -12,8 +12,8 @@ from pyro_truncated.ops.compiled.threads import parallel_kernel
 _BLOCKS = 16
 
 
-def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.component_sums.sums_of_components`."""
+def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.component_sums.component_sums`."""
     num_blocks = max(1, min(_BLOCKS, component.numel() // (2 * number)))
     total = torch.zeros(num_blocks, number, rows.shape[1], dtype=torch.float64, device="cpu")
     _add(component.contiguous().numpy(), weight.detach().contiguous().numpy(), rows.detach().contiguous().numpy(), total.numpy())

@@ -15,9 +15,9 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
 from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import trailing_zeros
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
 
@@ -25,8 +25,8 @@ from pyro_truncated.ops.fields import Fields
 ROWS_PER_TASK = 64
 
 
-def repeated(words: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.repeated`."""
+def find_duplicates(words: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.find_duplicates`."""
     out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
     _distinct(words.contiguous().numpy(), out.numpy())
     return ~out

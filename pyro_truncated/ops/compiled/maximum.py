@@ -15,10 +15,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.quadratic import weighted_square
-from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
-from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
-from pyro_truncated.ops.compiled.walk import (
+from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
     as_array,
@@ -29,6 +26,9 @@ from pyro_truncated.ops.compiled.walk import (
     padded,
     where_observed,
 )
+from pyro_truncated.ops.compiled.quadratic import weighted_square
+from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
+from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
 
 _ROOT_HALF = math.sqrt(0.5)
 LOG_2PI = math.log(2 * math.pi)

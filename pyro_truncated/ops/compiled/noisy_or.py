@@ -11,8 +11,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import (
+from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
     add_to_rows,
@@ -23,6 +22,7 @@ from pyro_truncated.ops.compiled.walk import (
     gather,
     padded,
 )
+from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 # A sum over many factors' logarithms takes one logarithm per group of factors; a group's product below _TINY may have lost bits.
 _GROUP = 32

@@ -13,8 +13,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import (
+from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
     add_to_rows,
@@ -26,6 +25,7 @@ from pyro_truncated.ops.compiled.walk import (
     padded,
     where_observed,
 )
+from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_above, gather_square, square_of
-from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import (
+from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
     as_array,
@@ -29,9 +27,11 @@ from pyro_truncated.ops.compiled.walk import (
     most_active,
     padded,
 )
+from pyro_truncated.ops.compiled.simd_rows import add_row, add_square, clear_row, gather_above, gather_square, row_square
+from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 
-def gram_of(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gram_matrix(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the dictionary by latents, observed entries, and Gram matrix.
 
     The entries have no rows if all are observed. The Gram matrix is empty if it differs by row.
@@ -51,7 +51,7 @@ def _dot(one, other, size):
 
 
 @njit(cache=True, nogil=True)
-def gram_of_row(scaled, observed, used, num_used, near, table):
+def row_gram_matrix(scaled, observed, used, num_used, near, table):
     """Computes the Gram matrix over observed entries.
 
     It goes into ``table``, for the latents in use only.
@@ -95,7 +95,7 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
         deviation: standard deviations of the slabs, ``(H,)``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
+    _log_prob(as_words(words), as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
     return out
 
 
@@ -115,7 +115,7 @@ def moments(
     first = torch.zeros_like(active)
     num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
     second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation)
+    parameters = as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation)
     _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
@@ -127,8 +127,9 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
 
     They are ``mean + deviation * e`` with standard normal ``e``.
 
-    Leaves in ``factor`` the Cholesky factor ``L`` of ``M = I + T G T`` (``T = diag(deviation)``), the posterior precision of ``e``, and in
-    ``solution`` the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the state.
+    Leaves in ``factor`` the Cholesky factor ``L`` of the posterior precision of ``e``, ``M = I + T G T`` with ``T = diag(deviation)``. In
+    ``solution`` it leaves the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the
+    state.
     """
     energy = 0.0
     for a in range(count):
@@ -180,7 +181,7 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
@@ -225,7 +226,7 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, to
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -279,8 +280,8 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
     It leaves ``R'`` and ``D`` of their covariance in ``prior`` and ``vectors``, and ``a - G mean``
-    in ``vectors``. In ``joint`` it leaves what is not below the diagonal of the precision ``M =
-    D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it. Returns
+    in ``vectors``. In ``joint`` it leaves the precision ``M = D^-1 + R' G R`` of ``c`` given the
+    data, without what is below the diagonal. A column beyond it is ``R' (a - G mean)``. Returns
     ``mean (a - G mean / 2)``.
     """
     size = size_of(count)
@@ -424,7 +425,7 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     for p in range(count):
         pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
         inverse = 1.0 / pivot
-        energy -= 0.5 * inverse * square_of(rows, p, size, size + count + 1)
+        energy -= 0.5 * inverse * row_square(rows, p, size, size + count + 1)
         product *= pivot
         if not 1.0 / _LARGE < product < _LARGE:
             energy -= 0.5 * np.log(product)
@@ -441,7 +442,7 @@ _LINE = 8
 def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
     """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
     _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
     return out
 
@@ -460,7 +461,7 @@ def correlated_moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
     scratch = _scratch(packed, num_data, 2 * num_latents**2)
     num_blocks = len(scratch[0])
     second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
@@ -484,7 +485,7 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    packed, parameters = as_words(words), (as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(covariance))
     scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
     out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
     _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
@@ -530,7 +531,7 @@ def _correlated_log_prob(words, linear, scaled, observed, gram, mean, covariance
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
@@ -555,7 +556,7 @@ def _correlated_moments(
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
             if has_missing:
-                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
@@ -595,7 +596,7 @@ def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, co
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                row_gram_matrix(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]

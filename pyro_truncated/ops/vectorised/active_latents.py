@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import afterwards, refuse, soon
+from pyro_truncated.ops.deferred_checks import lazy_values, on_success, raise_if
 from pyro_truncated.ops.most_active import most_active, note_most_active
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 
@@ -25,7 +25,7 @@ class ActiveLatents(NamedTuple):
     Attributes:
         where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
         data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
-        latents: which ones, ``(n, c, K)``; zero in places that are not taken.
+        latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
         is_taken: which places are, ``(n, c, K)`` in float64.
     """
 
@@ -72,7 +72,7 @@ class ActiveLatents(NamedTuple):
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
-def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
+def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
     """Yields blocks of states with their active latents.
 
     There is at least one, empty if need be.
@@ -109,7 +109,7 @@ def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> 
     """All states together."""
     latents, is_taken, number = _places(words, num_latents, most)
     if is_checked and number.numel():
-        refuse((number > most).any(), _complain)
+        raise_if((number > most).any(), _complain)
     return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
 
 
@@ -160,7 +160,7 @@ def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor,
     return index.masked_fill(~is_taken, 0), is_taken.double(), number
 
 
-def gram_of(scaled: Tensor, observed: Tensor | None) -> Tensor:
+def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
     """Gram matrices ``(1, H, H)``, or ``(N, H, H)`` over each data point's observed entries."""
     scaled = scaled.double()
     if observed is None:
@@ -179,9 +179,9 @@ def _asked(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
         words = owner
     size = rows_per_block(16 * words.shape[0] * num_latents)
     counts = [unpack_bits(part, num_latents, torch.uint8).sum(-1).amax() for part in words.split(size, 1) if part.numel()]
-    most = soon(torch.stack(counts).amax() if counts else words.new_zeros(()))
+    most = lazy_values(torch.stack(counts).amax() if counts else words.new_zeros(()))
     if words._base is None:
-        afterwards(lambda: note_most_active(words, int(most()[0])))
+        on_success(lambda: note_most_active(words, int(most()[0])))
     return most
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.evolution import repeated
+from pyro_truncated.ops.evolution import find_duplicates
 from pyro_truncated.ops.pair_terms import PairTerms, pair_terms
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 
 
 class _Steps:
@@ -145,7 +145,7 @@ def _best_distinct(score: Tensor, words: Tensor, size: int) -> Tensor:
     """
     score, order = score.sort(dim=1, descending=True, stable=True)
     ordered = words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
-    score = score.masked_fill(repeated(ordered), -torch.inf)
+    score = score.masked_fill(find_duplicates(ordered), -torch.inf)
     score, place = torch.nn.functional.pad(score, (0, max(0, size - score.shape[1])), value=-torch.inf).topk(size, dim=1)
     chosen = order.gather(1, place.clamp(max=order.shape[1] - 1)).masked_fill(score == -torch.inf, -1)
     count = torch.arange(size, device=words.device)
@@ -263,7 +263,7 @@ def flips(
     flipped = (words[n, t, : gain.shape[1]].unsqueeze(2) ^ bit).flatten(1, 2)
     score, order = score.sort(dim=1, descending=True, stable=True)
     ordered = flipped.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
-    is_old = repeated(torch.cat([words[n, t], ordered], 1))[:, words.shape[2] :]
+    is_old = find_duplicates(torch.cat([words[n, t], ordered], 1))[:, words.shape[2] :]
     score, place = score.masked_fill(is_old, -torch.inf).topk(min(size, score.shape[1]), dim=1)
     chosen = order.gather(1, place)
     missing = (0, size - score.shape[1])

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 # Of the size of a block's states that are held at once: bits on the way, states, a product with them, and a product of both.
 _TENSORS = 4
 
 
-def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yields blocks of candidates: their places and states ``(N, c, H)``.
 
     There is at least one block, empty if need be.

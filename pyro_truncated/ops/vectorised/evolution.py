@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.packed_checks import gather_states
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.words import gather_states
 
 
-def repeated(words: Tensor) -> Tensor:
+def find_duplicates(words: Tensor) -> Tensor:
     """Marks the states ``(N, C)`` that equal an earlier state of their row."""
     order = torch.arange(words.shape[1], device=words.device).expand(words.shape[:2])
     # Stable sorts by one word after the other leave equal states side by side, the earliest first.
@@ -37,7 +37,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
     are_enough = size <= words.shape[1]
     words = torch.cat([words, extra_words], 1)
     log_joint = torch.cat([log_joint, extra_log_joint], 1)
-    surplus = repeated(words)
+    surplus = find_duplicates(words)
     # The states of the first set are distinct.
     fewest = size if are_enough or not len(words) else int((~surplus).sum(1).min())
     if fewest < size:
@@ -224,7 +224,7 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
     num_others = num_states - 1 - num_singletons
     first = [singletons.new_zeros(len(rows), 1, fields.num_words), _subsets(singletons, num_singletons, streams)]
     if num_singletons < len(singletons):
-        streams = random.advanced(streams, num_singletons)
+        streams = random.advance(streams, num_singletons)
     if len(others):
         return torch.cat([*first, _subsets(others, num_others, streams)], 1)
     return _add_sparse(torch.cat(first, 1), num_others, fields, streams)
@@ -257,7 +257,7 @@ def _add_sparse(words: Tensor, number: int, fields: Fields, streams: Tensor) -> 
     for step in range(int(steps.max()) if steps.numel() else 0):
         _walk(new, fields, walks, torch.full_like(steps, step), step < steps)
     # A random walk leaves the region of states that are taken, however crowded it is.
-    while bool((surplus := repeated(words)[:, num_first:]).any()):
+    while bool((surplus := find_duplicates(words)[:, num_first:]).any()):
         _walk(new, fields, walks, steps, surplus)
         steps += surplus
     return words

@@ -15,7 +15,7 @@ from pyro_truncated.ops.piecewise import maximum_segments
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.ops.vectorised import random
 from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, by_number
-from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 _TENSORS = 4  # of the size of the terms that are held at once
@@ -26,7 +26,7 @@ def are_few(words: Tensor, num_terms: int) -> bool:
     return words.shape[0] * words.shape[1] <= rows_per_block(8 * _TENSORS * num_terms)
 
 
-def numbers_of_terms(num_observed: int, places: int) -> int:
+def count_terms(num_observed: int, places: int) -> int:
     """How many numbers the terms of so many active latents take."""
     return _TENSORS * num_observed * (places + 2)
 
@@ -38,7 +38,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
         states = unpack_bits(words, weight.shape[1], torch.float64)
         return _squares(value.unsqueeze(1), largest(states, weight)) @ precision
     out = value.new_empty(words.shape[:2])
-    for block in by_number(words, weight.shape[1], functools.partial(numbers_of_terms, len(weight))):
+    for block in by_number(words, weight.shape[1], functools.partial(count_terms, len(weight))):
         top = _terms(block, weight).amax(2).clamp(min=0.0)
         block.put_(out, _squares(value[block.data], top) @ precision)
     return out
@@ -75,7 +75,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
     wins, sums = weight.new_zeros(2, num_observed * (num_latents + 1))
     first = torch.arange(num_observed, device=weight.device) * (num_latents + 1)
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
-    for block in by_number(words, num_latents, functools.partial(numbers_of_terms, num_observed)):
+    for block in by_number(words, num_latents, functools.partial(count_terms, num_observed)):
         share = block.of_states(weights).unsqueeze(-1)
         block.add_rows_(active, share * block.is_taken)
         top, place = _terms(block, weight).max(2)
@@ -108,7 +108,7 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
         most = (torch.where(is_on, parameter, -torch.inf).amax(-1) for parameter in (natural, partition))
         return (value.unsqueeze(1) * next(most) - next(most)).masked_fill(is_missing.unsqueeze(1), 0.0).sum(-1)
     out = value.new_empty(words.shape[:2])
-    for block in by_number(words, num_latents, functools.partial(numbers_of_terms, 2 * num_observed)):
+    for block in by_number(words, num_latents, functools.partial(count_terms, 2 * num_observed)):
         # Where no latent is, and beside all that are, is the background, the last column.
         latents = block.latents.masked_fill(block.is_taken == 0, num_latents)
         most = (parameter.mT[latents].amax(2).maximum(parameter[:, -1]) for parameter in (natural, partition))
@@ -157,7 +157,7 @@ def slab_gibbs(
     for sweep in range(burn_in + sweeps):
         for i in range(number):
             lottery, choice, quantile = random.numbers(streams, 3).unbind(-1)
-            streams = random.advanced(streams, 3)
+            streams = random.advance(streams, 3)
             place = random.shuffle_step(order, i, lottery.unsqueeze(1)).squeeze(1)
             offers = (elements * coefficients.unsqueeze(-1)).clamp(min=0.0)
             offers[data, place] = 0.0

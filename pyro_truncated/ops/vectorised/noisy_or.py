@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.unpacked import log1mexp, log_off
-from pyro_truncated.ops.vectorised.blocks import blocks_of_states
+from pyro_truncated.ops.vectorised.blocks import state_blocks
 
 
 def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.noisy_or_log_prob`."""
     value = value.unsqueeze(1)
     log_probs = []
-    for _, states in blocks_of_states(words, log_complement.shape[1], log_complement.shape[0], log_complement.dtype):
+    for _, states in state_blocks(words, log_complement.shape[1], log_complement.shape[0], log_complement.dtype):
         off = log_off(states, log_complement, log_leak_complement)
         terms = torch.where(value == 1, log1mexp(off), off)
         log_probs.append(torch.where(value.isnan(), 0.0, terms).sum(-1) + (states * linear.unsqueeze(1)).sum(-1))
@@ -30,7 +30,7 @@ def noisy_or_statistics(
     ratio = weights.new_zeros(num_observed, num_latents)
     leak_ratio = weights.new_zeros(num_observed)
     is_on = (value == 1).unsqueeze(1)
-    for where, states in blocks_of_states(words, num_latents, num_observed, torch.float64):
+    for where, states in state_blocks(words, num_latents, num_observed, torch.float64):
         weight = weights[:, where].unsqueeze(-1)
         share = weight / -torch.expm1(log_off(states, log_complement, log_leak_complement))
         # A state of weight zero contributes nothing even where it is impossible.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.blocks import blocks_of_states
-from pyro_truncated.ops.vectorised.values import unpack_bits
-from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.ops.vectorised.blocks import state_blocks
+from pyro_truncated.ops.vectorised.latent_values import unpack_bits
+from pyro_truncated.utils.budget import row_slices
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`."""
     energies = []
-    for _, states in blocks_of_states(words, linear.shape[-1], linear.shape[-1], torch.promote_types(linear.dtype, pairwise.dtype)):
+    for _, states in state_blocks(words, linear.shape[-1], linear.shape[-1], torch.promote_types(linear.dtype, pairwise.dtype)):
         field = linear.unsqueeze(-2) + states @ pairwise.to(states.dtype)
         energies.append((field * states).sum(-1))
     return torch.cat(energies, -1)
@@ -25,7 +25,7 @@ def flip_energy(words: Tensor, alone: Tensor, others: Tensor) -> Tensor:
     A latent's own terms ``(N, H)`` and pair terms ``(H, H)`` are given.
     """
     blocks = []
-    for rows in blocks_of_rows(max(1, len(words)), 32 * len(others)):
+    for rows in row_slices(max(1, len(words)), 32 * len(others)):
         states = unpack_bits(words[rows], len(others), torch.float64)
         blocks.append((1 - 2 * states) * (alone[rows] + states @ others))
     return torch.cat(blocks)
@@ -36,7 +36,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
     num_data = weights.shape[0]
     first = weights.new_zeros(num_data, num_latents, dtype=torch.float64)
     second = weights.new_zeros((*((num_data,) if per_datum else ()), num_latents, num_latents), dtype=torch.float64)
-    for where, states in blocks_of_states(words, num_latents, num_latents, torch.float64):
+    for where, states in state_blocks(words, num_latents, num_latents, torch.float64):
         weighted = weights[:, where].double().unsqueeze(-1) * states
         first += weighted.sum(1)
         second += weighted.mT @ states if per_datum else weighted.flatten(0, 1).mT @ states.flatten(0, 1)
@@ -46,7 +46,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.quadratic`."""
     errors = []
-    for _, states in blocks_of_states(words, weight.shape[1], weight.shape[0], torch.float64):
+    for _, states in state_blocks(words, weight.shape[1], weight.shape[0], torch.float64):
         errors.append(_residual(states, value, weight).square() @ precision.double())
     return torch.cat(errors, -1)
 
@@ -56,7 +56,7 @@ def square_error_gradients(words: Tensor, grad: Tensor, value: Tensor, weight: T
     grad_value = torch.zeros_like(value, dtype=torch.float64)
     grad_weight = torch.zeros_like(weight, dtype=torch.float64)
     grad_precision = torch.zeros_like(precision, dtype=torch.float64)
-    for where, states in blocks_of_states(words, weight.shape[1], weight.shape[0], torch.float64):
+    for where, states in state_blocks(words, weight.shape[1], weight.shape[0], torch.float64):
         residual = _residual(states, value, weight)
         slope = grad[:, where].double().unsqueeze(-1) * residual
         grad_precision += (slope * residual).sum((0, 1))

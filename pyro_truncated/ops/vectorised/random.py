@@ -72,7 +72,7 @@ def _scrambled(rows: Tensor) -> Tensor:
     return mix((rows + 1) * STEP)
 
 
-def advanced(streams: Tensor, count: int) -> Tensor:
+def advance(streams: Tensor, count: int) -> Tensor:
     """Streams after so many steps."""
     return streams + _signed((count * STEP) % 2**64)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.packed_checks import gather_states
 from pyro_truncated.ops.unpacked import normal_log_density
-from pyro_truncated.ops.words import gather_states
-from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
+from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 _TINY = 1e-300
 
@@ -29,7 +29,7 @@ def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: S
 
 def _pixel_blocks(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Iterator[Tensor]:
     images, (features, masks, variance, background, background_variance) = images.double(), _doubles(scene)
-    for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
+    for rows in row_slices(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
         ranks = None if rank is None else rank[rows]
         alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas)
@@ -46,7 +46,7 @@ def statistics(
     owned = images.new_zeros(num_objects, num_entries, channels + 2)
     on, present = images.new_zeros(num_objects, num_entries), images.new_zeros(num_objects)
     rest_sums = images.new_zeros(channels + 2)
-    for rows in blocks_of_rows(len(places), _bytes_per_row(places, images)):
+    for rows in row_slices(len(places), _bytes_per_row(places, images)):
         image, ranks = images[rows], None if rank is None else rank[rows]
         behind = normal_log_density(image, background, background_variance)
         alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, canvas)
@@ -72,7 +72,7 @@ def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, 
     """Posterior means of the colours without noise, ``(N, D, F)``; see :func:`pyro_truncated.ops.scenes.scene_means`."""
     images, weights, (features, masks, variance, background, background_variance) = images.double(), weights.double(), _doubles(scene)
     blocks = []
-    for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
+    for rows in row_slices(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
         alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas)
         share, rest = _shares(alpha, None if rank is None else rank[rows])

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.unpacked import collapse, collapse_correlated
-from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
+from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    parameters = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    parameters = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
     out = linear.new_empty(words.shape[:2], dtype=torch.float64)
-    for block in blocks_of_active(words, scaled.shape[1], _INDEPENDENT_MATRICES):
+    for block in active_blocks(words, scaled.shape[1], _INDEPENDENT_MATRICES):
         block.put_(out, _collapsed(block, *parameters)[0])
     return out
 
@@ -38,10 +38,10 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    gram, linear, mean, deviation = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    gram, linear, mean, deviation = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
     active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
-    for block in blocks_of_active(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
+    for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
         _, factor, solution = _collapsed(block, gram, linear, mean, deviation)
         weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
         spread = block.is_taken * deviation[index]
@@ -87,9 +87,9 @@ class _Collapsed(NamedTuple):
 
 def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    gram, linear = gram_of(scaled, observed), linear.double()
+    gram, linear = gram_matrix(scaled, observed), linear.double()
     out = linear.new_empty(words.shape[:2])
-    for block in blocks_of_active(words, scaled.shape[1], _CORRELATED_MATRICES):
+    for block in active_blocks(words, scaled.shape[1], _CORRELATED_MATRICES):
         block.put_(out, _integrated(block, gram, linear, mean, covariance)[1][0])
     return out
 
@@ -106,10 +106,10 @@ def correlated_moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    gram, linear = gram_of(scaled, observed), linear.double()
+    gram, linear = gram_matrix(scaled, observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
-    for block in blocks_of_active(words, num_latents, _CORRELATED_MATRICES, is_final=True):
+    for block in active_blocks(words, num_latents, _CORRELATED_MATRICES, is_final=True):
         weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
@@ -134,9 +134,9 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    gram, linear = gram_of(scaled, observed), linear.double()
+    gram, linear = gram_matrix(scaled, observed), linear.double()
     total = linear.new_zeros(len(means))
-    for block in blocks_of_active(words, linear.shape[1], _CORRELATED_MATRICES, is_final=True):
+    for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES, is_final=True):
         slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
             deviation = block.is_taken * (mean - other)[block.latents] + slabs.above

@@ -13,7 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import RegressionAffinity
 from pyro_truncated.search.preselection import AffinitySearch
-from pyro_truncated.search.sampling import drawn_by_weight
+from pyro_truncated.search.sampling import draw_by_weight
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -46,10 +46,10 @@ class LearnedFlips(AffinitySearch):
         mean_flips: mean number of flips of a child, at least 1.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
-        rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
         inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
             default: the observations.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Raises:
         ValueError: if an argument is out of range; when searching, if a latent has more than two values.
@@ -80,7 +80,7 @@ class LearnedFlips(AffinitySearch):
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``; repetitions are possible."""
         self.check_space(batch.space)
-        prediction, parents = self.affinity(batch), drawn_by_weight(batch, self.children, self.generator)
+        prediction, parents = self.affinity(batch), draw_by_weight(batch, self.children, self.generator)
         # Every latent may be flipped, so that every state can be reached.
         disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=0.02)
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))

@@ -23,14 +23,14 @@ class Effects(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Trials:
+class ScoredBatch:
     """Scored states of data points, relative to the best one of each.
 
     Attributes:
         states: ``(n, M, H)``, zeros and ones.
         log_joint: their log joints ``(n, M)``.
         features: of the data points, ``(n, Q)``.
-        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point; the regression is
+        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point. The regression is
             of the rest.
         best: the best state of each data point, ``(n, 1, H)``.
         gap: how far the log joints lie below its one, ``(n, M)``.
@@ -59,7 +59,7 @@ class Trials:
     steps: Tensor = dataclasses.field(init=False)
     variance: Tensor = dataclasses.field(init=False)
 
-    def change_of_flip(self) -> float | None:
+    def median_flip_change(self) -> float | None:
         """Returns the median change of an independent flip, in nats not explained.
 
         ``None`` if there is nothing to compare.
@@ -74,13 +74,13 @@ class Trials:
         nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
         return int((nearer & is_possible).sum()) >= int((farther & is_possible).sum())
 
-    def predicted(self, effects: Effects) -> Tensor:
+    def predict(self, effects: Effects) -> Tensor:
         """Differences ``(n, M)`` from the best state by what all data points share."""
         linear = torch.einsum("nmh,nh->nm", self.steps, self.features @ effects.linear.mT)
         return linear + _energy(self.states, effects.pairs) - _energy(self.best, effects.pairs)
 
-    def transposed(self, weight: Tensor) -> Effects:
-        """The adjoint of :meth:`predicted`, of weights ``(n, M)``."""
+    def apply_adjoint(self, weight: Tensor) -> Effects:
+        """The adjoint of :meth:`predict`, of weights ``(n, M)``."""
         linear = torch.einsum("nmh,nm->nh", self.steps, weight).mT @ self.features
         pairs = _products(self.states, weight) - _products(self.best, weight.sum(1, keepdim=True))
         return Effects(linear, pairs.fill_diagonal_(0.0))
@@ -121,33 +121,33 @@ class LogJointRegression:
         self.effects = Effects(like.new_zeros(num_latents, num_features), like)
         self.variance, self.change = torch.zeros_like(like[0]), 0.0
 
-    def fit(self, trials: Trials, iterations: int = 8) -> None:
-        r"""Steps towards the shared effects of these trials, and towards :math:`\tau`."""
+    def fit(self, samples: ScoredBatch, iterations: int = 8) -> None:
+        r"""Steps towards the shared effects of these samples, and towards :math:`\tau`."""
         # Where no two scores show what a flip changes, 200 nats.
-        change = max(trials.change_of_flip() or self.change or 200.0, _LEAST)
+        change = max(samples.median_flip_change() or self.change or 200.0, _LEAST)
         if self.change == 0:
             self.variance = torch.full_like(self.variance, max(0.5 * change, _LEAST) ** 2)
         self.change = max(self.change, change)
-        belief = Belief(trials, self)
+        posterior = EffectsPosterior(samples, self)
         found = list(self.effects)
-        normal = self._normal(belief, self.effects)
-        residual = [value - image for value, image in zip(belief.transposed(trials.target), normal, strict=True)]
-        scale = self._diagonal(belief)
+        normal = self._normal(posterior, self.effects)
+        residual = [value - image for value, image in zip(posterior.apply_adjoint(samples.target), normal, strict=True)]
+        scale = self._diagonal(posterior)
         direction = ready = [r / s for r, s in zip(residual, scale, strict=True)]
         length = first = _dot(residual, ready)
         for _ in range(iterations):
             # Beyond it rounding would be divided by rounding.
             if not length > 1e-24 * first:
                 break
-            image = self._normal(belief, Effects(*direction))
+            image = self._normal(posterior, Effects(*direction))
             step = length / _dot(direction, image)
             found = [value + step * along for value, along in zip(found, direction, strict=True)]
             residual = [value - step * along for value, along in zip(residual, image, strict=True)]
             ready = [r / s for r, s in zip(residual, scale, strict=True)]
             before, length = length, _dot(residual, ready)
             direction = [r + length / before * d for r, d in zip(ready, direction, strict=True)]
-        self.effects = belief.effects = Effects(*found)
-        squares = self._inflation(trials) * belief.mean_squares()
+        self.effects = posterior.effects = Effects(*found)
+        squares = self._inflation(samples) * posterior.mean_squares()
         self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2, max=(4.0 * self.change) ** 2)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -167,75 +167,75 @@ class LogJointRegression:
     def _ridge(self) -> float:
         return (0.16 * self.change) ** -2
 
-    def _inflation(self, trials: Trials) -> Tensor:
+    def _inflation(self, samples: ScoredBatch) -> Tensor:
         """Returns the factors ``(H,)`` for fitted shared effects."""
-        number, squares = len(trials.features), trials.features.square().sum(0)
+        number, squares = len(samples.features), samples.features.square().sum(0)
         taken = (squares / (squares + (self.variance * self._ridge()).unsqueeze(1))).sum(1)
         return number / (number - taken).clamp(min=1.0)
 
-    def _normal(self, belief: Belief, effects: Effects) -> list[Tensor]:
-        image = belief.transposed(belief.trials.predicted(effects))
+    def _normal(self, posterior: EffectsPosterior, effects: Effects) -> list[Tensor]:
+        image = posterior.apply_adjoint(posterior.samples.predict(effects))
         return [value + self._ridge() * effect for value, effect in zip(image, effects, strict=True)]
 
-    def _diagonal(self, belief: Belief) -> list[Tensor]:
+    def _diagonal(self, posterior: EffectsPosterior) -> list[Tensor]:
         """The diagonal of the normal equations, of pairs roughly."""
-        linear = belief.informed().mT @ belief.trials.features.square()
-        pairs = 2 * _products(belief.trials.states, belief.trials.variance.reciprocal())
+        linear = posterior.information().mT @ posterior.samples.features.square()
+        pairs = 2 * _products(posterior.samples.states, posterior.samples.variance.reciprocal())
         # Data points' own effects leave a hundredth of the weight of pairs to shared ones, roughly.
         return [linear + self._ridge(), 0.01 * pairs + self._ridge()]
 
 
-class Belief:
+class EffectsPosterior:
     """Gaussian posterior of effects in some data points, given shared ones.
 
     Args:
-        trials: the trials.
+        samples: scored states.
         regression: has the shared effects, and how much own ones deviate.
-        least: how much own effects of each data point deviate at least, ``(n,)``; default: not at all.
+        least: how much own effects of each data point deviate at least, ``(n,)``. Default: not at all.
     """
 
-    def __init__(self, trials: Trials, regression: LogJointRegression, least: Tensor | None = None) -> None:
-        self.trials, self.effects = trials, regression.effects
-        self.variance = regression.variance.expand(len(trials.states), -1)
+    def __init__(self, samples: ScoredBatch, regression: LogJointRegression, least: Tensor | None = None) -> None:
+        self.samples, self.effects = samples, regression.effects
+        self.variance = regression.variance.expand(len(samples.states), -1)
         if least is not None:
             self.variance = self.variance.maximum(least.square().unsqueeze(1))
-        covariance = torch.einsum("nmh,nh,nkh->nmk", trials.steps, self.variance, trials.steps) + torch.diag_embed(trials.variance)
+        covariance = torch.einsum("nmh,nh,nkh->nmk", samples.steps, self.variance, samples.steps) + torch.diag_embed(samples.variance)
         self._factor = torch.linalg.cholesky(covariance)
 
-    def transposed(self, values: Tensor) -> Effects:
+    def apply_adjoint(self, values: Tensor) -> Effects:
         """Maps residuals ``(n, M)`` to shared effects, own effects integrated out."""
-        return self.trials.transposed(self._solve(values.unsqueeze(1)).squeeze(1))
+        return self.samples.apply_adjoint(self._solve(values.unsqueeze(1)).squeeze(1))
 
-    def informed(self) -> Tensor:
+    def information(self) -> Tensor:
         """Returns inverse variances ``(n, H)`` of linear effects from the scores.
 
         Own effects are integrated out.
         """
-        informed: Tensor = torch.linalg.solve_triangular(self._factor, self.trials.steps, upper=False).square().sum(1)
-        return informed
+        information: Tensor = torch.linalg.solve_triangular(self._factor, self.samples.steps, upper=False).square().sum(1)
+        return information
 
     def mean_squares(self) -> Tensor:
         """Expected squares of the data points' own effects, averaged over these, ``(H,)``."""
-        left = (self.variance * (1 - self.variance * self.informed())).clamp(min=0.0)
-        mean = self._own((self.trials.target - self.trials.predicted(self.effects)).unsqueeze(1)).squeeze(1)
+        left = (self.variance * (1 - self.variance * self.information())).clamp(min=0.0)
+        mean = self._own((self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)).squeeze(1)
         squares: Tensor = (mean.square() + left).mean(0)
         return squares
 
     def draws(self, effects: Tensor, errors: Tensor) -> Tensor:
-        """Linear effects ``(n, C, H)`` drawn from the belief.
+        """Linear effects ``(n, C, H)`` drawn from the posterior.
 
         Args:
             effects: standard normal numbers, ``(n, C, H)``; with zeros for both, the mean.
             errors: standard normal numbers, ``(n, C, M)``.
         """
         prior = effects * self.variance.sqrt().unsqueeze(1)
-        residual = (self.trials.target - self.trials.predicted(self.effects)).unsqueeze(1)
-        missing = residual - torch.einsum("nch,nmh->ncm", prior, self.trials.steps) - errors * self.trials.variance.sqrt().unsqueeze(1)
-        return (self.trials.features @ self.effects.linear.mT).unsqueeze(1) + prior + self._own(missing)
+        residual = (self.samples.target - self.samples.predict(self.effects)).unsqueeze(1)
+        missing = residual - torch.einsum("nch,nmh->ncm", prior, self.samples.steps) - errors * self.samples.variance.sqrt().unsqueeze(1)
+        return (self.samples.features @ self.effects.linear.mT).unsqueeze(1) + prior + self._own(missing)
 
     def _own(self, residuals: Tensor) -> Tensor:
         """Means ``(n, C, H)`` of the data points' own effects for residuals ``(n, C, M)``."""
-        return self.variance.unsqueeze(1) * torch.einsum("nmh,ncm->nch", self.trials.steps, self._solve(residuals))
+        return self.variance.unsqueeze(1) * torch.einsum("nmh,ncm->nch", self.samples.steps, self._solve(residuals))
 
     def _solve(self, residuals: Tensor) -> Tensor:
         return torch.cholesky_solve(residuals.mT, self._factor).mT

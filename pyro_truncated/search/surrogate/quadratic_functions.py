@@ -27,7 +27,7 @@ class QuadraticFunctions(NamedTuple):
         field = states @ self.pairs if self.pairs.dim() == 2 else (states.unsqueeze(-2) @ self.pairs).squeeze(-2)
         return (1 - 2 * states) * (self.effects + field)
 
-    def climbed(self, states: Tensor, steps: int = 12) -> Tensor:
+    def ascend(self, states: Tensor, steps: int = 12) -> Tensor:
         """States after so many flips that each raise the functions most."""
         for _ in range(steps):
             gain, latent = self.gains(states).max(-1, keepdim=True)
@@ -35,7 +35,7 @@ class QuadraticFunctions(NamedTuple):
             states = (states - flip).abs()
         return states
 
-    def climbed_by_pairs(self, states: Tensor, steps: int = 2) -> Tensor:
+    def ascend_by_pairs(self, states: Tensor, steps: int = 2) -> Tensor:
         """Returns states after greedy flips of one or two latents."""
         size = states.shape[-1]
         latent = torch.arange(size, device=states.device)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch, flat_observations
-from pyro_truncated.search.sampling import drawn_by_weight
-from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations, principal_axes
-from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, Belief, LogJointRegression, Trials
+from pyro_truncated.search.sampling import draw_by_weight
+from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, EffectsPosterior, LogJointRegression, ScoredBatch
+from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression, principal_axes
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -30,7 +30,7 @@ class SurrogateSearch(Search):
     It is for models whose scores are expensive.
 
     A run of the model on a state shows more than its log joint: means and variances of the observations. Where they are known, means are
-    regressed on all scored states as a quadratic function shared by all data (:class:`.ExpectedObservations`). An approximate likelihood
+    regressed on all scored states as a quadratic function shared by all data (:class:`.MomentRegression`). An approximate likelihood
     follows for each data point. What log joints lack of it is regressed on linear effects and pairwise interactions
     (:class:`.LogJointRegression`).
 
@@ -68,9 +68,9 @@ class SurrogateSearch(Search):
             latest. All states scored under the same parameters are kept all the same, so that none is scored twice: up to ``children``
             more per data point with every step.
         rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
-        inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
+        inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`. Default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
-        generator: source of randomness; default: torch's global generator.
+        generator: source of randomness. Default: torch's global generator.
 
     Attributes:
         MAX_LATENTS: number of latents above which log joints alone are regressed.
@@ -106,7 +106,7 @@ class SurrogateSearch(Search):
     def forget(self) -> None:
         """Forgets all scores, and what was learned from them."""
         self.regressions: dict[str, LogJointRegression] = {}
-        self.expected: ExpectedObservations | None = None
+        self.expected: MomentRegression | None = None
         self._projection: PrincipalComponents | None = None
         self._scored: ScoredStates | None = None
         self._surprise: Tensor | None = None
@@ -121,37 +121,37 @@ class SurrogateSearch(Search):
         """Children ``(N, children)``."""
         self.check_space(batch.space)
         if batch.is_spread:
-            raise NotImplementedError("SurrogateSearch learns from the data of one process; these are shards: train it on whole data")
+            raise NotImplementedError("SurrogateSearch learns from the data of one process; got a shard: pass all data in one process")
         is_continued = self._scored is not None and self._scored.holds(batch)
         if not is_continued:
             self._surprise = None
         scored = self._scored = ScoredStates.of(batch, self._scored)
-        kept = scored.kept(max(self.memory, batch.population.num_states))
+        kept = scored.truncate(max(self.memory, batch.population.num_states))
         states, features = kept.states(), self._features(batch)
-        trials, likelihoods = Trials(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
+        samples, likelihoods = ScoredBatch(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
         # Also where likelihoods are known: of other data they may not be.
-        regression = self._learned("log joints", trials, batch)
+        regression = self._learned("log joints", samples, batch)
         if likelihoods is not None:
             # Effects of the data are in the likelihoods: what is left are the same constants for all.
-            explained = Trials(states, kept.log_joint, features[:, -1:], likelihoods(states))
+            explained = ScoredBatch(states, kept.log_joint, features[:, -1:], likelihoods(states))
             self._is_misled |= self._may_learn(batch) and not explained.is_explained()
             if self._is_misled:
                 likelihoods = None
             else:
-                trials, regression = explained, self._learned("rest", explained, batch)
+                samples, regression = explained, self._learned("rest", explained, batch)
         if likelihoods is None:
             self._surprise = None
-        functions = QuadraticFunctions(self._drawn(Belief(trials, regression, self._surprise), batch), regression.effects.pairs)
-        start = batch.space.unpack(drawn_by_weight(batch, self.children, self.generator)).double()
+        functions = QuadraticFunctions(self._drawn(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs)
+        start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
-            found = batch.scored(batch.space.pack(functions.best_unseen(functions.climbed(start), scored.space, scored.words).long()))
+            found = batch.scored(batch.space.pack(functions.best_unseen(functions.ascend(start), scored.space, scored.words).long()))
         else:
             # Half of the children start from another data point's best state.
             uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
-            others = trials.best[(uniform.double() * len(trials.best)).long(), 0]
+            others = samples.best[(uniform.double() * len(samples.best)).long(), 0]
             children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], others], 1))
             found = self._scored_and_learned(children, batch)
-            self._surprise = _surprise(likelihoods, trials, children.double(), found.log_joint)
+            self._surprise = _surprise(likelihoods, samples, children.double(), found.log_joint)
         self._scored = scored.with_more(found)
         return found
 
@@ -175,7 +175,7 @@ class SurrogateSearch(Search):
             self._projection = PrincipalComponents(*state["projection"])
             self._is_of_new_data, self._is_misled = bool(state["is_of_new_data"]), bool(state["is_misled"])
         if "expected" in state:
-            self.expected = ExpectedObservations.of(state["expected"])
+            self.expected = MomentRegression.of(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
         """Returns the first inputs' principal components and a one, ``(n, Q)``."""
@@ -188,14 +188,14 @@ class SurrogateSearch(Search):
     def _may_learn(self, batch: SearchBatch) -> bool:
         return self._is_of_new_data or not batch.is_new
 
-    def _learned(self, name: str, trials: Trials, batch: SearchBatch) -> LogJointRegression:
-        """Returns the regression of log joints, updated by training trials."""
-        sizes, known = (trials.states.shape[-1], trials.features.shape[1]), self.regressions.get(name)
+    def _learned(self, name: str, samples: ScoredBatch, batch: SearchBatch) -> LogJointRegression:
+        """Returns the regression of log joints, updated by training data."""
+        sizes, known = (samples.states.shape[-1], samples.features.shape[1]), self.regressions.get(name)
         if known is None or known.effects.linear.shape != sizes:
-            known = LogJointRegression(*sizes, trials.states.device)
+            known = LogJointRegression(*sizes, samples.states.device)
         if self._may_learn(batch):
             self.regressions[name] = known
-            known.fit(trials)
+            known.fit(samples)
         return known
 
     def _scored_and_learned(self, children: Tensor, batch: SearchBatch) -> Population:
@@ -220,7 +220,7 @@ class SurrogateSearch(Search):
         if self.expected is None or not self.expected.fits(num_latents, num_values):
             if not self._may_learn(batch):
                 return None
-            self.expected = ExpectedObservations(num_latents, num_values, self.rank, observations.device)
+            self.expected = MomentRegression(num_latents, num_values, self.rank, observations.device)
         if self._may_learn(batch) and not is_continued:
             self.expected.fade()
             self.expected.take(moments, batch.space)
@@ -236,22 +236,22 @@ class SurrogateSearch(Search):
             likelihood = likelihoods._replace(observed=likelihoods.observed[rows])
             states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
             for _ in range(3):
-                states = likelihood.near(states, rest).climbed_by_pairs(states)
+                states = likelihood.near(states, rest).ascend_by_pairs(states)
             found.append(likelihood.near(states, rest).best_unseen(states, self._scored.space, self._scored.words[rows]))
         return torch.cat(found)
 
-    def _drawn(self, belief: Belief, batch: SearchBatch) -> Tensor:
+    def _drawn(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
         """Linear effects for each child, ``(n, children, H)``."""
-        num_trials, num_latents = belief.trials.states.shape[1:]
-        uniform = ops.uniform(shape=(self.children, num_latents + num_trials), **batch.draws(self.generator))
+        num_samples, num_latents = posterior.samples.states.shape[1:]
+        uniform = ops.uniform(shape=(self.children, num_latents + num_samples), **batch.draws(self.generator))
         normal = torch.special.ndtri(uniform.double().clamp(min=1e-16))
         normal[:, 0] = 0.0
-        # Some children are cautious; a belief may be wrong.
+        # Some children are cautious; a posterior may be wrong.
         normal[:, 1:] *= torch.logspace(-1.0, 1.0, self.children - 1, base=2.0, dtype=normal.dtype, device=normal.device).view(1, -1, 1)
         assert self._scored is not None
         # A data point gets stuck where the regression trusts itself.
         normal *= 1.0 + (self._scored.num_since_best() >= 2 * self.children).to(normal).view(-1, 1, 1)
-        return belief.draws(normal[..., :num_latents], normal[..., num_latents:])
+        return posterior.draws(normal[..., :num_latents], normal[..., num_latents:])
 
 
 class PrincipalComponents(NamedTuple):
@@ -275,17 +275,17 @@ class PrincipalComponents(NamedTuple):
         return torch.cat([known @ self.axes, torch.ones_like(known[:, :1])], 1)
 
 
-def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Tensor, log_joint: Tensor) -> Tensor:
+def _surprise(likelihoods: ApproximateLikelihoods, samples: ScoredBatch, children: Tensor, log_joint: Tensor) -> Tensor:
     """Returns the error ``(n,)`` of likelihoods, in nats per root of flips.
 
     It is a root mean square over log joints ``(n, C)``.
 
     Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
-    most = dataclasses.replace(trials, explained=None).change_of_flip() or 0.0
-    said = likelihoods(children) - likelihoods(trials.best)
-    found = log_joint.double().clamp(min=_LOWEST) - trials.log_joint.amax(1, keepdim=True)
-    flips = (children - trials.best).abs().sum(-1).clamp(min=1)
+    most = dataclasses.replace(samples, explained=None).median_flip_change() or 0.0
+    said = likelihoods(children) - likelihoods(samples.best)
+    found = log_joint.double().clamp(min=_LOWEST) - samples.log_joint.amax(1, keepdim=True)
+    flips = (children - samples.best).abs().sum(-1).clamp(min=1)
     wrong = ((found - said).abs() / flips.sqrt()).clamp(max=most).masked_fill(found < -IMPOSSIBLE, torch.nan)
     return wrong.square().nanmean(1).sqrt().nan_to_num(nan=0.0)
 
@@ -324,13 +324,13 @@ class ScoredStates:
     def with_more(self, found: Population) -> ScoredStates:
         """Appends other states, without repetitions within a data point."""
         words = torch.cat([self.words, found.words], 1)
-        is_new = ~ops.repeated(words)
+        is_new = ~ops.find_duplicates(words)
         log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
         size = max(1, int(is_new.sum(1).max()))
         order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
         return self._at(order, words, log_joint)
 
-    def kept(self, size: int) -> ScoredStates:
+    def truncate(self, size: int) -> ScoredStates:
         """Keeps the best half, and the latest of the others.
 
         The latest say where expectations failed.

@@ -42,7 +42,7 @@ def test_every_number_equals_brute_force(generator):
     kl = torch.where(truncated > 0, truncated * (truncated.log() - exact.log()), 0.0).sum(1)
     torch.testing.assert_close(found.gap, kl)
     torch.testing.assert_close(found.covered_mass, exact.gather(1, population).sum(1))
-    torch.testing.assert_close(found.error_of_marginals, (found.values - found.truncated_values).abs().flatten(1).amax(1))
+    torch.testing.assert_close(found.marginal_error, (found.values - found.truncated_values).abs().flatten(1).amax(1))
     assert found.holds_mode.tolist() == [int(row.argmax()) in states for row, states in zip(table, population.tolist(), strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.gp import CountKernel, SubsetGPRegression, smooth_rbf, spectrum
 from pyro_truncated.gp.subset.exact_regression import exact_backward
-from pyro_truncated.gp.subset.objectives import noise_of
+from pyro_truncated.gp.subset.objectives import noise_from_log
 from pyro_truncated.utils.console import note_once
 
 N, H = 40, 2
@@ -25,7 +25,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 def dense(model: SubsetGPRegression) -> Tensor:
     index = torch.arange(N)
-    return model.kernel.columns(index).double() + noise_of(model.log_noise) * torch.eye(N, dtype=torch.float64)
+    return model.kernel.columns(index).double() + noise_from_log(model.log_noise) * torch.eye(N, dtype=torch.float64)
 
 
 def test_objective_is_minus_the_log_evidence_and_has_its_gradient(data: tuple[Tensor, Tensor]) -> None:

@@ -130,7 +130,7 @@ def test_outputs_that_only_go_with_each_other_are_noise(seed):
     x, shared = torch.randn(120, 4, generator=generator).double(), torch.randn(120, 1, generator=generator).double()
     y = shared + 0.3 * torch.randn(120, 2, generator=generator).double()
     model = CoregionalizedGPRegression(x, y, generator=generator)
-    with pytest.warns(AllNoiseWarning, match="from all others account for 0"):
+    with pytest.warns(AllNoiseWarning, match="leave-one-out predictions account for 0"):
         model.fit()
 
 

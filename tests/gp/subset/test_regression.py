@@ -24,7 +24,7 @@ from pyro_truncated.gp import (
     spectrum,
 )
 from pyro_truncated.gp.subset.alternation import sample_rows
-from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SparsePosterior, backward, noise_of
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SparsePosterior, backward, noise_from_log
 from pyro_truncated.utils.budget import memory_budget
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 from tests.papers.baselines.cholqr import CholQRSearch
@@ -36,7 +36,7 @@ LOG_2PI = math.log(2 * math.pi)
 def dense_value(kernel, index, Y, log_noise, objective):
     """The objective by automatic differentiation of its definition."""
     K = kernel.columns(torch.arange(kernel.num_data))
-    approximate, noise, H = nystrom(K, index), noise_of(log_noise), Y.shape[1]
+    approximate, noise, H = nystrom(K, index), noise_from_log(log_noise), Y.shape[1]
     missing = K.diagonal() - approximate.diagonal()
     S = approximate + (torch.diag(noise + missing) if objective == "fitc" else noise * torch.eye(len(K), dtype=K.dtype))
     value = (Y * torch.linalg.solve(S, Y)).sum() + H * torch.logdet(S)

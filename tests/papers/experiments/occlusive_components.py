@@ -40,7 +40,7 @@ from pyro_truncated.scenes import (
     match_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.arrangement import places_of
+from pyro_truncated.scenes.arrangement import object_places
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
@@ -97,7 +97,7 @@ class Clock:
 
 def make_affinities(variant: Variant, model: OcclusiveComponents) -> tuple[PlaceScan, PlaceAffinity]:
     """The scan, and what the variant selects with after the warm-up."""
-    scan = PlaceScan(model.parameters_of_scene, model.canvas)
+    scan = PlaceScan(model.scene_parameters, model.canvas)
     if variant.scan:
         return scan, scan
     inputs = None if variant.pixels else colour_maps()
@@ -165,7 +165,7 @@ def evaluate(
     found = affinity(batch)
     result |= {"errors": errors(found, scenes, match), "recall": recall(found, scenes, match), "pass_seconds": seconds}
     mode = dataclasses.replace(population, words=population.mode().unsqueeze(1), log_joint=population.log_joint[:, :1])
-    places = places_of(mode, model.num_objects)[0].squeeze(1).unsqueeze(-1)
+    places = object_places(mode, model.num_objects)[0].squeeze(1).unsqueeze(-1)
     present = Candidates((places >= 0).float(), places.clamp(min=0).long())
     return result | {"errors_mode": errors(present, scenes, match, only_present=True)}
 

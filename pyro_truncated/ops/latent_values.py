@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.packed_checks import check_bits, check_words
 from pyro_truncated.ops.streams import Source, draw_seed, positions
-from pyro_truncated.ops.words import check_bits, check_words
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
@@ -20,7 +20,7 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     """
     if words.shape[-1:] != (fields.num_words,) or words.dtype != torch.int64:
         raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
-    return backend("values", words).unpack(words, fields, dtype)  # type: ignore[no-any-return]
+    return backend("latent_values", words).unpack(words, fields, dtype)  # type: ignore[no-any-return]
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
@@ -41,7 +41,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
         return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
     _check_weighted(words, weights, fields)
     check_bits(words, fields.num_latents)
-    return backend("values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
+    return backend("latent_values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
 
 
 def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
@@ -62,8 +62,8 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         active = activation_probabilities(words, weights, fields)
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     _check_weighted(words, weights, fields)
-    out, num_invalid = backend("values", words).value_probabilities(words, weights, fields)
-    refuse(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
+    out, num_invalid = backend("latent_values", words).value_probabilities(words, weights, fields)
+    raise_if(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
     return out  # type: ignore[no-any-return]
 
 
@@ -76,7 +76,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
             have.
         num_samples: number of states per data point.
         fields: where their latents lie.
-        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -89,7 +89,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     keys = positions(rows, len(probabilities), probabilities.device), draw_seed(generator)
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
     tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
-    return backend("values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
+    return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
 
 
 def _refuse_others(number: int) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributions import Component, LinearSuperposition, categorical, checked_later
+from pyro_truncated.distributions import Component, LinearSuperposition, categorical, defer_validation
 from tests.pretended_device import PretendedDevice, here, there
 
-Poisson, MultivariateNormal = checked_later(dist.Poisson), checked_later(dist.MultivariateNormal)
+Poisson, MultivariateNormal = defer_validation(dist.Poisson), defer_validation(dist.MultivariateNormal)
 
 
 @contextlib.contextmanager
 def one_look():
     with PretendedDevice() as device:
-        with ops.together():
+        with ops.defer_checks():
             yield
             assert not device.syncs
         assert sum(device.syncs.values()) == 1, device.syncs
@@ -51,7 +51,7 @@ def test_what_stock_distributions_refuse_is_refused(kind: str) -> None:
 
 def test_what_is_wrong_on_a_device_is_found_at_the_look() -> None:
     def step(rate: float, count: float) -> Tensor:
-        with PretendedDevice(), ops.together():
+        with PretendedDevice(), ops.defer_checks():
             return Poisson(there(torch.tensor(rate))).log_prob(there(torch.tensor(count)))
 
     assert torch.isfinite(here(step(1.0, 2.0)))

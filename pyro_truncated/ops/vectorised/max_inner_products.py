@@ -11,32 +11,32 @@ from torch import Tensor
 _MAX_PRODUCTS = 2**22
 
 
-def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_all`."""
+def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products`."""
     found = [(some @ coefficients.mT).topk(number) for some in _blocks(features, len(coefficients))]
     return torch.cat([some.values for some in found]), torch.cat([some.indices for some in found])
 
 
-def largest_of_groups(
+def max_inner_products_in_groups(
     features: Tensor,
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    asked: Tensor,
+    visited: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_groups`.
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`.
 
     It makes one table of all functions of the evaluated groups.
     """
     sizes = torch.bincount(group, minlength=num_groups).tolist()
-    members, width, looked_at = group.argsort(stable=True), max(sizes), asked.shape[1]
-    starts = torch.tensor([0, *itertools.accumulate(sizes)], device=asked.device)
+    members, width, looked_at = group.argsort(stable=True), max(sizes), visited.shape[1]
+    starts = torch.tensor([0, *itertools.accumulate(sizes)], device=visited.device)
     values, indices = [], []
     # Functions that are minus infinity come before places of the table that hold none.
     least = torch.finfo(features.dtype).min
     rows_of_blocks = _blocks(features, looked_at * width)
-    for some, own in zip(rows_of_blocks, asked.split(max(1, len(rows_of_blocks[0]))), strict=True):
+    for some, own in zip(rows_of_blocks, visited.split(max(1, len(rows_of_blocks[0]))), strict=True):
         order = own.flatten().argsort()
         table = features.new_full((len(order), width), -math.inf)
         times = torch.bincount(own.flatten(), minlength=num_groups).tolist()
@@ -48,18 +48,18 @@ def largest_of_groups(
     return torch.cat(values), torch.cat(indices)
 
 
-def walked(
+def follow_neighbours(
     features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.walked`."""
+    """See :func:`pyro_truncated.ops.max_inner_products.follow_neighbours`."""
     width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
     step = max(1, _MAX_PRODUCTS // max(1, width))
     blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
-    parts = [_walked(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks]
+    parts = [_follow(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks]
     return torch.cat([best for best, _ in parts]), torch.cat([found for _, found in parts])
 
 
-def _walked(
+def _follow(
     features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor
 ) -> tuple[Tensor, Tensor]:
     best, found = _looked_at(also, features, coefficients, best, found)

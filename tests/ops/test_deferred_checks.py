@@ -28,19 +28,19 @@ def test_within_a_context_they_complain_at_its_end_and_the_first_one_first() -> 
     yes, no, reached = torch.tensor(True), torch.tensor(False), []
 
     def several() -> None:
-        with ops.together():
-            ops.refuse(no, lambda: reached.append("a problem that is none"))
-            ops.refuse(yes, complain)
-            ops.refuse(yes, lambda: reached.append("a second problem"))
+        with ops.defer_checks():
+            ops.raise_if(no, lambda: reached.append("a problem that is none"))
+            ops.raise_if(yes, complain)
+            ops.raise_if(yes, lambda: reached.append("a second problem"))
             reached.append("end")
 
     def followed_by_another() -> None:
-        with ops.together(), ops.together():
-            ops.refuse(yes, complain)
+        with ops.defer_checks(), ops.defer_checks():
+            ops.raise_if(yes, complain)
             raise ZeroDivisionError
 
     with ops.use_backend("vectorised"):
-        for failing in (several, followed_by_another, lambda: ops.refuse(yes, complain)):
+        for failing in (several, followed_by_another, lambda: ops.raise_if(yes, complain)):
             with pytest.raises(ValueError, match="this was found"):
                 failing()
         assert reached == ["end"]
@@ -55,7 +55,7 @@ def test_states_of_another_space_are_refused_at_the_end() -> None:
     with (
         ops.use_backend("vectorised"),
         pytest.raises(ValueError, match="state 0 of row 0 has bits set beyond the last of its 5"),
-        ops.together(),
+        ops.defer_checks(),
     ):
         ops.activation_probabilities(torch.full((3, 4, 1), 64), torch.ones(3, 4), space.fields)
 

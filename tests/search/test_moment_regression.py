@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.search import SurrogateSearch
-from pyro_truncated.search.surrogate.expected_observations import ApproximateLikelihoods, ExpectedObservations
+from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.moments import Moments
 
@@ -47,7 +47,7 @@ def some_likelihoods() -> ApproximateLikelihoods:
 
 def test_likelihoods_are_those_of_normal_noise_where_means_are_quadratic() -> None:
     space, variance = StateSpace([2] * H), torch.rand(D, generator=generator(2)) + 0.5
-    expected = ExpectedObservations(H, D, D)
+    expected = MomentRegression(H, D, D)
     expected.take(everything(space, variance), space)
     y = 3 * torch.randn(4, D, generator=generator(3), dtype=torch.float64)
     states = space.unpack(space.enumerate()).double().expand(4, -1, -1)
@@ -55,13 +55,13 @@ def test_likelihoods_are_those_of_normal_noise_where_means_are_quadratic() -> No
     found = expected.likelihoods(y)(states)
     # In single precision, of values up to hundreds.
     torch.testing.assert_close(found - found[:, :1], truth - truth[:, :1], rtol=1e-3, atol=0.05)
-    again = ExpectedObservations.of(expected.state_dict()).likelihoods(y)(states)
+    again = MomentRegression.of(expected.state_dict()).likelihoods(y)(states)
     assert torch.equal(again, found)
 
 
 def test_what_was_learned_under_other_parameters_counts_half() -> None:
     space = StateSpace([2] * H)
-    expected = ExpectedObservations(H, D, D)
+    expected = MomentRegression(H, D, D)
     moments = everything(space, torch.ones(D))
     expected.take(moments, space)
     expected.fade()
@@ -101,7 +101,7 @@ def test_climbs_by_pairs_end_where_neither_one_flip_nor_two_raise_a_function() -
     pairs = torch.randn(4, 2, H, H, generator=random)
     pairs = (pairs + pairs.mT) * (1 - torch.eye(H))
     functions = QuadraticFunctions(torch.randn(4, 2, H, generator=random), pairs)
-    found = functions.climbed_by_pairs(torch.zeros(4, 2, H), 20)
+    found = functions.ascend_by_pairs(torch.zeros(4, 2, H), 20)
 
     def of(s: Tensor) -> Tensor:
         return (s * functions.effects).sum(-1) + 0.5 * torch.einsum("nch,nchk,nck->nc", s, pairs, s)

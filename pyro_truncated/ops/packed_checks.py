@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, is_vectorised
-from pyro_truncated.ops.checks import afterwards, refuse
+from pyro_truncated.ops.deferred_checks import on_success, raise_if
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.ops.most_active import inherit_active_bound
-from pyro_truncated.utils.devices import is_noted, note_of
+from pyro_truncated.utils.devices import cache_answer, is_cached
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     beyond = -1 << used
 
     def complain() -> None:
-        first = backend("values", rows).first_beyond(rows, beyond)
+        first = backend("latent_values", rows).first_beyond(rows, beyond)
         raise ValueError(
             f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
             "it belongs to another state space"
@@ -62,10 +62,10 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
     if is_vectorised(rows):
         question = f"has at most {num_latents} latents"
-        if not is_noted(rows, question):
-            refuse((rows[..., -1] & beyond).any(), complain)
-            afterwards(lambda: note_of(rows, question, True))
-    elif backend("values", rows).first_beyond(rows, beyond) >= 0:
+        if not is_cached(rows, question):
+            raise_if((rows[..., -1] & beyond).any(), complain)
+            on_success(lambda: cache_answer(rows, question, True))
+    elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
         complain()
 
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_truncated.ops import is_vectorised, refuse
+from pyro_truncated.ops import is_vectorised, raise_if
 from pyro_truncated.utils.constraints import check_entries
 
 
 @functools.cache
-def checked_later(kind: Any) -> Any:
-    """A distribution that checks parameters and values on a device later.
+def defer_validation(kind: Any) -> Any:
+    """Returns a distribution whose checks on a device are deferred.
 
-    The checks run together with all others of a step.
+    Parameters and values are checked together with all others of a step.
 
     Stock distributions look when they are made and whenever they score, and a device is waited for each time. On the CPU nothing changes.
 
     Example:
-        >>> Poisson = checked_later(dist.Poisson)
+        >>> Poisson = defer_validation(dist.Poisson)
         >>> Poisson(torch.tensor(3.0)).log_prob(torch.tensor(2.0))
         tensor(-1.4959)
 
@@ -34,11 +34,11 @@ def checked_later(kind: Any) -> Any:
     Returns:
         A class with the same parameters.
     """
-    members = {"arg_constraints": each_checked_later(kind.arg_constraints), "_validate_sample": validate_later}
+    members = {"arg_constraints": defer_constraints(kind.arg_constraints), "_validate_sample": validate_later}
     return type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__, "__module__": __name__})
 
 
-def each_checked_later(arg_constraints: dict[str, Any]) -> dict[str, Any]:
+def defer_constraints(arg_constraints: dict[str, Any]) -> dict[str, Any]:
     """The constraints of a distribution's parameters, looked at with other checks."""
     return {
         name: constraint if constraints.is_dependent(constraint) else _of_parameter(name, constraint)
@@ -46,7 +46,7 @@ def each_checked_later(arg_constraints: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -> None:
+def defer_check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
     """Refuses tensors with entries outside of a constraint, with deferred checks.
 
     Otherwise it is :func:`.check_entries`.
@@ -57,7 +57,7 @@ def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -
     for name, tensor in tensors.items():
         complain = functools.partial(check_entries, constraint, **{name: tensor})
         if is_vectorised(tensor) and not tensor.is_complex() and tensor.dtype != torch.bool:
-            refuse(~constraint.check(tensor).all(), complain)
+            raise_if(~constraint.check(tensor).all(), complain)
         else:
             complain()
 
@@ -102,7 +102,7 @@ class _Later(constraints.Constraint):
         valid: Tensor = self.base.check(value)
         if not is_vectorised(value):
             return valid
-        refuse(~valid.all(), lambda: self.complain(value))
+        raise_if(~valid.all(), lambda: self.complain(value))
         return torch.ones((), dtype=torch.bool, device="cpu")
 
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.walk import padded
+from pyro_truncated.ops.compiled.iterate_active import padded
 
 # Entries of a row that are worked on at a time.
 _LANES = 8
@@ -86,7 +86,7 @@ def add_square(factor, source, row, start, count, target):
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def square_of(matrix, row, first, last):
+def row_square(matrix, row, first, last):
     """The sum of the squares of some entries of a row."""
     total = 0.0
     for j in range(first, last):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.component_sums import as_integers, check_below
-from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 from pyro_truncated.utils.counts import check_count
 
 # Values and numbers of functions, ``(N, S)`` both.
@@ -21,7 +21,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much :class:`LinearFunctions` looks at.
+    """How much :class:`MaxInnerProductIndex` looks at.
 
     Attributes:
         few: number of functions up to which all are looked at.
@@ -56,7 +56,7 @@ class Effort:
     most_groups: float = 0.3
 
 
-class LinearFunctions:
+class MaxInnerProductIndex:
     """Finds the largest of very many linear functions of some features.
 
     All are evaluated for up to three thousand functions, and for fewer than ten data points per function. For more
@@ -72,7 +72,7 @@ class LinearFunctions:
         >>> places = torch.randn(40, 2)
         >>> coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
         >>> features = torch.cat([torch.ones(40, 1), places], 1)
-        >>> nearest = LinearFunctions(coefficients, features, lambda: torch.arange(40) // 8, 40).largest(features, 3)
+        >>> nearest = MaxInnerProductIndex(coefficients, features, lambda: torch.arange(40) // 8, 40).largest(features, 3)
         >>> nearest[:, 0].equal(torch.arange(40))
         True
 
@@ -133,14 +133,14 @@ class LinearFunctions:
             raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
         known = None if known is None else self._checked(known, features)
         if self.are_few or not self._are_apart(number):
-            return largest_of_all(features, self.coefficients, number)[1]
+            return max_inner_products(features, self.coefficients, number)[1]
         if known is None:
-            return self._found(features, number)
-        first = self._of_first_groups(features, number)
+            return self._search(features, number)
+        first = self._search_first_groups(features, number)
         is_held = (known == first[1][:, :1]).any(1)
         held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
-        index[held] = self._walked(features[held], _of(first, held), self.EFFORT.depth_where_known, known[held])[1]
-        index[lacking], _ = self._sought(features[lacking], _of(first, lacking), known[lacking])
+        index[held] = self._follow(features[held], _of(first, held), self.EFFORT.depth_where_known, known[held])[1]
+        index[lacking], _ = self._search_in_stages(features[lacking], _of(first, lacking), known[lacking])
         return index
 
     def offset(self, features: Tensor) -> Tensor | None:
@@ -154,39 +154,39 @@ class LinearFunctions:
         check_below(known, len(self.coefficients))
         return known
 
-    def _found(self, features: Tensor, number: int) -> Tensor:
+    def _search(self, features: Tensor, number: int) -> Tensor:
         """Finds the largest functions without known ones.
 
         The first data points decide how to search.
         """
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(self.EFFORT.smallest_part, len(features) // self.EFFORT.first_part)])
-            index, share = self._sought(some, self._of_first_groups(some, number))
+            index, share = self._search_in_stages(some, self._search_first_groups(some, number))
             self._looks_at_all = share > self.EFFORT.most_looked if len(rest) else None
-            return torch.cat([index, self._found(rest, number)]) if len(rest) else index
+            return torch.cat([index, self._search(rest, number)]) if len(rest) else index
         if self._looks_at_all:
-            return self._walked(features, self._of_groups(features, number, self.EFFORT.groups), self.EFFORT.depth)[1]
-        return self._sought(features, self._of_first_groups(features, number))[0]
+            return self._follow(features, self._search_groups(features, number, self.EFFORT.groups), self.EFFORT.depth)[1]
+        return self._search_in_stages(features, self._search_first_groups(features, number))[0]
 
-    def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
+    def _search_in_stages(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
         """Searches first groups, neighbours, and more groups where values are low.
 
         Also returns the share that took more groups.
         """
-        value, index = self._walked(features, first, self.EFFORT.depth, known)
+        value, index = self._follow(features, first, self.EFFORT.depth, known)
         offset, looked = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
         for rows in order.split(max(self.EFFORT.smallest_part, -(-len(order) // self.EFFORT.parts))):
             best, some = index[rows, 0], features[rows]
-            more = self._of_groups(some, first[1].shape[1], self.EFFORT.groups)
-            index[rows] = self._walked(some, more, self.EFFORT.depth, index[rows])[1]
+            more = self._search_groups(some, first[1].shape[1], self.EFFORT.groups)
+            index[rows] = self._follow(some, more, self.EFFORT.depth, index[rows])[1]
             looked += len(rows)
             if (index[rows, 0] != best).sum() < self.EFFORT.gaining * len(rows):
                 break
         return index, looked / max(1, len(order))
 
-    def _walked(self, features: Tensor, found: Found, depth: int, known: Tensor | None = None) -> Found:
-        return walked(features, self.coefficients, self._neighbours, *found, depth, known)
+    def _follow(self, features: Tensor, found: Found, depth: int, known: Tensor | None = None) -> Found:
+        return follow_neighbours(features, self.coefficients, self._neighbours, *found, depth, known)
 
     def _are_apart(self, number: int) -> bool:
         """Whether the searched groups leave most functions out, yet hold enough."""
@@ -194,15 +194,15 @@ class LinearFunctions:
         looked_at = min(self.EFFORT.groups, len(sizes))
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, self.EFFORT.neighbours)))
 
-    def _of_first_groups(self, features: Tensor, number: int) -> Found:
+    def _search_first_groups(self, features: Tensor, number: int) -> Found:
         """Searches two groups, or as many as surely hold enough functions."""
         too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
-        return self._of_groups(features, number, max(self.EFFORT.first_groups, too_few + 1))
+        return self._search_groups(features, number, max(self.EFFORT.first_groups, too_few + 1))
 
-    def _of_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
+    def _search_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
         """The largest of the groups that are largest on average."""
-        asked = largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
-        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number)
+        visited = max_inner_products(features, self._mean, min(looked_at, len(self._sizes)))[1]
+        return max_inner_products_in_groups(features, self.coefficients, self._group, len(self._sizes), visited, number)
 
     @functools.cached_property
     def _group(self) -> Tensor:
@@ -228,9 +228,9 @@ class LinearFunctions:
     def _neighbours(self) -> Tensor:
         """What is largest where each function belongs, ``(K, W)``."""
         if self.EFFORT.most_groups * len(self._sizes) < self.EFFORT.groups_for_neighbours:
-            return largest_of_all(self.features, self.coefficients, self.EFFORT.neighbours)[1]
+            return max_inner_products(self.features, self.coefficients, self.EFFORT.neighbours)[1]
         parts = self.features.split(2**14)
-        return torch.cat([self._of_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
+        return torch.cat([self._search_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 
 def _of(found: Found, rows: Tensor) -> Found:

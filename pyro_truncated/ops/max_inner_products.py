@@ -13,7 +13,7 @@ from pyro_truncated.ops.backend import backend
 _TYPES = (torch.float32, torch.float64)
 
 
-def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """The largest functions of every data point.
 
     Args:
@@ -26,16 +26,16 @@ def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple
         ``torch.topk``. Types that are not compiled are computed with in single precision.
     """
     features, coefficients = _computed(features, coefficients)
-    found: tuple[Tensor, Tensor] = backend("largest", features).largest_of_all(features, coefficients, number)
+    found: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
     return found
 
 
-def largest_of_groups(
+def max_inner_products_in_groups(
     features: Tensor,
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    asked: Tensor,
+    visited: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
     """The same among the functions of those groups that are looked at.
@@ -45,16 +45,16 @@ def largest_of_groups(
         coefficients: of the functions, ``(K, F)``.
         group: of every function, ``(K,)``; none is empty.
         num_groups: how many there are.
-        asked: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
+        visited: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
         number: how many functions.
     """
     features, coefficients = _computed(features, coefficients)
     found: tuple[Tensor, Tensor]
-    found = backend("largest", features).largest_of_groups(features, coefficients, group, num_groups, asked, number)
+    found = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, visited, number)
     return found
 
 
-def walked(
+def follow_neighbours(
     features: Tensor,
     coefficients: Tensor,
     neighbours: Tensor,
@@ -81,7 +81,7 @@ def walked(
     """
     features, coefficients = _computed(features, coefficients)
     depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also
-    found: tuple[Tensor, Tensor] = backend("largest", features).walked(
+    found: tuple[Tensor, Tensor] = backend("max_inner_products", features).follow_neighbours(
         features, coefficients, neighbours, value.to(features), index, depth, also
     )
     return found

@@ -11,10 +11,10 @@ from torch import Tensor
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.utils.budget import row_slices
 
 
-class ExpectedObservations:
+class MomentRegression:
     r"""Regresses means of observations on binary states, for all data points.
 
     The functions are quadratic, fitted by ridge regression on all scored states.
@@ -54,7 +54,7 @@ class ExpectedObservations:
         if not len(self._centre):
             self._centre = moments.mean.mean(0, dtype=torch.float64)
         size, num_values = self._sums.shape
-        for rows in blocks_of_rows(len(moments.words), 16 * size + 24 * num_values):
+        for rows in row_slices(len(moments.words), 16 * size + 24 * num_values):
             # In single precision: of zeros and ones all products are exact.
             states = space.unpack(moments.words[rows]).float()
             terms = torch.cat([torch.ones_like(states[:, :1]), states, states[:, self._one] * states[:, self._other]], 1)
@@ -97,7 +97,7 @@ class ExpectedObservations:
         return {"num_latents": self.num_latents, "rank": self.rank, **{name: total.clone() for name, total in totals.items()}}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> ExpectedObservations:
+    def of(cls, state: Mapping[str, Any]) -> MomentRegression:
         """The regression that :meth:`state_dict` has described."""
         found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
         found._products, found._sums = state["products"].clone(), state["sums"].clone()
@@ -124,7 +124,7 @@ class ApproximateLikelihoods(NamedTuple):
         They lack a constant of each data point.
         """
         values = torch.empty(states.shape[:2], dtype=torch.float64, device=states.device)
-        for rows in blocks_of_rows(len(states), 8 * states.shape[1] * self.linear.numel()):
+        for rows in row_slices(len(states), 8 * states.shape[1] * self.linear.numel()):
             some, here = states[rows].float(), self._replace(observed=self.observed[rows])
             values[rows] = -0.5 * here._residual(some, here._shift(some)).square().sum(-1)
         return values

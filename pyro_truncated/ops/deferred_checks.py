@@ -23,29 +23,29 @@ class _Pending:
     def __init__(self) -> None:
         self.checks: list[tuple[Tensor, _Action]] = []
         self.actions: list[_Action] = []
-        self.asked: list[_Asked] = []
+        self.lazy: list[_Lazy] = []
 
-    def look(self) -> None:
-        """Complains, or runs deferred actions, with the requested numbers."""
-        checks, actions, asked = self.checks, self.actions, self.asked
-        self.checks, self.actions, self.asked = [], [], []
-        answers = [torch.stack(_together([problem for problem, _ in checks]))] if checks else []
-        if asked:
-            answers = [answer.double() for answer in (*answers, *(one.values for one in asked))]
-        found = torch.cat(_together(answers)).tolist() if answers else []
+    def flush(self) -> None:
+        """Reads all checks and numbers, then complains or runs deferred actions."""
+        checks, actions, lazy = self.checks, self.actions, self.lazy
+        self.checks, self.actions, self.lazy = [], [], []
+        answers = [torch.stack(_on_one_device([problem for problem, _ in checks]))] if checks else []
+        if lazy:
+            answers = [answer.double() for answer in (*answers, *(one.values for one in lazy))]
+        found = torch.cat(_on_one_device(answers)).tolist() if answers else []
         for is_problem, (_, complain) in zip(found, checks, strict=False):
             if is_problem:
                 complain()
         start = len(checks)
-        for one in asked:
+        for one in lazy:
             one.known = found[start : start + len(one.values)]
             start += len(one.values)
         for act in actions:
             act()
 
 
-def _together(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors in one place.
+def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the tensors on one device.
 
     Host tensors move with those on a device.
     """
@@ -53,34 +53,33 @@ def _together(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
-class _Asked:
-    """Numbers on a device, which come with the next look."""
+class _Lazy:
+    """Numbers on a device, which are read with the next checks."""
 
     def __init__(self, value: Tensor, pending: _Pending) -> None:
         self.values, self._pending = value.detach().flatten(), pending
         self.known: list[float] = []
-        pending.asked.append(self)
+        pending.lazy.append(self)
 
     def __call__(self) -> list[float]:
-        if self in self._pending.asked:
-            self._pending.look()
+        if self in self._pending.lazy:
+            self._pending.flush()
         return self.known
 
 
 _pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_checks", default=None)
 
 
-def refuse(problem: Tensor, complain: _Action) -> None:
-    """Complains about a problem, now or with the deferred checks.
+def raise_if(problem: Tensor, complain: _Action) -> None:
+    """Complains if there is a problem, now or with the deferred checks.
 
-    It is deferred on a device within :func:`together`.
-
-    The M-step of a model is in such a context: however many checks it makes, a device is waited for once.
+    The check is deferred on a device within :func:`defer_checks`. The M-step of a model is in such
+    a context: however many checks it makes, a device is waited for once.
 
     Example:
         >>> def complain():
         ...     raise ValueError("the sum must be positive")
-        >>> refuse(torch.ones(3).sum() <= 0, complain)
+        >>> raise_if(torch.ones(3).sum() <= 0, complain)
 
     Args:
         problem: a Boolean scalar.
@@ -93,59 +92,59 @@ def refuse(problem: Tensor, complain: _Action) -> None:
         complain()
 
 
-def afterwards(act: _Action) -> None:
+def on_success(act: _Action) -> None:
     """Runs an action after all checks have passed.
 
     It runs at once if no check is deferred.
     """
     pending = _pending.get()
-    if pending is not None and (pending.checks or pending.asked or pending.actions):
+    if pending is not None and (pending.checks or pending.lazy or pending.actions):
         pending.actions.append(act)
     else:
         act()
 
 
-def soon(value: Tensor) -> Callable[[], list[float]]:
+def lazy_values(value: Tensor) -> Callable[[], list[float]]:
     """Returns a function that reads a tensor's entries on demand.
 
-    On a device within :func:`together` they are read with the next checks.
+    On a device within :func:`defer_checks` they are read with the next checks.
     """
     pending = _pending.get()
     if pending is None or not is_vectorised(value):
         known: list[float] = value.detach().flatten().tolist()
         return lambda: known
-    return _Asked(value, pending)
+    return _Lazy(value, pending)
 
 
-def number(value: Tensor) -> float:
+def read_number(value: Tensor) -> float:
     """Returns a scalar's value, after all checks so far."""
-    return soon(value)()[0]
+    return lazy_values(value)()[0]
 
 
-def ask(conditions: Tensor) -> list[bool]:
+def read_conditions(conditions: Tensor) -> list[bool]:
     """Returns which conditions hold, for the next actions.
 
     On a device all checks so far are evaluated with them.
 
     Example:
-        >>> ask(torch.tensor([1.0, -1.0]) > 0)
+        >>> read_conditions(torch.tensor([1.0, -1.0]) > 0)
         [True, False]
     """
-    return [bool(holds) for holds in soon(conditions)()]
+    return [bool(holds) for holds in lazy_values(conditions)()]
 
 
-def look() -> None:
-    """Looks at all checks so far."""
+def flush_checks() -> None:
+    """Evaluates all checks so far."""
     pending = _pending.get()
     if pending is not None:
-        pending.look()
+        pending.flush()
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def defer_checks() -> Iterator[None]:
     """A context that evaluates all its checks together at its end.
 
-    They are evaluated in order. What depends on them is kept :func:`afterwards`.
+    They are evaluated in order. What depends on them goes into :func:`on_success`.
 
     What fails in it may do so because of what a check would have found: then the check complains.
     """
@@ -161,7 +160,7 @@ def together() -> Iterator[None]:
         raise
     finally:
         _pending.reset(token)
-        pending.look()
+        pending.flush()
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     if not is_vectorised(matrix):
         return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
     factor, info = torch.linalg.cholesky_ex(matrix)
-    refuse((info != 0).any(), lambda: _complain_of(matrix))
+    raise_if((info != 0).any(), lambda: _complain_of(matrix))
     return factor  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels behind :mod:`pyro_truncated.ops.largest`.
+"""Compiled CPU kernels behind :mod:`pyro_truncated.ops.max_inner_products`.
 
 If all functions are evaluated, torch multiplies matrices in blocks that stay in the cache. Their
 memory is used again, as new memory costs several times as much as writing to it. If some groups are
@@ -15,42 +15,42 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.registers import HALF, LANES, lowest_bit, not_below, product, ranked, set_peaks, set_products
+from pyro_truncated.ops.compiled.simd_topk import HALF, LANES, lowest_bit, not_below, product, ranked, set_peaks, set_products
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 _BLOCK, _FEWEST_ROWS = 2**18, 64
 _BLOCKS = 16
 
 
-def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_all`."""
+def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products`."""
     value, index = _none(features, number)
     _enter_products(features.contiguous(), coefficients, value, index)
     _fill(index)
     return torch.from_numpy(value), torch.from_numpy(index)
 
 
-def largest_of_groups(
+def max_inner_products_in_groups(
     features: Tensor,
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    asked: Tensor,
+    visited: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_groups`: of each data point one group after the other."""
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`: of each data point one group after the other."""
     value, index = _none(features, number)
     members, first = _members_of_groups(group.contiguous().numpy(), num_groups)
     tables, start = _tables(coefficients.contiguous().numpy(), members, first)
-    _enter_groups(features.contiguous().numpy(), tables, start, members, first, asked.contiguous().numpy(), value, index)
+    _enter_groups(features.contiguous().numpy(), tables, start, members, first, visited.contiguous().numpy(), value, index)
     _fill(index)
     return torch.from_numpy(value), torch.from_numpy(index)
 
 
-def walked(
+def follow_neighbours(
     features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.walked`."""
+    """See :func:`pyro_truncated.ops.max_inner_products.follow_neighbours`."""
     found, best = index.clone().numpy(), value.clone().numpy()
     # Products need whole registers.
     padded = (pad(tensor, (0, -tensor.shape[1] % HALF)) for tensor in (features, coefficients))
@@ -220,14 +220,14 @@ def _tables(coefficients, members, first):
 
 
 @parallel_kernel(cost=64)
-def _enter_groups(features, tables, start, members, first, asked, value, index):
+def _enter_groups(features, tables, start, members, first, visited, value, index):
     num_rows, num_features = features.shape
     number = value.shape[1]
     num_blocks, widest, size = min(num_rows, _BLOCKS), np.diff(start).max(), (num_features + 1) * LANES
     for block in prange(num_blocks):
         products, peaks = np.empty(widest * LANES, features.dtype), np.empty(_registers(number) * LANES, features.dtype)
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            for g in asked[n]:
+            for g in visited[n]:
                 own = products[: (start[g + 1] - start[g]) * LANES]
                 for table in range(start[g], start[g + 1]):
                     set_products(features[n], tables, table * size, own, (table - start[g]) * LANES)

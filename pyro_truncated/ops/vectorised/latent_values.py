@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.fields import Fields
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.utils.budget import row_slices
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
@@ -65,7 +65,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
 def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
-    for block in blocks_of_rows(len(tails), 64 * num_samples * fields.num_latents):
+    for block in row_slices(len(tails), 64 * num_samples * fields.num_latents):
         draws = random.numbers(random.stream(seed, rows[block]), num_samples * fields.num_latents)
         uniform = random.uniform(draws).view(len(draws), num_samples, fields.num_latents)
         values = torch.zeros(uniform.shape, dtype=torch.int64, device=tails.device)
@@ -82,4 +82,4 @@ def _packed(values: Tensor, fields: Fields) -> Tensor:
 
 
 def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
-    return blocks_of_rows(len(words), 32 * words.shape[1] * num_latents)
+    return row_slices(len(words), 32 * words.shape[1] * num_latents)
