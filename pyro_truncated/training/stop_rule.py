@@ -11,9 +11,8 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
+from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, share_most
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, have_found_the_same
 from pyro_truncated.training.growth import are_many
 from pyro_truncated.training.learn_report import Moves, Restart
