@@ -22,8 +22,8 @@ from pyro_truncated.training.linear_codes import decoded_values, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.console import progress_bar
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
