@@ -20,7 +20,7 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.annealing import cooling
 
 if TYPE_CHECKING:
     __version__: str

@@ -30,8 +30,6 @@ TO_MERGE = {
     "pyro_truncated/distributions/normal_or_missing.py",
     "pyro_truncated/guide/stale_parameters.py",
     "pyro_truncated/program/plate_nesting.py",
-    "pyro_truncated/training/given_draws.py",
-    "pyro_truncated/training/prior_draws.py",
 }
 
 

@@ -20,7 +20,7 @@ from pyro_truncated.restoration.pursuit import Pursuit
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.isolation import spare_random_numbers
 

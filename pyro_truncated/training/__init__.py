@@ -7,7 +7,7 @@ from pyro_truncated.training.learn_report import LearnReport
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import Restarts, fit_restarts
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.annealing import cooling
 
 __all__ = [
     "CheckpointWarning",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.changed_roles import changed_roles
 from pyro_truncated.training.learn_report import Moves
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
@@ -67,7 +65,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn) | self._gains_by(self._change_roles):
+            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn):
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self.use_spare_latents()
@@ -141,20 +139,6 @@ class Assembly:
                 else:
                     upright.append(share)
         return best
-
-    def _change_roles(self, before: Member) -> Member:
-        """Swaps values of a categorical latent and binary latents where better.
-
-        As with what is turned, no step by step leads there, but parameters that fit such states do.
-        """
-        for values, latents in itertools.permutations(self._recombinations, 2):
-            for population in changed_roles(values.latents, latents.latents, before.population):
-                settled = self._settled(self._member(self._fit(before._replace(population=population))))
-                is_better = settled.free_energy > before.free_energy + values.tolerance
-                self._moves.count("swap of sites", is_better)
-                if is_better:
-                    return settled
-        return before
 
     def _better(self, name: str, group: Recombination, parent: Member, child: Member) -> Member:
         """Returns the better of parent and child, trained if that helps.

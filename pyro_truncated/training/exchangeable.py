@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.medians import Medians
+from pyro_truncated.training.model_parameters import Medians
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 

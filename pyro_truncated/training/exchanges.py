@@ -12,9 +12,8 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
-from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import ConditionalModel
-from pyro_truncated.training.model_parameters import forgetting_guides, layers_of, put_back
+from pyro_truncated.training.model_parameters import Medians, forgetting_guides, layers_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, default_search, offer
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start, start_of

@@ -30,9 +30,9 @@ from pyro_truncated.training.model_kinds import (
 )
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.several_starts import SeveralStarts
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.training.stop_rule import Plan
+from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar

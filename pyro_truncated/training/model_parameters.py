@@ -1,4 +1,4 @@
-"""Parameters of modules and functions: copies, noise, and units of steps."""
+"""Parameters of modules and functions, medians beside them, and initial values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.infer.autoguide import init_to_feasible, init_to_sample
 from pyro.params.param_store import normalize_param_name
 from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
 from torch.nn.utils.parametrize import is_parametrized
 
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import log_density
 from pyro_truncated.training.model_kinds import StartingModel
 from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.devices import device_of
@@ -24,6 +29,12 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 _LEAST_SIZE = 0.2
 # Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
+_MEDIAN = "median of "
+# Prefix of unconstrained medians in the state of an AutoNormal.
+_LOC = "locs.{}_unconstrained"
+# Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
+# five mixtures of three clusters lost a cluster silently, at a half none of eleven.
+_EQUAL = 0.5
 
 
 def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
@@ -161,3 +172,80 @@ def _size(value: Tensor) -> float:
 
 def _unconstrained(value: Any) -> Tensor:
     return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
+
+
+class Medians:
+    """Scores states given medians of continuous latents, treated as parameters.
+
+    So they change places as parameters do: a program may learn the weights of its latents by either. Shares are in the coordinates of
+    Pyro's parameters, one number for each of them.
+
+    Args:
+        model: the model; its parameters are changed.
+        y: its data.
+        guide: the truncated guide, which has seen them.
+    """
+
+    def __init__(self, model: Any, y: Tensor, guide: AutoTruncated) -> None:
+        self.model, self.y, self.guide = model, y, guide
+        nodes: Any = getattr(guide.prototype_trace, "nodes", {})
+        self._supports = {name: nodes[name]["fn"].support for name in guide.layout.other_latents}
+
+    def put_back(self, state: dict[str, Tensor]) -> None:
+        """Writes what has been learned back into the model."""
+        put_back(self.model, self.y, state)
+
+    def scorer(self, state: dict[str, Tensor]) -> LogJoint:
+        """The scorer of states under a model that has learned this."""
+        self.put_back(state)
+        values = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
+        return self.guide.log_joint_of(self.y, values=values)
+
+    def beyond(self, scorer: LogJoint) -> float:
+        """Returns the log density per data point of global medians."""
+        nodes = [scorer.nodes[name] for name in self._supports if not scorer.is_inside(scorer.nodes[name])]
+        return float(log_density(nodes)) / self.guide.layout.num_data
+
+    def state(self, beside: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the model's parameters and the medians of a guide's state."""
+        free = {name: biject_to(support)(beside[_LOC.format(name)]) for name, support in self._supports.items()}
+        return copies(self.model, self.y) | {_MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()}
+
+    def learned(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What may change places: parameters and medians, but no buffers."""
+        names = [*parameters_of(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
+        return {name: state[name] for name in names}
+
+    def beside(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a guide's state with other medians."""
+        medians = {
+            _LOC.format(name): biject_to(support).inv(transform_to(support)(state[_MEDIAN + name]))
+            for name, support in self._supports.items()
+        }
+        return {**near, **medians}
+
+
+def prior_draw(site: dict[str, Any]) -> Tensor:
+    """Draws a latent from its prior, for ``init_loc_fn`` of Pyro's guides.
+
+    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors. Its ``init_to_sample``
+    may begin at the end of the support, which is infinitely far away in a guide's coordinates.
+
+    Args:
+        site: the latent's node in a trace of the model.
+
+    Returns:
+        The draw, of the shape of the latent. For simplices it is the mean of the draw and equal shares. A feasible point replaces draws
+        that are not finite in unconstrained coordinates.
+    """
+    fn = site["fn"]
+    drawn: Tensor = init_to_sample(site)
+    support = fn.support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if support is constraints.simplex:
+        # In place: Pyro's draws carry a mark for its reparametrisations.
+        drawn.mul_(1 - _EQUAL).add_(_EQUAL / drawn.shape[-1])
+    if not fn.support.is_discrete and not bool(torch.isfinite(biject_to(fn.support).inv(drawn)).all()):
+        return torch.as_tensor(init_to_feasible(site))
+    return drawn

@@ -37,9 +37,8 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.decoders import fit_decoder
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
-from pyro_truncated.training.model_parameters import least_size, rate_of
+from pyro_truncated.training.model_parameters import least_size, prior_draw, rate_of
 from pyro_truncated.training.passes import parts_of
-from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.codes import ROUNDING, SHARED, are_shared, matched, share_most
+from pyro_truncated.training.agreement import ROUNDING, SHARED, are_shared, matched, share_most
 from pyro_truncated.training.exchangeable import Exchangeable
-from pyro_truncated.training.medians import Medians
+from pyro_truncated.training.model_parameters import Medians
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.

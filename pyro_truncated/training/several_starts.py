@@ -24,11 +24,10 @@ from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, s
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.pairwise_codes import explaining_pairs
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
-from pyro_truncated.training.stop_rule import Pool, StopRule
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.training.stop_rule import Plan, Pool, StopRule
 from pyro_truncated.training.waking import woken
+from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 # Restarts that are kept with their states.

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
-from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.codes import vary
+from pyro_truncated.training.agreement import Reached, vary
 from pyro_truncated.training.convergence import of_restart, train
-from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
+from pyro_truncated.training.model_parameters import Medians, copies, draw_start, draws_starts, forgetting_guides, is_a_network
 from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
 from pyro_truncated.utils.annealing import Temperature
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
+from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, share_most
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, have_found_the_same
 from pyro_truncated.training.growth import are_many
 from pyro_truncated.training.learn_report import Moves, Restart
 from pyro_truncated.training.model_kinds import ResizableModel, has_others_beside
 from pyro_truncated.training.model_runs import Settings, layout_of
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start
 
 # Most restarts; with exchange of latents; and where one costs as much as the training: more than
@@ -37,6 +37,37 @@ _FARTHEST = 4
 # Nats per observed number by which agreeing networks may differ: a noise larger by a fiftieth.
 # Two networks that found all bars differed by 0.006 at most, random networks by up to 0.08.
 _GAP_OF_A_NUMBER = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many starts there are, of which kind, and when they agree.
+
+    Attributes:
+        starts: largest number of restarts; ``None``: 8, or 16 if they exchange latents. The latter have half the states each.
+        steps: steps of each.
+        temperature: as a function of the step.
+        tolerance: free energies per data point that differ by less are the same.
+        generator: source of randomness.
+        is_of_gains: whether the tolerance is twice the expected gain of another restart. That gain is the lead of the best divided by the
+            number of restarts. Best restarts further apart than four tolerances do not agree. Small mixtures (data values times components
+            at most 50 000) have eight restarts at least.
+        is_shared: whether data points share latents. Dead latents of their restarts are revived. There are eight restarts at least, as bad
+            optima of a single posterior are met twice.
+        are_compared: whether agreement also needs the same latents. With closed-form M-steps these are active for the same data points. By
+            gradients data points have the same free energies (see :func:`are_alike`).
+        is_product: whether each node of the program has a set of states. Restarts then exchange nothing.
+    """
+
+    starts: int | None
+    steps: int
+    temperature: Callable[[int], float]
+    tolerance: float
+    generator: torch.Generator | None
+    is_of_gains: bool = False
+    is_shared: bool = False
+    are_compared: bool = False
+    is_product: bool = False
 
 
 @dataclasses.dataclass

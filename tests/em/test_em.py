@@ -21,7 +21,7 @@ from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, NoisyOr
 from pyro_truncated.search import Cosine, GPSelect, Preselection, SearchBatch
 from pyro_truncated.training.best_start import best_start
-from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.annealing import cooling
 from tests import zoo
 
 

@@ -14,9 +14,9 @@ from pyro_truncated.training import several_starts
 from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, reached_on_a_curve, reached_on_average
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
+from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.console import progress_bar
 
 

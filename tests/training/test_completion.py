@@ -14,10 +14,10 @@ from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.recombination import Recombination
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
+from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.console import progress_bar
 
 SETTINGS = Settings(None, 32)

@@ -14,8 +14,7 @@ from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.distributions import NormalOrMissing
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.training import decoders
-from pyro_truncated.training.decoders import fit_decoder, targets_of
-from pyro_truncated.training.hidden_units import Decoder, FittedUnits, fit_unit_by_unit
+from pyro_truncated.training.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, targets_of
 from tests.training.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyro_truncated.training.hidden_units import Decoder, FittedUnits, Targets, fit_unit_by_unit
+from pyro_truncated.training.decoders import Decoder, FittedUnits, Targets, fit_unit_by_unit
 from tests.training.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 

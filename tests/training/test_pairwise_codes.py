@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training import pairwise_codes
-from pyro_truncated.training.codes import are_shared
+from pyro_truncated.training.agreement import are_shared
 from pyro_truncated.training.pairwise_codes import explaining_pairs
 from tests.pretended_device import DEVICE, PretendedDevice, here, there
 

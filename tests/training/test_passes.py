@@ -15,7 +15,7 @@ from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.distributed import shard
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE
 from pyro_truncated.search import EvolutionarySearch, Search, SurrogateSearch
-from pyro_truncated.training.codes import share_most
+from pyro_truncated.training.agreement import share_most
 from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.starts import start

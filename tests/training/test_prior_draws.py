@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pyro_truncated.training import cooling
+from pyro_truncated.training.model_parameters import prior_draw
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.prior_draws import prior_draw
 
 
 def topics(y):
