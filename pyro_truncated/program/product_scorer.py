@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import site_log_density
+from pyro_truncated.program.densities import log_density, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
@@ -71,6 +71,10 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return weight * gradient, None, None
+
+
+def _by_name(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+    return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, of_one), strict=True))
 
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
@@ -211,7 +215,9 @@ class ProductScorer(Probe):
             return {}
         with pyro.validation_enabled(False):
             nodes = sample_nodes(self.run({**self.values, **states}))
-        return {name: self._log_prob(nodes[name]).masked_fill(torch.as_tensor(nodes[name]["mask"]), 0.0) for name in self.hidden}
+        found = self._log_probs([nodes[name] for name in self.hidden])
+        pairs = zip(self.hidden, found, strict=True)
+        return {name: log_prob.masked_fill(torch.as_tensor(nodes[name]["mask"]), 0.0) for name, log_prob in pairs}
 
     # --- what is known, and what counts ---
 
@@ -287,7 +293,8 @@ class ProductScorer(Probe):
         factors = self.product.graph.factors
         names = [name for name in factors if name in nodes and name not in self.uncovered]
         with pyro.validation_enabled(False):
-            found = [self._table(nodes[name], factors[name]) for name in names]
+            log_probs = self._log_probs([nodes[name] for name in names])
+            found = [self._table(nodes[name], factors[name], log_prob) for name, log_prob in zip(names, log_probs, strict=True)]
         held = torch.cat([table.flatten() for table in found])
         entries = held.double()
         lowest, highest = entries.detach().aminmax()
@@ -306,9 +313,8 @@ class ProductScorer(Probe):
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
-    def _table(self, node: Any, scope: tuple[int, ...]) -> Tensor:
+    def _table(self, node: Any, scope: tuple[int, ...], log_prob: Any) -> Tensor:
         product = self.product
-        log_prob: Any = self._log_prob(node)
         is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
         scale = node["scale"] / self.scale_of(scope[0])
         log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
@@ -320,12 +326,14 @@ class ProductScorer(Probe):
         inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
         return table.sum(inner, keepdim=True) if inner else table
 
-    def _log_prob(self, node: Any) -> Tensor:
-        if node["name"] in self.product.layout.checked:
-            return supported_log_prob(node["fn"], node["value"])
-        if node["name"] in self.product.layout.sites and not node["is_observed"]:
-            return exact_log_prob(node["fn"], node["value"], lambda: site_log_density(node))
-        return site_log_density(node)
+    def _log_probs(self, nodes: Sequence[Any]) -> Sequence[Tensor]:
+        layout = self.product.layout
+        others = [node for node in nodes if node["name"] not in layout.checked]
+        latents = [node for node in others if node["name"] in layout.sites and not node["is_observed"]]
+        found = {node["name"]: supported_log_prob(node["fn"], node["value"]) for node in nodes if node["name"] in layout.checked}
+        found |= _by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
+        found |= _by_name([node for node in others if node["name"] not in found], log_density)
+        return [found[node["name"]] for node in nodes]
 
     def scale_of(self, node: int) -> float | Tensor:
         """What the evidence of a node's component is scaled by."""

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_truncated.program.densities import log_density
+from pyro_truncated.program.densities import log_density, site_log_densities
 
 CANDIDATES, DATA, SIZE = 5, 7, 3
 FULL, ROW = (CANDIDATES, DATA, SIZE), (SIZE,)
@@ -44,6 +44,31 @@ def test_densities_and_gradients_are_those_of_the_distribution(make, shape, valu
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weights = torch.linspace(-1.0, 1.0, expected.numel(), dtype=torch.float64).view(expected.shape)
     gradients = [torch.autograd.grad((value * weights).sum(), parameter, retain_graph=True)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+def test_sites_of_one_kind_are_computed_together():
+    """Of several families, shapes and wrappers, mixed in any order: each has its own density, and the same gradient."""
+    x, one_of_three = on_unit_interval(4), torch.arange(4) % 3
+    makes = [
+        (lambda a: dist.Normal(a * x, 0.5), torch.tensor(0.3, dtype=torch.float64)),
+        (lambda a: dist.Normal(a * x, x), torch.tensor(0.3, dtype=torch.float64)),
+        (lambda a: dist.Normal(a * x.unsqueeze(-1), 1.0).expand([4, SIZE]).to_event(1), REAL[0]),
+        (lambda a: dist.Poisson(a * x), COUNT[0, 1]),
+        (lambda a: dist.Bernoulli(a * x), torch.tensor(1.0, dtype=torch.float64)),
+        (lambda a: dist.Bernoulli(logits=(a * x).view(4, 1)), BINARY[:, 0]),
+        (lambda a: dist.Categorical(x[:3] ** a).expand([4]), one_of_three),
+        (lambda a: dist.Categorical(logits=a * x[:3]), one_of_three.view(4, 1)),
+        (lambda a: dist.Categorical((a * x[:1]).expand(3)), one_of_three),
+        (lambda a: dist.Laplace(a * x, 1.0), torch.tensor(0.3, dtype=torch.float64)),
+    ]
+    with pyro.validation_enabled(False):
+        sites = [{"fn": make(a), "value": value, "args": (), "kwargs": {}} for a in (0.5, 0.7, 0.9) for make, value in makes]
+        found, expected = site_log_densities(sites), [site["fn"].log_prob(site["value"]) for site in sites]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    totals = [sum((place + 1) * table.sum() for place, table in enumerate(tables)) for tables in (found, expected)]
+    gradients = [torch.autograd.grad(total, x, retain_graph=True)[0] for total in totals]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
