@@ -24,7 +24,7 @@ from pyro_truncated.models.object_initialization import estimate_background, lon
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
-_NEVER_SEEN = 1e-8
+_MIN_WEIGHT = 1e-8
 _NUM_ADDED, _NUM_MOVED = 4, 4
 
 
@@ -237,7 +237,7 @@ class OcclusiveComponents(UniqueModule):
         features = _means(owned, self.features.double().flatten(1, 2))
         background = _means(rest, self.background.double())
         present = statistics["present"].unsqueeze(-1)
-        masks = torch.where(present > _NEVER_SEEN, statistics["on"] / present.clamp(min=_NEVER_SEEN), self.masks.double().flatten(1))
+        masks = torch.where(present > _MIN_WEIGHT, statistics["on"] / present.clamp(min=_MIN_WEIGHT), self.masks.double().flatten(1))
         self.features = features.reshape(self.features.shape).to(self.features)
         self.background = background.to(self.background)
         self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
@@ -275,9 +275,9 @@ class OcclusiveComponents(UniqueModule):
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = _squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
+        variance = _squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
-        return torch.where(weight > _NEVER_SEEN, best, old.detach().double()).to(old)
+        return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
 
     def _checked(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
@@ -298,7 +298,7 @@ def _means(sums: Tensor, old: Tensor) -> Tensor:
     Without weight they are the old ones.
     """
     weight = sums[..., :1]
-    return torch.where(weight > _NEVER_SEEN, sums[..., 1:-1] / weight.clamp(min=_NEVER_SEEN), old)
+    return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
 
 
 def _squared_errors(sums: Tensor, means: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from pyro_truncated.search import MaxInnerProductIndex
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
 _PATIENCE = 10
-_LEAST_GAIN = 0.02
-_FEWEST_TRIES = 25
-_FEW_TRIALS = 4
+_MIN_GAIN = 0.02
+_MIN_TRIES = 25
+_TRIALS_PER_DRAW = 4
 # For more rows points are held in single precision.
 _MAX_DOUBLE_ROWS = 1000
 # More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
-_FEW_SCATTERED = 4000
+_MAX_SCATTERED_AT_ONCE = 4000
 _ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
 # Of their draws so many are held against each other at a time; whole trials.
 _HELD_AT_A_TIME = 512
@@ -59,8 +59,8 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
     if number == 1:
         return chosen, torch.zeros(len(points), dtype=torch.int64, device=points.device)
     nearest = _TwoNearest(points, chosen)
-    failures, least = 0, _LEAST_GAIN * nearest.cost / number
-    for _ in range(max(_FEWEST_TRIES, number)):
+    failures, least = 0, _MIN_GAIN * nearest.cost / number
+    for _ in range(max(_MIN_TRIES, number)):
         failures = 0 if nearest.swap(_drawn(nearest.distance[0], trials, generator), least) else failures + 1
         if failures == _PATIENCE:
             break
@@ -93,8 +93,8 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
     if number > _MAX_DOUBLE_ROWS:
         # In units in which single precision, twice as fast, holds the squares.
         points = (points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float()
-    if number <= _FEW_SCATTERED:
-        return _greedy(points, number, _FEW_TRIALS, generator)
+    if number <= _MAX_SCATTERED_AT_ONCE:
+        return _greedy(points, number, _TRIALS_PER_DRAW, generator)
     return _in_rounds(points, number, generator, cells)
 
 
@@ -107,13 +107,13 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     that share of its square distance which those taken before in the round have left. Single draws have k-means++'s probabilities then.
     """
     power = points.square().sum(1)
-    chosen = _greedy(points, min(cells, number), _FEW_TRIALS, generator)
+    chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
     cell = _nearest_of(points, power, chosen)
     distance = (points - points[chosen[cell]]).square().sum(1)
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
             return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
-        size = _FEW_TRIALS * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
+        size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
         taken = drawn[_taken(points[drawn], at_most)]
@@ -134,8 +134,8 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, 
         for part in own.split(max(1, _MAX_DISTANCES // max(1, len(rows)))):
             lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
-    order = gain.view(-1, _FEW_TRIALS).argsort(1, descending=True)
-    return drawn.view(-1, _FEW_TRIALS).gather(1, order).flatten()
+    order = gain.view(-1, _TRIALS_PER_DRAW).argsort(1, descending=True)
+    return drawn.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -167,8 +167,8 @@ def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
     There is at most one of every few.
     """
     taken = []
-    for start in range(0, len(is_near), _FEW_TRIALS):
-        free = np.flatnonzero(~has_near[start : start + _FEW_TRIALS])
+    for start in range(0, len(is_near), _TRIALS_PER_DRAW):
+        free = np.flatnonzero(~has_near[start : start + _TRIALS_PER_DRAW])
         if len(free):
             own = start + int(free[0])
             has_near |= is_near[own]

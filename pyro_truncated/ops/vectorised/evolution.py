@@ -211,7 +211,7 @@ def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tenso
     return word, (old ^ new) << shift
 
 
-_MOST_CHANGES = 24
+_MAX_CHANGES = 24
 
 
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
@@ -267,7 +267,7 @@ def _poisson(uniform: Tensor, mean: Tensor) -> Tensor:
     """Poisson numbers by inversion, for means up to 2."""
     probability = (-mean).exp()
     cumulative, count = probability, torch.zeros(uniform.shape, dtype=torch.int64, device="cpu")
-    for number in range(1, _MOST_CHANGES + 1):
+    for number in range(1, _MAX_CHANGES + 1):
         count += uniform >= cumulative
         probability = probability * (mean / number)
         cumulative = cumulative + probability
