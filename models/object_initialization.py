@@ -134,7 +134,7 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
     found = _parted(found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
     for _ in range(_KMEANS_STEPS):
-        found = _averaged(windows, found)
+        found = _average(windows, found)
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
@@ -174,7 +174,7 @@ def prune_objects(missing: Tensor, number: int) -> Tensor:
     return kept[torch.arange(number, device=kept.device) % len(kept)]
 
 
-def _averaged(windows: Windows, found: Clusters) -> Clusters:
+def _average(windows: Windows, found: Clusters) -> Clusters:
     """Returns objects as means of the windows that resemble them most.
 
     Objects of a single window stay as they are.
@@ -192,7 +192,7 @@ def _averaged(windows: Windows, found: Clusters) -> Clusters:
     total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
     mean = total / size.clamp(min=1)[:, None, None, None]
     # Where most of it is seen: the first window may have cut something off.
-    seen = conv2d(mean.square().sum(1, keepdim=True), _centred(height, width).to(mean)[None, None]).flatten(1).argmax(1)
+    seen = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
     objects = _cut(mean, torch.arange(len(seen), device=seen.device), seen // side, seen % side, (height, width))
     energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
     several = size > 1
@@ -212,7 +212,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
         What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
     """
     height, width = canvas.template_height, canvas.template_width
-    inner = _centred(height, width).to(contrast)
+    inner = _centre(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
     every = torch.arange(len(contrast), device=contrast.device)
     corner = torch.full_like(every, -_MARGIN)
@@ -228,7 +228,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
     return alone, energy, place
 
 
-def _centred(height: int, width: int) -> Tensor:
+def _centre(height: int, width: int) -> Tensor:
     """Returns weights of a window's pixels, lower off its centre.
 
     Small objects then lie in the centre.

@@ -174,7 +174,7 @@ class OcclusiveComponents(UniqueModule):
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number; got {scale!r}")
-        rows = first_rows(self._checked(y), generator).double()
+        rows = first_rows(self._check(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
         windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
@@ -218,7 +218,7 @@ class OcclusiveComponents(UniqueModule):
         Returns:
             Those of :meth:`.OccludedScene.statistics`.
         """
-        rows = self._checked(population.rows_of(y))
+        rows = self._check(population.rows_of(y))
         statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
         return statistics
 
@@ -256,7 +256,7 @@ class OcclusiveComponents(UniqueModule):
             population: truncated posteriors; its ``indices`` select the data points among ``y``.
             y: all images, ``(N, height, width, F)``.
         """
-        rows = self._checked(population.rows_of(y))
+        rows = self._check(population.rows_of(y))
         mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
         return mean
 
@@ -279,7 +279,7 @@ class OcclusiveComponents(UniqueModule):
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
         return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
 
-    def _checked(self, y: Tensor) -> Tensor:
+    def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
 
         def complain() -> None:

@@ -70,10 +70,10 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
 def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator | None) -> Tensor:
     chosen = torch.zeros(number, dtype=torch.int64, device=points.device)
     chosen[:1] = _drawn(torch.ones_like(points[:, 0]), 1, generator)
-    distance = _squared(points, chosen[:1])[0]
+    distance = _square(points, chosen[:1])[0]
     for k in range(1, number):
         drawn = _drawn(distance, trials, generator)
-        lower = _squared(points, drawn).minimum(distance)
+        lower = _square(points, drawn).minimum(distance)
         best = lower.sum(1).argmin()
         chosen[k], distance = drawn[best], lower[best]
     return chosen
@@ -153,10 +153,10 @@ def _taken(points: Tensor, at_most: Tensor) -> Tensor:
     has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
     for start in range(0, len(points), _HELD_AT_A_TIME):
         some = points[start : start + _HELD_AT_A_TIME]
-        is_near = _squared(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
+        is_near = _square(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
         free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
         own = torch.tensor(free, dtype=torch.int64, device=points.device)
-        has_near[start:] |= (_squared(points[start:], own) <= at_most[start:]).any(0)
+        has_near[start:] |= (_square(points[start:], own) <= at_most[start:]).any(0)
         taken.append(start + own)
     return torch.cat(taken)
 
@@ -204,7 +204,7 @@ class _TwoNearest:
 
         The two are those for which it falls most.
         """
-        distance = _squared(self.points, candidates)
+        distance = _square(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
         cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.chosen)).index_add_(1, self.index[0], dearer)
@@ -237,7 +237,7 @@ def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Te
     return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
 
 
-def _squared(points: Tensor, rows: Tensor) -> Tensor:
+def _square(points: Tensor, rows: Tensor) -> Tensor:
     """Square distances ``(T, N)`` of all points from some of them."""
     some, power = points[rows], points.square().sum(1)
     return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)

@@ -291,7 +291,7 @@ def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], 
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accepted(moves, tried)
+        moves, population = _accept(moves, tried)
     finally:
         if population is None:
             for value, old in zip(model.parameters(), before, strict=True):
@@ -299,7 +299,7 @@ def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], 
     return moves, population
 
 
-def _accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
+def _accept(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
     least = tried(moves.first(0))[1]

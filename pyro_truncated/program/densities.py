@@ -53,7 +53,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
         log_prob: Tensor = fn.log_prob(value)
         return log_prob
     shape = torch.Size(broadcast_shape(base.batch_shape, value.shape))
-    total = sum(factor * _summed(term, shape, num_summed) for factor, term in terms)
+    total = sum(factor * _sum_up(term, shape, num_summed) for factor, term in terms)
     assert isinstance(total, Tensor)
     return total.expand(shape[: len(shape) - num_summed])
 
@@ -216,7 +216,7 @@ def once(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _summed(term: Tensor, shape: torch.Size, number: int) -> Tensor:
+def _sum_up(term: Tensor, shape: torch.Size, number: int) -> Tensor:
     """Sums a term over the last dimensions of its expanded shape."""
     if number == 0:
         return term
