@@ -86,7 +86,7 @@ class _Site:
 
     @classmethod
     def of(cls, node: Any) -> _Site | None:
-        """Returns a site of a family whose parameters can be stacked, or ``None``."""
+        """Returns a site whose parameters can be stacked, or ``None``."""
         base, num_summed = node["fn"], 0
         while type(base) in (dist.Independent, torch.distributions.Independent):
             base, num_summed = base.base_dist, num_summed + base.reinterpreted_batch_ndims
