@@ -262,12 +262,12 @@ class Full(Covariances):
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of full covariances."""
-        precision, size = _inverted(parameters["scale"])
+        precision, size = _invert(parameters["scale"])
         return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
 
     def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of full covariances."""
-        precision, size = _inverted(parameters["scale"])
+        precision, size = _invert(parameters["scale"])
         return size, (precision * covariance).sum((-2, -1))
 
 
@@ -311,7 +311,7 @@ class Tied(Full):
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of one covariance."""
-        precision, size = _inverted(parameters["scale"])
+        precision, size = _invert(parameters["scale"])
         return loc @ precision, loc[:, :0], size
 
 
@@ -339,6 +339,6 @@ def of_pairs(precision: Tensor) -> Tensor:
     return factors
 
 
-def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:
+def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Precisions, and halves of the log determinants, of Cholesky factors."""
     return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)

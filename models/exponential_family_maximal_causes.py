@@ -33,7 +33,7 @@ _SUPPORTS = {
     "exponential": constraints.nonnegative,
     "gamma": constraints.positive,
 }
-_LARGEST_CONCENTRATION = 1e6
+_MAX_CONCENTRATION = 1e6
 _NEWTON_STEPS = 8
 _ROUNDING = 1e-13
 
@@ -244,10 +244,10 @@ def _best_concentration(excess: Tensor) -> Tensor:
 
     The start is off by less than 2 %.
     """
-    c = excess.double().clamp(min=0.5 / _LARGEST_CONCENTRATION)
+    c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
     k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
     for _ in range(_NEWTON_STEPS):
         error = k.log() - torch.digamma(k) - c
         k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
-    best: Tensor = k.clamp(max=_LARGEST_CONCENTRATION)
+    best: Tensor = k.clamp(max=_MAX_CONCENTRATION)
     return best

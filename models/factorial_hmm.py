@@ -88,7 +88,7 @@ class FactorialHMM(UniqueModule):
 
         Without data it generates one sequence of ``num_steps`` steps.
         """
-        size, num_steps = (1, num_steps or 1) if y is None else self._checked(y).shape[:2]
+        size, num_steps = (1, num_steps or 1) if y is None else self._check(y).shape[:2]
         initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
             rows = selected_rows(y, index)
@@ -109,7 +109,7 @@ class FactorialHMM(UniqueModule):
             y: sequences ``(N, T, D)``.
             generator: source of randomness.
         """
-        y = self._checked(y)
+        y = self._check(y)
         weight, deviation = difference_dictionary(y, self.num_latents, generator)
         bias = y.double().flatten(0, 1).nanmean(0).nan_to_num() - 0.5 * weight.sum(1)
         half = weight.new_full((self.num_latents,), 0.5)
@@ -128,7 +128,7 @@ class FactorialHMM(UniqueModule):
             num_states: states of each step.
             steps: sweeps, at most.
         """
-        y = self._checked(y)
+        y = self._check(y)
         observed = _observed(y)
         likelihood, transitions = self._terms(y, observed)
         return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
@@ -146,7 +146,7 @@ class FactorialHMM(UniqueModule):
             Those of :meth:`.LinearSuperposition.statistics`; expected values at the first step, ``first (M, 2)``, and expected
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
-        y = self._checked(y) if posterior.indices is None else self._checked(y)[posterior.indices]
+        y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
         observed = next(steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind))
         is_part = (observed.kind >= 0).flatten()
         population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
@@ -185,7 +185,7 @@ class FactorialHMM(UniqueModule):
 
         Steps without observation are included.
         """
-        y = self._checked(y)
+        y = self._check(y)
         return _observed(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class FactorialHMM(UniqueModule):
         transition = transition.clamp(min=floor)
         self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()
 
-    def _checked(self, y: Tensor) -> Tensor:
+    def _check(self, y: Tensor) -> Tensor:
         check_real(y)
         if y.dim() != 3 or y.shape[2] != self.num_observed or not y.shape[0] * y.shape[1]:
             raise ValueError(f"y must have shape (N, T, {self.num_observed}), one row per sequence; got {tuple(y.shape)}")

@@ -227,7 +227,7 @@ class GaussianMixture(LinearMixture):
         population = all_populations(self, guide, check_data(y, self.num_observed))
         statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
-        moves, moved = accepted(search.moves(generator), lambda some: self._moved(some, guide, y), self)
+        moves, moved = accepted(search.moves(generator), lambda some: self._move(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
@@ -236,7 +236,7 @@ class GaussianMixture(LinearMixture):
             driver(())
         return len(moves)
 
-    def _moved(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
+    def _move(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
         """Moves components; returns new populations and the free energy.
 
         The populations are proposals that are not kept yet.

@@ -13,9 +13,9 @@ from pyro_truncated.distributions import component_products, component_sums
 
 NEVER_USED = 1e-8
 # Of shares so small nothing is left in the sums of a component that is used.
-_LOST = 1e-20
+_MIN_SHARE = 1e-20
 # Numbers in the copies that are made to leave out such states.
-_MOST_COPIED = 2**25
+_MAX_COPIED_NUMBERS = 2**25
 _WEIGHT_FLOOR = 1e-6
 # From so many components per state on the sums go over the states that are kept.
 _MANY = 4
@@ -79,7 +79,7 @@ class Shares:
         component, weight = self._component, self._weight
         if rows.is_cpu:  # a device would be waited for
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
-            row, state = (~(weight <= _LOST)).nonzero(as_tuple=True)
-            if len(row) * rows.shape[1] <= _MOST_COPIED:
+            row, state = (~(weight <= _MIN_SHARE)).nonzero(as_tuple=True)
+            if len(row) * rows.shape[1] <= _MAX_COPIED_NUMBERS:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
         return component_products(rows, component, weight, self.num_components)

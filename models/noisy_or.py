@@ -16,7 +16,7 @@ from pyro_truncated.models.binary_causes import best_prior, check_data, first_pr
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _WEIGHT_FLOOR = 1e-6
-_NEVER_ACTIVE = 1e-10
+_MIN_ACTIVITY = 1e-10
 
 
 class NoisyOr(SuperposedCauses):
@@ -151,7 +151,7 @@ class NoisyOr(SuperposedCauses):
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
-        weight = torch.where(trials > _NEVER_ACTIVE, weight, old).clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR)
+        weight = torch.where(trials > _MIN_ACTIVITY, weight, old).clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
             observed = statistics["observed"]

@@ -15,12 +15,12 @@ from pyro_truncated.models.binary_causes import random_rows
 
 _MARGIN = 2  # pixels around a window that shall show background
 _WINDOWS_PER_IMAGE = 4
-_WINDOWS_PER_OBJECT, _MOST_WINDOWS = 60, 2000
-_CANDIDATES_PER_OBJECT, _MOST_CANDIDATES = 20, 500
+_WINDOWS_PER_OBJECT, _MAX_WINDOWS = 60, 2000
+_CANDIDATES_PER_OBJECT, _MAX_CANDIDATES = 20, 500
 _CLUSTERS_PER_OBJECT, _KMEANS_STEPS = 2, 4
-_ALIKE = 0.3  # less of a window's energy is missing in an object that it shows
+_MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
 _NOISE_OF_COPIES = 0.1
-_MOST_PIXELS = 20_000
+_MAX_PIXELS = 20_000
 _WINDOWS_PER_BLOCK = 100  # windows that are compared at once
 
 
@@ -76,7 +76,7 @@ def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps
 
     It is the narrow part of a mixture of two normal distributions, fitted by EM; what the wide part covers are the objects.
     """
-    some = random_rows(pixels, min(len(pixels), _MOST_PIXELS), generator)
+    some = random_rows(pixels, min(len(pixels), _MAX_PIXELS), generator)
     least = (1e-6 * some.square().mean()).clamp(min=1e-12)
     colour, (mean, wide) = some.median(0).values, _moments(some, torch.ones_like(some[:, 0]))
     variance, wide = (some - colour).square().mean(1).quantile(0.25).clamp(min=least), wide.clamp(min=least)
@@ -109,7 +109,7 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
     # What noise alone would show does not stand out.
     stands_out = energy > 4 * noise * math.sqrt(2 * canvas.num_entries * num_channels)
     alone = torch.where(stands_out, alone / energy.clamp(min=1e-12), -torch.inf).flatten()
-    number = min(_WINDOWS_PER_OBJECT * num_objects, _MOST_WINDOWS, max(1, int(alone.isfinite().sum())))
+    number = min(_WINDOWS_PER_OBJECT * num_objects, _MAX_WINDOWS, max(1, int(alone.isfinite().sum())))
     best = alone.topk(number).indices
     row, place = best // place.shape[1], place.flatten()[best]
     height, width = canvas.template_height, canvas.template_width
@@ -129,12 +129,12 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     most, at the best shift. The object becomes the mean of its windows, and this is repeated. Of
     these, in which there is hardly any noise, again those go that the others make up for best.
     """
-    count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
+    count = min(_CANDIDATES_PER_OBJECT * number, _MAX_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
     found = _parted(found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
     for _ in range(_KMEANS_STEPS):
-        found = _averaged(windows, found)
+        found = _average(windows, found)
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
@@ -165,7 +165,7 @@ def prune_objects(missing: Tensor, number: int) -> Tensor:
 
     Those go first, one after the other, that the others explain best. Too few repeat.
     """
-    explained = (_ALIKE - missing).clamp(min=0.0)
+    explained = (_MAX_MISSING_SHARE - missing).clamp(min=0.0)
     kept = torch.arange(explained.shape[1], device=missing.device)
     while len(kept) > number:
         best = explained[:, kept].topk(2, 1)
@@ -174,14 +174,14 @@ def prune_objects(missing: Tensor, number: int) -> Tensor:
     return kept[torch.arange(number, device=kept.device) % len(kept)]
 
 
-def _averaged(windows: Windows, found: Clusters) -> Clusters:
+def _average(windows: Windows, found: Clusters) -> Clusters:
     """Returns objects as means of the windows that resemble them most.
 
     Objects of a single window stay as they are.
     """
     missing, shift = missing_energy(windows, found)
     nearest = missing.min(1)
-    is_alike, owner = nearest.values < _ALIKE, nearest.indices
+    is_alike, owner = nearest.values < _MAX_MISSING_SHARE, nearest.indices
     best = shift.gather(1, owner.unsqueeze(1)).squeeze(1)
     (height, width), (rows, columns) = found.objects.shape[-2:], windows.reach
     side = 2 * columns + 1
@@ -192,7 +192,7 @@ def _averaged(windows: Windows, found: Clusters) -> Clusters:
     total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
     mean = total / size.clamp(min=1)[:, None, None, None]
     # Where most of it is seen: the first window may have cut something off.
-    seen = conv2d(mean.square().sum(1, keepdim=True), _centred(height, width).to(mean)[None, None]).flatten(1).argmax(1)
+    seen = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
     objects = _cut(mean, torch.arange(len(seen), device=seen.device), seen // side, seen % side, (height, width))
     energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
     several = size > 1
@@ -212,7 +212,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
         What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
     """
     height, width = canvas.template_height, canvas.template_width
-    inner = _centred(height, width).to(contrast)
+    inner = _centre(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
     every = torch.arange(len(contrast), device=contrast.device)
     corner = torch.full_like(every, -_MARGIN)
@@ -228,7 +228,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
     return alone, energy, place
 
 
-def _centred(height: int, width: int) -> Tensor:
+def _centre(height: int, width: int) -> Tensor:
     """Returns weights of a window's pixels, lower off its centre.
 
     Small objects then lie in the centre.

@@ -24,7 +24,7 @@ from pyro_truncated.models.object_initialization import estimate_background, lon
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
-_NEVER_SEEN = 1e-8
+_MIN_WEIGHT = 1e-8
 _NUM_ADDED, _NUM_MOVED = 4, 4
 
 
@@ -174,7 +174,7 @@ class OcclusiveComponents(UniqueModule):
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number; got {scale!r}")
-        rows = first_rows(self._checked(y), generator).double()
+        rows = first_rows(self._check(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
         windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
@@ -218,7 +218,7 @@ class OcclusiveComponents(UniqueModule):
         Returns:
             Those of :meth:`.OccludedScene.statistics`.
         """
-        rows = self._checked(population.rows_of(y))
+        rows = self._check(population.rows_of(y))
         statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
         return statistics
 
@@ -237,7 +237,7 @@ class OcclusiveComponents(UniqueModule):
         features = _means(owned, self.features.double().flatten(1, 2))
         background = _means(rest, self.background.double())
         present = statistics["present"].unsqueeze(-1)
-        masks = torch.where(present > _NEVER_SEEN, statistics["on"] / present.clamp(min=_NEVER_SEEN), self.masks.double().flatten(1))
+        masks = torch.where(present > _MIN_WEIGHT, statistics["on"] / present.clamp(min=_MIN_WEIGHT), self.masks.double().flatten(1))
         self.features = features.reshape(self.features.shape).to(self.features)
         self.background = background.to(self.background)
         self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
@@ -256,7 +256,7 @@ class OcclusiveComponents(UniqueModule):
             population: truncated posteriors; its ``indices`` select the data points among ``y``.
             y: all images, ``(N, height, width, F)``.
         """
-        rows = self._checked(population.rows_of(y))
+        rows = self._check(population.rows_of(y))
         mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
         return mean
 
@@ -275,11 +275,11 @@ class OcclusiveComponents(UniqueModule):
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = _squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
+        variance = _squared_errors(sums, means) / weight.clamp(min=_MIN_WEIGHT)
         best = variance.clamp(min=0.0).sqrt().maximum(floor)
-        return torch.where(weight > _NEVER_SEEN, best, old.detach().double()).to(old)
+        return torch.where(weight > _MIN_WEIGHT, best, old.detach().double()).to(old)
 
-    def _checked(self, y: Tensor) -> Tensor:
+    def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
 
         def complain() -> None:
@@ -298,7 +298,7 @@ def _means(sums: Tensor, old: Tensor) -> Tensor:
     Without weight they are the old ones.
     """
     weight = sums[..., :1]
-    return torch.where(weight > _NEVER_SEEN, sums[..., 1:-1] / weight.clamp(min=_NEVER_SEEN), old)
+    return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
 
 
 def _squared_errors(sums: Tensor, means: Tensor) -> Tensor:

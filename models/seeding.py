@@ -16,13 +16,13 @@ from pyro_truncated.search import MaxInnerProductIndex
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
 _PATIENCE = 10
-_LEAST_GAIN = 0.02
-_FEWEST_TRIES = 25
-_FEW_TRIALS = 4
+_MIN_GAIN = 0.02
+_MIN_TRIES = 25
+_TRIALS_PER_DRAW = 4
 # For more rows points are held in single precision.
 _MAX_DOUBLE_ROWS = 1000
 # More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
-_FEW_SCATTERED = 4000
+_MAX_SCATTERED_AT_ONCE = 4000
 _ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
 # Of their draws so many are held against each other at a time; whole trials.
 _HELD_AT_A_TIME = 512
@@ -59,8 +59,8 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
     if number == 1:
         return chosen, torch.zeros(len(points), dtype=torch.int64, device=points.device)
     nearest = _TwoNearest(points, chosen)
-    failures, least = 0, _LEAST_GAIN * nearest.cost / number
-    for _ in range(max(_FEWEST_TRIES, number)):
+    failures, least = 0, _MIN_GAIN * nearest.cost / number
+    for _ in range(max(_MIN_TRIES, number)):
         failures = 0 if nearest.swap(_drawn(nearest.distance[0], trials, generator), least) else failures + 1
         if failures == _PATIENCE:
             break
@@ -70,10 +70,10 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
 def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator | None) -> Tensor:
     chosen = torch.zeros(number, dtype=torch.int64, device=points.device)
     chosen[:1] = _drawn(torch.ones_like(points[:, 0]), 1, generator)
-    distance = _squared(points, chosen[:1])[0]
+    distance = _square(points, chosen[:1])[0]
     for k in range(1, number):
         drawn = _drawn(distance, trials, generator)
-        lower = _squared(points, drawn).minimum(distance)
+        lower = _square(points, drawn).minimum(distance)
         best = lower.sum(1).argmin()
         chosen[k], distance = drawn[best], lower[best]
     return chosen
@@ -93,8 +93,8 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
     if number > _MAX_DOUBLE_ROWS:
         # In units in which single precision, twice as fast, holds the squares.
         points = (points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float()
-    if number <= _FEW_SCATTERED:
-        return _greedy(points, number, _FEW_TRIALS, generator)
+    if number <= _MAX_SCATTERED_AT_ONCE:
+        return _greedy(points, number, _TRIALS_PER_DRAW, generator)
     return _in_rounds(points, number, generator, cells)
 
 
@@ -107,13 +107,13 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     that share of its square distance which those taken before in the round have left. Single draws have k-means++'s probabilities then.
     """
     power = points.square().sum(1)
-    chosen = _greedy(points, min(cells, number), _FEW_TRIALS, generator)
+    chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
     cell = _nearest_of(points, power, chosen)
     distance = (points - points[chosen[cell]]).square().sum(1)
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
             return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
-        size = _FEW_TRIALS * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
+        size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
         taken = drawn[_taken(points[drawn], at_most)]
@@ -134,8 +134,8 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, 
         for part in own.split(max(1, _MAX_DISTANCES // max(1, len(rows)))):
             lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
-    order = gain.view(-1, _FEW_TRIALS).argsort(1, descending=True)
-    return drawn.view(-1, _FEW_TRIALS).gather(1, order).flatten()
+    order = gain.view(-1, _TRIALS_PER_DRAW).argsort(1, descending=True)
+    return drawn.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -153,10 +153,10 @@ def _taken(points: Tensor, at_most: Tensor) -> Tensor:
     has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
     for start in range(0, len(points), _HELD_AT_A_TIME):
         some = points[start : start + _HELD_AT_A_TIME]
-        is_near = _squared(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
+        is_near = _square(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
         free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
         own = torch.tensor(free, dtype=torch.int64, device=points.device)
-        has_near[start:] |= (_squared(points[start:], own) <= at_most[start:]).any(0)
+        has_near[start:] |= (_square(points[start:], own) <= at_most[start:]).any(0)
         taken.append(start + own)
     return torch.cat(taken)
 
@@ -167,8 +167,8 @@ def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
     There is at most one of every few.
     """
     taken = []
-    for start in range(0, len(is_near), _FEW_TRIALS):
-        free = np.flatnonzero(~has_near[start : start + _FEW_TRIALS])
+    for start in range(0, len(is_near), _TRIALS_PER_DRAW):
+        free = np.flatnonzero(~has_near[start : start + _TRIALS_PER_DRAW])
         if len(free):
             own = start + int(free[0])
             has_near |= is_near[own]
@@ -204,7 +204,7 @@ class _TwoNearest:
 
         The two are those for which it falls most.
         """
-        distance = _squared(self.points, candidates)
+        distance = _square(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
         cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.chosen)).index_add_(1, self.index[0], dearer)
@@ -237,7 +237,7 @@ def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Te
     return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
 
 
-def _squared(points: Tensor, rows: Tensor) -> Tensor:
+def _square(points: Tensor, rows: Tensor) -> Tensor:
     """Square distances ``(T, N)`` of all points from some of them."""
     some, power = points[rows], points.square().sum(1)
     return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)

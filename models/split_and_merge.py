@@ -21,7 +21,7 @@ from pyro_truncated.models.seeding import partners
 # Chosen on data of other seeds than those of the tables.
 _EM_STEPS = 8
 _PARTNERS = 3
-_FEWEST = 3
+_MIN_COUNT = 3
 # Responsibilities of so many of a data point's components overlap; the others are small.
 _OVERLAPPING = 4
 _ROWS_PER_BLOCK, _PAIRS = 2**16, 2**12
@@ -222,7 +222,7 @@ class MoveSearch:
         weight = self.weight[order, 0]
         each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
         gains = (halves.log_prior(self.prior).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
-        too_few = statistics["counts"].reshape(-1, 2).amin(1) < _FEWEST
+        too_few = statistics["counts"].reshape(-1, 2).amin(1) < _MIN_COUNT
         return gains.masked_fill(too_few, -math.inf), halves
 
     def _shared_out(self, halves: Gaussians) -> Gaussians:
@@ -291,7 +291,7 @@ def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], 
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accepted(moves, tried)
+        moves, population = _accept(moves, tried)
     finally:
         if population is None:
             for value, old in zip(model.parameters(), before, strict=True):
@@ -299,7 +299,7 @@ def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], 
     return moves, population
 
 
-def _accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
+def _accept(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
     least = tried(moves.first(0))[1]

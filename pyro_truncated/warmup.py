@@ -123,7 +123,7 @@ def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = Fa
     return task
 
 
-def _selected(dtype: torch.dtype) -> None:
+def _select(dtype: torch.dtype) -> None:
     # What each flip changes is asked for by searches that few models take.
     flip_energy(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, _LATENTS, dtype=dtype), torch.zeros(_LATENTS, _LATENTS, dtype=dtype))
     model = models.BinarySparseCoding(9, _LATENTS, dtype=dtype).initialize(_data(dtype))
@@ -177,7 +177,7 @@ _TASKS: dict[str, Task] = {
     "models with binary latents": _any_model,
     "models with other latents": _other_latents,
     "binary sparse coding": _causes(models.BinarySparseCoding),
-    "preselection": _selected,
+    "preselection": _select,
     "spike-and-slab sparse coding": _causes(models.SpikeSlabSparseCoding),
     "spike-and-slab sparse coding, correlated slabs": _causes(partial(models.SpikeSlabSparseCoding, covariance="full")),
     "noisy-OR": _causes(models.NoisyOr, binary=True),

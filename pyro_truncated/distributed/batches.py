@@ -105,7 +105,7 @@ class Batches:
     def at(self, step: int) -> RowBatch:
         """The minibatch of a step, counted from zero."""
         epoch, number = divmod(step, len(self))
-        starts = self._shuffled(epoch)[number * self._blocks_each : (number + 1) * self._blocks_each] * self.block
+        starts = self._shuffle(epoch)[number * self._blocks_each : (number + 1) * self._blocks_each] * self.block
         rows = (starts.sort().values.unsqueeze(-1) + torch.arange(self.block)).flatten()
         rows = rows[rows < self._portion.total]
         scale = self._portion.total / len(rows)
@@ -113,7 +113,7 @@ class Batches:
         is_idle = not len(own)
         return RowBatch(own.new_zeros(1) if is_idle else own, self._portion.size, scale, is_idle, self._y)
 
-    def _shuffled(self, epoch: int) -> Tensor:
+    def _shuffle(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
             self._order = epoch, torch.randperm(self._num_blocks, generator=generator)

@@ -109,27 +109,27 @@ def rows_of(state: Any) -> dict[str, Tensor]:
         found[name] = tensor
         return tensor
 
-    _mapped(state, note, {}, "")
+    _map(state, note, {}, "")
     return found
 
 
 def without_rows(state: Any) -> Any:
     """The state with empty tensors in their places."""
     # No view: what is saved of one is all that it is a view of.
-    return _mapped(state, lambda _, tensor: tensor[:0].clone(), {}, "")
+    return _map(state, lambda _, tensor: tensor[:0].clone(), {}, "")
 
 
 def with_rows(state: Any, rows: Mapping[str, Tensor], portion: Portion) -> Any:
     """Returns the state with these rows of this process's data points."""
     where = {"first_position": portion.first, "is_spread": portion.is_part}
-    return _mapped(state, lambda name, tensor: rows.get(name, tensor), where, "")
+    return _map(state, lambda name, tensor: rows.get(name, tensor), where, "")
 
 
-def _mapped(state: Any, change: Callable[[str, Tensor], Tensor], where: Mapping[str, Any], name: str) -> Any:
+def _map(state: Any, change: Callable[[str, Tensor], Tensor], where: Mapping[str, Any], name: str) -> Any:
     if isinstance(state, list):
-        return [_mapped(value, change, where, f"{name}.{number}") for number, value in enumerate(state)]
+        return [_map(value, change, where, f"{name}.{number}") for number, value in enumerate(state)]
     if not isinstance(state, Mapping):
         return state
     if "rows" in state:
         return {**state, **where, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
-    return {key: _mapped(value, change, where, f"{name}.{key}") for key, value in state.items()}
+    return {key: _map(value, change, where, f"{name}.{key}") for key, value in state.items()}

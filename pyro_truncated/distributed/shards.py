@@ -341,12 +341,12 @@ def _sum_of_hashes(rows: torch.Tensor, first: int) -> int:
     entries = rows.detach().cpu().contiguous().reshape(len(rows), -1).numpy()
     bits = entries.view(f"u{entries.itemsize}").astype(np.uint64)
     # Of every entry, mixed with its column; of every data point, mixed with its position.
-    columns = _mixed(bits + np.arange(1, bits.shape[1] + 1, dtype=np.uint64) * _STEP).sum(1, dtype=np.uint64)
+    columns = _mix(bits + np.arange(1, bits.shape[1] + 1, dtype=np.uint64) * _STEP).sum(1, dtype=np.uint64)
     positions = np.arange(first + 1, first + 1 + len(rows), dtype=np.uint64)
-    return int(_mixed(columns + positions * _STEP).sum(dtype=np.uint64))
+    return int(_mix(columns + positions * _STEP).sum(dtype=np.uint64))
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * _FIRST
     x = (x ^ (x >> np.uint64(27))) * _SECOND
     mixed: np.ndarray = x ^ (x >> np.uint64(31))

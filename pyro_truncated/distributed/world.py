@@ -115,13 +115,13 @@ def agree(value: T) -> T:
         header = _exchange(_AGREE, 1, 0, torch.tensor([float(value)], dtype=torch.float64))
         return type(value)(header[0, 4].item())
     # What cannot be pickled fails here, before others wait for it.
-    packed = _packed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    packed = _pack(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
     header = _exchange(_AGREE, len(packed), 0)
     message = torch.empty(int(header[0, 1]), dtype=torch.uint8) if rank() else packed
     message = message.to(_device())
     with _reaching():
         dist.broadcast(message, src=0)
-    return value if rank() == 0 else _unpacked(message)
+    return value if rank() == 0 else _unpack(message)
 
 
 def gather(value: T) -> list[T]:
@@ -138,13 +138,13 @@ def gather(value: T) -> list[T]:
     """
     if not is_shared():
         return [value]
-    packed = _packed(value)
+    packed = _pack(value)
     lengths = _exchange(_GATHER, len(packed), 0)[:, 1].long().tolist()
     own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
     messages = [torch.empty_like(own) for _ in lengths]
     with _reaching():
         dist.all_gather(messages, own)
-    return [_unpacked(message[:length]) for message, length in zip(messages, lengths, strict=True)]
+    return [_unpack(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
 def collect(value: T) -> list[T] | None:
@@ -157,13 +157,13 @@ def collect(value: T) -> list[T] | None:
     """
     if not is_shared():
         return [value]
-    packed = _packed(value)
+    packed = _pack(value)
     lengths = _exchange(_COLLECT, len(packed), 0)[:, 1].long().tolist()
     own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
     messages = [torch.empty_like(own) for _ in lengths] if rank() == 0 else None
     with _reaching():
         dist.gather(own, messages)
-    return None if messages is None else [_unpacked(message[:length]) for message, length in zip(messages, lengths, strict=True)]
+    return None if messages is None else [_unpack(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
 @contextmanager
@@ -236,11 +236,11 @@ def _reaching() -> Iterator[None]:
         raise OtherProcessError(f"another process of this run has ended, or cannot be reached: {error}") from error
 
 
-def _packed(value: Any) -> Tensor:
+def _pack(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
-def _unpacked(message: Tensor) -> Any:
+def _unpack(message: Tensor) -> Any:
     return pickle.loads(message.cpu().numpy().tobytes())
 
 

@@ -202,5 +202,5 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
     def _spread(self, standard: Tensor) -> Tensor:
         return standard @ self.slab_scale_tril.mT
 
-    def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return collapse_correlated(states, linear, gram, self.slab_mean.double(), self.slab_scale_tril.double())

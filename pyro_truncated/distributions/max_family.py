@@ -124,13 +124,13 @@ class FamilyMaximum(Superposition):
         """
         check_binary(population, self.weight.shape[-1])
         rows = population.rows_of(value)
-        active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _rounded(self._means()))
+        active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _round(self._means()))
         sums = data_sums(*without_missing(rows))
         return {**sums, "bases": self._elementwise_base(rows).sum(0), "states": active.sum(0), "wins": wins, "won": won}
 
     def wins(self, words: Tensor, weights: Tensor, rows: Tensor) -> Statistics:
         """The ``wins`` and what is ``won`` alone, for comparing dictionaries; see :meth:`.MaximumSuperposition.wins`."""
-        _, _, wins, won = ops.maximum_wins(words, weights, rows, _rounded(self._means()))
+        _, _, wins, won = ops.maximum_wins(words, weights, rows, _round(self._means()))
         return {"wins": wins, "won": won}
 
     def expected_loss(self, statistics: Statistics) -> Tensor:
@@ -171,7 +171,7 @@ class FamilyMaximum(Superposition):
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
 
-def _rounded(means: Tensor) -> Tensor:
+def _round(means: Tensor) -> Tensor:
     """Rounds to 41 bits (Veltkamp's splitting).
 
     The order of sums over the same data must not decide the maximum.

@@ -90,7 +90,7 @@ class MaximumSuperposition(GaussianSuperposition):
             ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
         """
         rows = population.rows_of(value)
-        active, _, wins, won = self._explained(population, rows, temperature)
+        active, _, wins, won = self._explain(population, rows, temperature)
         return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
     def wins(self, words: Tensor, weights: Tensor, rows: Tensor) -> Statistics:
@@ -182,9 +182,9 @@ class MaximumSuperposition(GaussianSuperposition):
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
-        return self._explained(population, population.rows_of(value), 1.0)[1].to(value.dtype)
+        return self._explain(population, population.rows_of(value), 1.0)[1].to(value.dtype)
 
-    def _explained(self, population: Population, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _explain(self, population: Population, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         check_binary(population, self.weight.shape[-1])
         return ops.maximum_statistics(population.words, population.weights(temperature), rows, self.weight.double())
 

@@ -49,7 +49,7 @@ class SlabSuperposition(GaussianSuperposition):
         """Means of the slabs, ``(H,)``, and their deviations or covariance."""
         raise NotImplementedError(f"{type(self).__name__} has no posterior of slabs")
 
-    def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns log density, precision factor and mean of standardised slabs.
 
         They are those under a state; the density is correct up to a constant.
@@ -88,4 +88,4 @@ class SlabSuperposition(GaussianSuperposition):
             precision = precision * ~value.isnan()
         linear = product(weight.mT, precision * value.double().nan_to_num(0.0))
         gram = (weight.mT * precision.unsqueeze(-2)) @ weight
-        return self._integrated(states.double(), linear, gram)
+        return self._integrate(states.double(), linear, gram)

@@ -189,5 +189,5 @@ class SpikeSlabSuperposition(SlabSuperposition):
     def _spread(self, standard: Tensor) -> Tensor:
         return self.slab_scale * standard
 
-    def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return collapse(states, linear, gram, self.slab_mean.double(), self.slab_scale.double())

@@ -93,7 +93,7 @@ class GibbsEM(ELBO):
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Returns minus the mean log joint of the present draws."""
-        return -float(_total(model.expected_log_joint(_checked(guide, model).draws(), y), y))
+        return -float(_total(model.expected_log_joint(_check(guide, model).draws(), y), y))
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Takes an E-step and hands its statistics to the closed-form M-step.
@@ -112,7 +112,7 @@ class GibbsEM(ELBO):
                 start_as_first(model, guide, self.search)
                 draw_alike(self.generator)
             self._known_guide = guide
-            return self._step(closed_form, _checked(guide, model), y, is_part)
+            return self._step(closed_form, _check(guide, model), y, is_part)
 
     def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
         indices, scale = self._subsample(y)
@@ -186,7 +186,7 @@ def _total(value: Tensor, y: Tensor) -> Tensor:
     return sums_of(y)([value])[0]
 
 
-def _checked(guide: Any, model: Any) -> GibbsGuide:
+def _check(guide: Any, model: Any) -> GibbsGuide:
     if not isinstance(guide, GibbsGuide) or guide.model is not model:
         raise TypeError(f"GibbsEM trains a GibbsGuide of the very model it was made for; got {type(guide).__name__}")
     return guide

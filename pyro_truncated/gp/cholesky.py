@@ -70,7 +70,7 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
     floor, _ = _additions(covariance.dtype)
     missing = max(0.0, floor - float(noise.detach().max() / level))
-    found = _first_factor(_lifted(covariance, noise), level, missing)
+    found = _first_factor(_lift(covariance, noise), level, missing)
     if found is None:
         raise NotPositiveDefiniteError(
             f"the covariance matrix of {covariance.shape[-1]} points cannot be factorised (mean prior variance {float(level):.3g}, noise "
@@ -115,7 +115,7 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
 
     The addition is noise on the inducing variables, so that a lower bound stays one.
     """
-    return stable_cholesky(_lifted(matrix, jitter * matrix.diagonal().mean()))
+    return stable_cholesky(_lift(matrix, jitter * matrix.diagonal().mean()))
 
 
 def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Te
     """
     for addition in _ladder(matrix.dtype):
         share = least + addition
-        factor, info = torch.linalg.cholesky_ex(_lifted(matrix, share * level) if share else matrix)
+        factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
         if not bool(info.any()) and bool(factor.detach().sum().isfinite()):
             return factor, share
     return None
@@ -175,5 +175,5 @@ def _additions(dtype: torch.dtype) -> tuple[float, float]:
     return _ADDITIONS.get(dtype, _ADDITIONS[torch.float32])
 
 
-def _lifted(matrix: Tensor, amount: Tensor) -> Tensor:
+def _lift(matrix: Tensor, amount: Tensor) -> Tensor:
     return matrix + torch.diag_embed(amount.expand(matrix.shape[:-1]))

@@ -63,7 +63,7 @@ class FileStore(PopulationStore):
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{name}-{self.first_position:012d}.npy"
         file.unlink(missing_ok=True)
-        self._files[name], array = _mapped(file, _TYPES[like.dtype], tuple(like.shape if shape is None else shape))
+        self._files[name], array = _map(file, _TYPES[like.dtype], tuple(like.shape if shape is None else shape))
         return torch.from_numpy(array)
 
     def filled_(self, name: str, value: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _refuse_elsewhere(device: torch.device) -> None:
         raise ValueError(f"populations in files are those of models on the CPU; this one is on {device}")
 
 
-def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
+def _map(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
     """Creates an array of zeros in a file, with its memory map.
 
     No more of it is read than is asked for.

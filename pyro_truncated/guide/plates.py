@@ -37,7 +37,7 @@ class SharedPlates(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
             return
-        recorded = _recorded(msg)
+        recorded = _record(msg)
         if recorded is None:
             return
         if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(recorded)):
@@ -47,11 +47,11 @@ class SharedPlates(Messenger):
 
 def recorded_subsamples(names: Iterable[str]) -> dict[str, Tensor]:
     """Subsamples of the named plates that surrounding traces have recorded."""
-    found = {name: _recorded({"type": "sample", "name": name, "is_observed": False, "infer": {}, "value": None}) for name in names}
+    found = {name: _record({"type": "sample", "name": name, "is_observed": False, "infer": {}, "value": None}) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _recorded(msg: Any) -> Tensor | None:
+def _record(msg: Any) -> Tensor | None:
     """Returns a site's value in the innermost trace that sees it."""
     for handler in reversed(_PYRO_STACK):
         if isinstance(handler, BlockMessenger) and handler.hide_fn(msg):

@@ -67,7 +67,7 @@ class ProductPosterior(SetReadings):
         every = [batch.rescored() for batch in self.batches]
         if len(every) == 1:
             return every[0]
-        return [_averaged(populations) for populations in zip(*every, strict=True)]
+        return [_average(populations) for populations in zip(*every, strict=True)]
 
     def marginals(self) -> dict[str, Tensor]:
         """Returns the marginal probabilities by site.
@@ -211,7 +211,7 @@ def product_evidence(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
     return total.flatten()
 
 
-def _averaged(populations: Sequence[Population]) -> Population:
+def _average(populations: Sequence[Population]) -> Population:
     """Returns the same sets under the mean of their weights.
 
     Their free energy is the mean one.

@@ -102,7 +102,7 @@ class ProgramRun:
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         """Samples the states of a batch in the given plates."""
         with torch.no_grad():
-            population = self._improved(batch).without_impossible()
+            population = self._improve(batch).without_impossible()
         scorer = batch.scorer
         hidden = scorer.hidden_log_probs(population.words)
         # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
@@ -113,7 +113,7 @@ class ProgramRun:
             states = self._sample_states(population, hidden, scorer, plates)
             return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
 
-    def _improved(self, batch: Batch) -> Population:
+    def _improve(self, batch: Batch) -> Population:
         """Returns the populations with log joints.
 
         They are improved first where an ELBO asks for it.

@@ -62,7 +62,7 @@ class ScoredSets:
         sets = list(self.sets)
         sets[number] = torch.cat([self.sets[number], others.sets[number]], 1)
         tables = [
-            (scope, _concatenated(own, other, dim) if nodes.intersection(scope) else own)
+            (scope, _concatenate(own, other, dim) if nodes.intersection(scope) else own)
             for (scope, own), (_, other) in zip(self.tables, others.tables, strict=True)
         ]
         return dataclasses.replace(self, sets=sets, tables=tables)
@@ -100,7 +100,7 @@ class ScoredSets:
         return self.scorer.product.tree.dim(nodes[0]), set(nodes)
 
 
-def _concatenated(one: Tensor, other: Tensor, dim: int) -> Tensor:
+def _concatenate(one: Tensor, other: Tensor, dim: int) -> Tensor:
     """Concatenates two tables; one that no state changes stays as it is."""
     if one.shape[dim] == 1 and other.shape[dim] == 1 and torch.equal(one, other):
         return one
@@ -162,7 +162,7 @@ class SetSearch:
         places, is_free = _best_new(known, proposed)
         if not bool(is_free.any()):
             return scored
-        return self._exchanged(scored, scored.joined(scores.taken(proposed.words, places), number), {number: is_free})
+        return self._exchange(scored, scored.joined(scores.taken(proposed.words, places), number), {number: is_free})
 
     # --- proposals that are coherent over many nodes ---
 
@@ -179,7 +179,7 @@ class SetSearch:
                     words = _with_block(space, ops.gather_states(own, place).squeeze(1), block)
                     joined[number] = torch.cat([own, words], 1)
                     is_free[number] = ~ops.find_duplicates(joined[number])[:, own.shape[1] :]
-        return self._exchanged(scored, ScoredSets.of(scorer, joined), is_free, look_ahead=True)
+        return self._exchange(scored, ScoredSets.of(scorer, joined), is_free, look_ahead=True)
 
     def _draw_block(self, space: StateSpace) -> list[int]:
         """Latents at random, as many as have few enough joint values."""
@@ -191,7 +191,7 @@ class SetSearch:
 
     # --- selection ---
 
-    def _exchanged(self, scored: ScoredSets, joined: ScoredSets, is_free: Mapping[int, Tensor], *, look_ahead: bool = False) -> ScoredSets:
+    def _exchange(self, scored: ScoredSets, joined: ScoredSets, is_free: Mapping[int, Tensor], *, look_ahead: bool = False) -> ScoredSets:
         """Returns the best of old and new states.
 
         They are chosen for one node after the other, of each component that does not lose by it.
@@ -229,9 +229,9 @@ class SetSearch:
 
         messages.select(choose)
         positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in is_free}
-        return self._accepted(scored, joined, positions)
+        return self._accept(scored, joined, positions)
 
-    def _accepted(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor]) -> ScoredSets:
+    def _accept(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor]) -> ScoredSets:
         """Returns the new sets where the evidence does not fall.
 
         It might fall where members of one plate change together.

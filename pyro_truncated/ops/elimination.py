@@ -151,8 +151,8 @@ class Messages:
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
         beyond = self._beyond(node)
-        self._sums[parent] = _replaced(self._sums[parent], self._sent[node], message, beyond)
-        self._counts[parent] = _replaced(self._counts[parent], self._impossible[node], count, beyond)
+        self._sums[parent] = _replace(self._sums[parent], self._sent[node], message, beyond)
+        self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, beyond)
         self._sent[node], self._impossible[node] = message, count
 
     def _beyond(self, node: int) -> list[int]:
@@ -294,7 +294,7 @@ class Messages:
         return found
 
 
-def _replaced(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
+def _replace(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
     """Returns a sum of messages with one of them replaced.
 
     The old message and the new one are each added up over some plates.

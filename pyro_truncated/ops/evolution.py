@@ -25,7 +25,7 @@ from pyro_truncated.ops.streams import Source, draw_seed, positions
 UNFIT, IMPOSSIBLE = 1e-100, 1e-200
 
 # Of a number of flips that is exceeded less often than this, the rest is cut off.
-_NEVER = 1e-18
+_MIN_TAIL = 1e-18
 
 
 class SparseFlips(NamedTuple):
@@ -67,7 +67,7 @@ def most_flips(number: int, probability: float) -> int:
     mean = number * probability
     if mean == 0:
         return 0
-    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(_NEVER))
+    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(_MIN_TAIL))
     return next(exceeds, number)
 
 

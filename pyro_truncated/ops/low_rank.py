@@ -15,7 +15,7 @@ from pyro_truncated.utils.budget import current_budget, rows_per_block
 from pyro_truncated.utils.counts import check_count
 
 # What rounding may take of the identity that the square of directions, in units of the noise, is added to.
-_LEAST_PRECISION = 0.1
+_MIN_PRECISION = 0.1
 # What a few temporaries of so many bytes hold is near a processor.
 _CACHED = 2**23
 
@@ -78,7 +78,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     """
     if bool(rows.isnan().any()):
         given = rows, row, component, loc, factor, scale
-        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > _LEAST_PRECISION * scale.square()).any()):
+        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > _MIN_PRECISION * scale.square()).any()):
             # The identity would be lost beside the square of the directions.
             found = _means_of_what_is_seen(*(array.double() if array.is_floating_point() else array for array in given))
             return found[0].to(rows.dtype), found[1].to(rows.dtype)

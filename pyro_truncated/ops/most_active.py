@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Whatever is padded to a larger number than need be costs its square: so many flips are followed.
-_MOST_FLIPS = 2
+_MAX_FLIPS = 2
 
 # By the tensor whose memory it is; of a tensor that has changed since nothing is known.
 _counts: Any = WeakIdKeyDictionary()
@@ -58,7 +58,7 @@ class _Count:
         return max([0, *(source.flips_unseen for source in self.sources)]) + self.flips
 
 
-def most_active(words: Tensor, most_flips: int = _MOST_FLIPS) -> int | None:
+def most_active(words: Tensor, most_flips: int = _MAX_FLIPS) -> int | None:
     """Returns a bound of active latents of one state.
 
     ``None`` means that it is not known closely.

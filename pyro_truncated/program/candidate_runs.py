@@ -108,7 +108,7 @@ class CandidateRuns:
 
         The candidates are in the dimension left of all plates.
         """
-        return self._decoded(words, self.probe.depth)
+        return self._decode(words, self.probe.depth)
 
     def _one_by_one(self, words: Tensor) -> dict[str, Tensor]:
         """Returns site values of candidates ``(N, C, num_words)``.
@@ -116,10 +116,10 @@ class CandidateRuns:
         The candidates are in front, then exactly the shapes of the model's sites.
         """
         layout = self.probe.layout
-        values = self._decoded(words, layout.depth)
+        values = self._decode(words, layout.depth)
         return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in layout.sites.items()}
 
-    def _decoded(self, words: Tensor, depth: int) -> dict[str, Tensor]:
+    def _decode(self, words: Tensor, depth: int) -> dict[str, Tensor]:
         layout = self.probe.layout
         levels = layout.space.unpack(words).transpose(0, 1)
         batch = layout.spread(self.probe.sizes, depth)

@@ -53,7 +53,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
         log_prob: Tensor = fn.log_prob(value)
         return log_prob
     shape = torch.Size(broadcast_shape(base.batch_shape, value.shape))
-    total = sum(factor * _summed(term, shape, num_summed) for factor, term in terms)
+    total = sum(factor * _sum_up(term, shape, num_summed) for factor, term in terms)
     assert isinstance(total, Tensor)
     return total.expand(shape[: len(shape) - num_summed])
 
@@ -86,7 +86,7 @@ class _Site:
 
     @classmethod
     def of(cls, node: Any) -> _Site | None:
-        """Returns a site of a family whose parameters can be stacked, or ``None``."""
+        """Returns a site whose parameters can be stacked, or ``None``."""
         base, num_summed = node["fn"], 0
         while type(base) in (dist.Independent, torch.distributions.Independent):
             base, num_summed = base.base_dist, num_summed + base.reinterpreted_batch_ndims
@@ -216,7 +216,7 @@ def once(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _summed(term: Tensor, shape: torch.Size, number: int) -> Tensor:
+def _sum_up(term: Tensor, shape: torch.Size, number: int) -> Tensor:
     """Sums a term over the last dimensions of its expanded shape."""
     if number == 0:
         return term

@@ -189,14 +189,14 @@ class _Builder:
         while (wide := self._widest(component)) is not None:
             if not self._merge_at_one_place(wide):
                 break
-        if self._eliminated(component) is None:
+        if self._eliminate(component) is None:
             for group in self._decisions():
                 if group <= component:
                     self._merge(group)
-        if len(self._current(component)) == 1 or self._eliminated(component) is None:
+        if len(self._current(component)) == 1 or self._eliminate(component) is None:
             self._keep_whole(component)
 
-    def _eliminated(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
+    def _eliminate(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
         members = self._current(component)
         return eliminate(members, self._cliques(members), self._plates, self._limit_of)
 
@@ -297,7 +297,7 @@ class _Builder:
         components = []
         by_site = {site: component for component in self._components() for site in component}
         for component in dict.fromkeys(by_site[next(iter(node))] for node in nodes):
-            plan = self._eliminated(component)
+            plan = self._eliminate(component)
             assert plan is not None
             order.extend(plan)
             separators |= plan

@@ -144,7 +144,7 @@ class LogJoint(Probe):
         with memory_budget(self.memory_budget):
             for first, block in enumerate(blocks):
                 terms, found = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
-                scores.append(self._summed(terms))
+                scores.append(self._sum_up(terms))
                 moments.append(found)
         log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
@@ -207,9 +207,9 @@ class LogJoint(Probe):
         return scores.masked_fill(impossible, -math.inf)
 
     def _score_block(self, words: Tensor) -> Tensor:
-        return self._summed(self.site_log_probs(words))
+        return self._sum_up(self.site_log_probs(words))
 
-    def _summed(self, terms: Mapping[str, Tensor]) -> Tensor:
+    def _sum_up(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Log joints ``(N, C)`` from the log probabilities of sites."""
         total = sum_block(terms)
         checked: Set[str] = self.layout.checked

@@ -120,7 +120,7 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
     told.
     """
     fn, value = node["fn"], node["value"]
-    inner, masks = _unwrapped(fn)
+    inner, masks = _unwrap(fn)
     try:
         support = fn.support
     except NotImplementedError:
@@ -144,7 +144,7 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
     return invalid
 
 
-def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
+def _unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """Returns a distribution without wrappers, and its masks.
 
     Masks come with the event dimensions of what they mask.
@@ -158,7 +158,7 @@ def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
 
 
 def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
-    inner = _unwrapped(node["fn"])[0]
+    inner = _unwrap(node["fn"])[0]
     support = elementwise(node["fn"].support)
     first = tuple(int(position) for position in invalid.nonzero()[0])
     value = node["value"].expand((*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :]))[first]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_truncated.distributed.batches import current_batch
 
-_SPARSE = 32
-_LARGE = 2**14
+_MIN_ROWS_PER_DRAW = 32
+_MIN_ROWS = 2**14
 
 
 class SparseSubsamples(Messenger):
@@ -40,7 +40,7 @@ class SparseSubsamples(Messenger):
                     "rows itself: call the model without"
                 )
             msg["value"] = batch.rows.to(fn.device)
-        elif fn.subsample_size is not None and fn.size >= max(_LARGE, _SPARSE * fn.subsample_size):
+        elif fn.subsample_size is not None and fn.size >= max(_MIN_ROWS, _MIN_ROWS_PER_DRAW * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
 
 

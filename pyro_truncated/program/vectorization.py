@@ -36,7 +36,7 @@ from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
 _CANDIDATES = 3
-_MOST_CANDIDATES = 16
+_MAX_CANDIDATES = 16
 _REDUCTIONS = "(sum|mean|prod|max|min|amax|amin|all|any|cumsum|cumprod|logsumexp|softmax)"
 # What is slow, by how it looks, and what to write in its place.
 _IDIOMS = (
@@ -301,9 +301,9 @@ def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
     with torch.no_grad(), spare_random_numbers(), isolated(), contextlib.suppress(Exception):
         if not any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes):
             return frozenset()
-        if space.size <= _MOST_CANDIDATES:
+        if space.size <= _MAX_CANDIDATES:
             words = space.enumerate(log_joint.device).expand(log_joint.num_data, -1, -1)
         else:
-            words = _candidates(log_joint, _MOST_CANDIDATES)
+            words = _candidates(log_joint, _MAX_CANDIDATES)
         return frozenset(CandidateRuns(log_joint, None, "singly", ()).clamped_sites(words))
     return frozenset()

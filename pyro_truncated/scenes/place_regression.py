@@ -145,7 +145,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         kept = values > 1e-4
         entries, values = entries[:, kept], values[kept]
         if self.smooth:
-            entries, values = self._smoothed(entries, values)
+            entries, values = self._smooth(entries, values)
         if batch.is_spread:
             entries = torch.cat(world.gather(entries + entries.new_tensor([[first], [0]])), 1)
             values = torch.cat(world.gather(values))
@@ -164,7 +164,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
             # Places beside one often have the same score: its last bits, which depend on how many images are here, must not decide.
             self._influence = influence if self._has_met else influence.float()
 
-    def _smoothed(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _smooth(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Spreads targets over the places beside, on the grid of all places."""
         rows, columns = self.canvas.grid
         head, place = entries[1] // self.canvas.num_places, entries[1] % self.canvas.num_places

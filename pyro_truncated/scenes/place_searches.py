@@ -84,14 +84,14 @@ class PlacementSelection(AffinitySearch):
         """
         objects, places = self.select(batch)
         space, num_places = batch.space, places.shape[-1]
-        singles = _placed(space, objects.unsqueeze(-1).expand_as(places), places)
+        singles = _place(space, objects.unsqueeze(-1).expand_as(places), places)
         table = _choices(self.num_selected, num_places, self.max_active).to(singles.device)
         options = torch.cat([torch.zeros_like(singles[:, :, :1]), singles], 2)
         words = options.new_zeros(len(options), len(table), space.num_words)
         for slot in range(self.num_selected):
             words |= options[:, slot, table[:, slot]]
         if self.extended:
-            words = torch.cat([words, self._extended(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
+            words = torch.cat([words, self._extend(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
         return batch.scored(words)
 
     def select(self, batch: SearchBatch) -> tuple[Tensor, Tensor]:
@@ -122,16 +122,16 @@ class PlacementSelection(AffinitySearch):
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
         return objects, places
 
-    def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
+    def _extend(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """Puts the objects ``(N, K)`` at their places in the best states."""
         space, number = population.space, min(self.extended, population.num_states)
         best = population.log_joint.topk(number, 1).indices
         parents = population.take(best).unsqueeze(2)
-        full = _placed(space, objects, torch.full_like(objects, -1))
+        full = _place(space, objects, torch.full_like(objects, -1))
         return ((parents & ~full.unsqueeze(1)) | singles.unsqueeze(1)).flatten(1, 2)
 
 
-def _placed(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
+def _place(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
     """Returns packed states ``(..., W)`` with one object at a place.
 
     Place -1 sets all bits of its fields.
@@ -207,7 +207,7 @@ class PlacementCompletion(Search):
         if rank is not None:
             between = presence.sum(1, keepdim=True) * ops.uniform(shape=presence.shape[1:], **draws) - 0.5
             rank = torch.where(presence, rank, between).unsqueeze(1).expand(is_there.shape)
-        return batch.scored(_packed(batch.space, is_there, where, rank))
+        return batch.scored(_pack(batch.space, is_there, where, rank))
 
     def _parents(self, batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Draws a probable scene of each data point, perhaps without one object.
@@ -218,7 +218,7 @@ class PlacementCompletion(Search):
         draws = batch.draws(self.generator)
         passed = batch.population.weights().cumsum(1) < ops.uniform(shape=(1,), **draws)
         chosen = passed.sum(1, keepdim=True).clamp(max=batch.population.num_states - 1)
-        presence, position, rank = _unpacked(batch.space, batch.population.take(chosen).squeeze(1))
+        presence, position, rank = _unpack(batch.space, batch.population.take(chosen).squeeze(1))
         keys = ops.uniform(shape=(num_objects + 1,), **draws)
         keys[:, :num_objects].masked_fill_(~presence, -1.0)
         gone = keys.argmax(1, keepdim=True)
@@ -294,8 +294,8 @@ class PlacementMoves(Search):
         draws = batch.draws(self.generator)
         chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
         parents = population.take(chosen)
-        scenes = _unpacked(space, parents.repeat_interleave(self.children, 1))
-        return batch.scored(_packed(space, *self._move(*scenes, draws)))
+        scenes = _unpack(space, parents.repeat_interleave(self.children, 1))
+        return batch.scored(_pack(space, *self._move(*scenes, draws)))
 
     def _move(self, presence: Tensor, position: Tensor, rank: Tensor | None, draws: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes one move in every scene ``(N, C, H)``."""
@@ -344,7 +344,7 @@ class PlacementMoves(Search):
         return row.clamp(0, rows - 1) * columns + column.clamp(0, columns - 1)
 
 
-def _unpacked(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _unpack(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Presence, position and depth rank ``(..., H)`` of objects in scenes."""
     num_objects, _ = scene_sizes(space)
     levels = space.unpack(words, torch.int64)
@@ -352,7 +352,7 @@ def _unpacked(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor, Tensor 
     return presence, position, depth_rank(code, presence).double() if code.shape[-1] else None
 
 
-def _packed(space: StateSpace, presence: Tensor, position: Tensor, depth: Tensor | None) -> Tensor:
+def _pack(space: StateSpace, presence: Tensor, position: Tensor, depth: Tensor | None) -> Tensor:
     """Packed scenes ``(..., W)``."""
     parts = [presence.long(), position.masked_fill(~presence, 0)]
     return space.pack(torch.cat(parts if depth is None else [*parts, depth_code(depth, presence)], -1))

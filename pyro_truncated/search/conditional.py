@@ -161,7 +161,7 @@ def _replace_runs(words: Tensor, others: Tensor, space: StateSpace, draws: dict[
     length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
     value = (uniform[2] * len(constant)).long().clamp(max=len(constant) - 1)
     inside = first[(start + length).clamp(max=space.num_latents)] & ~first[start]
-    moved = others if len(set(space.cardinalities)) > 1 else _translated(others, _distance(uniform[3], space), space)
+    moved = others if len(set(space.cardinalities)) > 1 else _translate(others, _distance(uniform[3], space), space)
     kind = uniform[4].unsqueeze(-1)
     new = torch.where(kind < 0.4, constant[value], torch.where(kind < 0.8, moved, others))
     return (words & ~inside) | (new & inside)
@@ -173,7 +173,7 @@ def _distance(uniform: Tensor, space: StateSpace) -> Tensor:
     return sign * ((2 * uniform % 1) * math.log(max(2.0, space.num_latents / 2))).exp().long()
 
 
-def _translated(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
+def _translate(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
     """Shifts states ``(N, C, W)``: latent ``l`` takes latent ``l + distance``.
 
     Beyond the ends values are zero.

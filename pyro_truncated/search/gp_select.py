@@ -261,7 +261,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
         for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
-        inputs = _filled(self._of_all(self._memory.inputs, self._trained_on), self._centre)
+        inputs = _fill(self._of_all(self._memory.inputs, self._trained_on), self._centre)
         found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
         found.load_state_dict(regression)
         self._share(found)
@@ -271,7 +271,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _data_of(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
-            return self._checked(self.inputs(batch), size)
+            return self._check(self.inputs(batch), size)
         if self.inputs is not None:
             if batch.is_new:
                 raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
@@ -281,7 +281,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return flat_observations(batch)
 
     @staticmethod
-    def _checked(inputs: Tensor, size: int) -> Tensor:
+    def _check(inputs: Tensor, size: int) -> Tensor:
         if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
             got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
@@ -300,7 +300,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
-        filled = _filled(inputs, self._centre)
+        filled = _fill(inputs, self._centre)
         self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=generator)
         few = torch.randperm(len(inputs), generator=generator)[: self.max_fit].to(met.device)
         self.regression.fit(marginals, self.fit_steps, rows=few)
@@ -317,7 +317,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Gives each of several processes the predictions of its data points."""
         assert self._memory is not None
         shared = GatheredRegression if self.rank is None else LowRankRegression
-        own = _filled(self._memory.inputs[self._trained_on], self._centre)
+        own = _fill(self._memory.inputs[self._trained_on], self._centre)
         self._shared = (shared if self._is_spread else OwnRegression)(regression, own)
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         if bool(inside.any()):
             means[inside] = self._shared.loo(place[inside])
         if not bool(inside.all()):
-            means[~inside] = self._shared.predict(_filled(inputs[~inside], self._centre))
+            means[~inside] = self._shared.predict(_fill(inputs[~inside], self._centre))
         return means
 
 
@@ -398,5 +398,5 @@ def _marginals(batch: SearchBatch) -> Tensor:
     return population.value_probabilities()[:, options.latent, options.value].double()
 
 
-def _filled(inputs: Tensor, centre: Tensor) -> Tensor:
+def _fill(inputs: Tensor, centre: Tensor) -> Tensor:
     return torch.where(inputs.isnan(), centre, inputs)

@@ -131,7 +131,7 @@ class MaxInnerProductIndex:
             raise ValueError(f"features must have shape (N, {self.coefficients.shape[1]}); got {tuple(features.shape)}")
         if check_count("number", number) > len(self.coefficients):
             raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
-        known = None if known is None else self._checked(known, features)
+        known = None if known is None else self._check(known, features)
         if self.are_few or not self._are_apart(number):
             return max_inner_products(features, self.coefficients, number)[1]
         if known is None:
@@ -147,7 +147,7 @@ class MaxInnerProductIndex:
         """Returns the shift ``(N,)`` that makes values of data points comparable."""
         return None if self._find_offset is None else self._find_offset(features)
 
-    def _checked(self, known: Tensor, features: Tensor) -> Tensor:
+    def _check(self, known: Tensor, features: Tensor) -> Tensor:
         if known.dim() != 2 or len(known) != len(features):
             raise ValueError(f"known must have shape ({len(features)}, A); got {tuple(known.shape)}")
         known = as_integers(known)

@@ -12,7 +12,7 @@ from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
 
-_ENOUGH = 1e-6
+_MIN_GAIN_NATS = 1e-6
 
 
 class SteepestAscent(Search):
@@ -48,7 +48,7 @@ class SteepestAscent(Search):
             if not bool(moving.any()):
                 break
             found = self.step(dataclasses.replace(batch, population=population))
-            moving = moving & (found.free_energy() > population.free_energy() + _ENOUGH)
+            moving = moving & (found.free_energy() > population.free_energy() + _MIN_GAIN_NATS)
             words = torch.where(moving[:, None, None], found.words, population.words)
             log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
             population = dataclasses.replace(population, words=words, log_joint=log_joint)

@@ -26,7 +26,7 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
-_MOST_COMPONENTS = 100
+_MAX_COMPONENTS = 100
 # Training steps of a start.
 _SHORT = 60
 # Elements that fit the few observed entries of every data point closely explain the others badly.
@@ -263,7 +263,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         return ColumnUnits.of(rows, is_centred=bool(self.offset))
 
     def _make(self, rows: Tensor) -> Any:
-        number = min(rows.shape[1], _MOST_COMPONENTS) if self.n_components is None else check_count("n_components", self.n_components)
+        number = min(rows.shape[1], _MAX_COMPONENTS) if self.n_components is None else check_count("n_components", self.n_components)
         options: dict[str, Any] = {"dtype": rows.dtype}
         if self.family == "bernoulli":
             return NoisyOr(rows.shape[1], number, learn_leak=bool(self.offset), **options)

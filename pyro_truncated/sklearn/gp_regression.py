@@ -17,7 +17,7 @@ from pyro_truncated.sklearn.validation import validated_data
 from pyro_truncated.utils.counts import check_count
 
 # Regression is exact by default of up to so many data, as that of :class:`~pyro_truncated.SubsetGPRegression` is.
-_MOST_EXACT = 5000
+_MAX_EXACT_ROWS = 5000
 
 
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
@@ -87,7 +87,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         if self.kernel != "rbf" and not callable(self.kernel):
             raise ValueError(f'kernel must be "rbf" or a function that makes a data kernel of the training inputs; got {self.kernel!r}')
         X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        wanted = (round(len(X) ** 0.5) if len(X) > _MOST_EXACT else None) if self.n_inducing is None else self.n_inducing
+        wanted = (round(len(X) ** 0.5) if len(X) > _MAX_EXACT_ROWS else None) if self.n_inducing is None else self.n_inducing
         number = None if wanted is None else min(check_count("n_inducing", wanted), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with apart(self.random_state):

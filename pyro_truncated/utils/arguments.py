@@ -75,7 +75,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
     for name, value in given.items():
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
-            raise TypeError(f"{name} must be {_kind(hint)}; got {_described(value)}")
+            raise TypeError(f"{name} must be {_kind(hint)}; got {_describe(value)}")
 
 
 def _complaint(
@@ -95,7 +95,7 @@ def _complaint(
         check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
     except TypeError as complaint:
         return complaint
-    told = ", ".join(f"{name}: {_described(value)}" for name, value in given.items())
+    told = ", ".join(f"{name}: {_describe(value)}" for name, value in given.items())
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({told}): {reason}")
@@ -185,7 +185,7 @@ def _kind(hint: Any) -> str:
     return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describes a value in a few words.
 
     For tensors they are type, shape and whether there is NaN.

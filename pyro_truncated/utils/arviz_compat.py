@@ -73,7 +73,7 @@ def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:
 
     They are zero where the ratios do not vary.
     """
-    return _smoothed(log_ratios)[1]
+    return _smooth(log_ratios)[1]
 
 
 def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
@@ -81,10 +81,10 @@ def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
 
     They are uniform where the ratios do not vary.
     """
-    return _smoothed(log_ratios)[0]
+    return _smooth(log_ratios)[0]
 
 
-def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _smooth(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ratios = np.asarray(log_ratios, dtype=float)
     lowest = np.min(ratios, where=np.isfinite(ratios), initial=0.0)
     # Impossible draws are far from the tail that is fitted, but infinite logs would spoil the sorting.
@@ -170,7 +170,7 @@ def _loo(idata: Any, var_name: str) -> Any:
     if ARVIZ_V1:
         likelihood = get_dataset(idata, "log_likelihood")[var_name].transpose("chain", "draw", ...)
         draws = likelihood.values.reshape(likelihood.sizes["chain"] * likelihood.sizes["draw"], -1)
-        log_weights, shapes = _smoothed(-draws.T)
+        log_weights, shapes = _smooth(-draws.T)
         options["log_weights"] = likelihood.copy(data=log_weights.T.reshape(likelihood.shape))
         options["pareto_k"] = likelihood.isel(chain=0, draw=0, drop=True).copy(data=shapes.reshape(likelihood.shape[2:]))
     with quiet():

@@ -189,7 +189,7 @@ def test_amortised_categorical_decoders_and_their_samples(generator):
 def test_missing_data_and_projections_are_refused(generator):
     x = torch.bernoulli(torch.full((10, 3), 0.5), generator=generator)
     decoder = SASFunctionDecoder(10, 3, lambda f: dist.Bernoulli(logits=f).to_event(1)).initialize(x)
-    with pytest.raises(ValueError, match="cannot be projected"):
+    with pytest.raises(ValueError, match="takes neither projected nor num_neighbors"):
         decoder.condition_(x, projected=True)
     decoder.condition_(x)
     missing = x.masked_fill(torch.eye(10, 3) > 0, math.nan)

@@ -96,7 +96,7 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
     means = 20 * torch.rand(150, 3, generator=generator)
     points = means[torch.randint(150, (3000,), generator=generator)] + 0.1 * torch.randn(3000, 3, generator=generator)
     one_by_one = scattered_rows(points, 300, generator)
-    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 100)
+    monkeypatch.setattr(seeding, "_MAX_SCATTERED_AT_ONCE", 100)
     together, in_cells = (scattered_rows(points, 300, generator, cells) for cells in (1, 8))
     assert len(together.unique()) == len(in_cells.unique()) == 300
     costs = [float(torch.cdist(points, points[rows]).amin(1).square().sum()) for rows in (one_by_one, together, in_cells)]
@@ -104,7 +104,7 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
 
 
 def test_draws_are_held_against_all_that_are_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 100)
+    monkeypatch.setattr(seeding, "_MAX_SCATTERED_AT_ONCE", 100)
     points = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
     rows = []
     for held in (4, 64, 2**20):
@@ -115,7 +115,7 @@ def test_draws_are_held_against_all_that_are_taken_before(monkeypatch: pytest.Mo
 
 
 def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 3)
+    monkeypatch.setattr(seeding, "_MAX_SCATTERED_AT_ONCE", 3)
     points = torch.arange(4.0).repeat(10).unsqueeze(1)
     rows = scattered_rows(points, 12, torch.Generator().manual_seed(0))
     assert len(rows) == 12

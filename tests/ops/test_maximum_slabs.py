@@ -300,7 +300,7 @@ def test_bad_input_is_refused() -> None:
     for message, changes in {
         "must not be negative": {"weight": -weight},
         "must share D": {"value": value[:, :2]},
-        "repeat within": {"selected": torch.zeros(1, 2, dtype=torch.int64)},
+        "must not hold a cause twice": {"selected": torch.zeros(1, 2, dtype=torch.int64)},
         "must lie in 0 .. 1": {"selected": torch.tensor([[0, 2]])},
         "coefficients must have shape": {"coefficients": torch.zeros(1, 3)},
         "sweeps be at least 1": {"sweeps": 0},

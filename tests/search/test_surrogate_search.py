@@ -302,5 +302,5 @@ def test_other_latents_and_shards_are_refused() -> None:
         SurrogateSearch(0)
     space = StateSpace([2] * 3)
     batch = SearchBatch(Population(space, space.enumerate()[None], torch.zeros(1, 8)), lambda words: words, is_spread=True)
-    with pytest.raises(NotImplementedError, match="shards"):
+    with pytest.raises(NotImplementedError, match="got a shard"):
         SurrogateSearch().propose(batch)

@@ -87,7 +87,7 @@ def test_other_covariance_types_are_refused_by_name(kind):
 def test_categories_that_are_missing_are_named(missing):
     X = np.array([["a", "x"], ["b", missing]] * 3, dtype=object)
     for table in (X, pd.DataFrame(X)):
-        with pytest.raises(ValueError, match="name them, as by 'missing'"):
+        with pytest.raises(ValueError, match="a category of their own, such as 'missing'"):
             TruncatedMixture(2, family="categorical").fit(table)
 
 

@@ -107,7 +107,7 @@ def to_arviz(
         num_samples, num_chains, num_predictive, dims, coords, seed, training, checks, stores, conditional_log_likelihood, memory_budget
     )
     if not is_spread(args, kwargs):
-        return _converted(model, guide, args, kwargs, settings)
+        return _convert(model, guide, args, kwargs, settings)
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():
         with world.failing_together():
@@ -116,7 +116,7 @@ def to_arviz(
         if not every:
             return None
         guides = [one.guide for one in every]
-        return _converted(model, guides if several else guides[0], every[0].args, every[0].kwargs, settings)
+        return _convert(model, guides if several else guides[0], every[0].args, every[0].kwargs, settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
     return num_chains or (1 if several else 4), min(predictive, num_samples)
 
 
-def _converted(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
+def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
     """What :func:`to_arviz` returns of data that one process holds."""
     owner, data = (model, (guide, *args)) if has_converter(model) else (getattr(guide, "__self__", None), args)
     if has_converter(owner):
@@ -159,7 +159,7 @@ def _converted(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[st
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     _check_chains(models, guides, settings)
     args, kwargs, labelled = without_labels(models[0], guides[0], args, kwargs)
-    with _seeded(settings.seed), torch.no_grad():
+    with _seed(settings.seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             stores = settings.stores
@@ -203,7 +203,7 @@ def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
+def _seed(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
@@ -260,10 +260,10 @@ def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Write
     (plate,) = writer.datum
     chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
     kept = {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
-    return _counted(kept, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
+    return _count(kept, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
 
 
-def _counted(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
+def _count(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
     """Returns counts as integers once hidden entries are gone."""
     data = datasets["observed_data"]
     whole = [name for name in names if name in data and data[name].dtype.kind == "f" and bool((data[name] == data[name].round()).all())]

@@ -306,11 +306,11 @@ class Writer:
             else:
                 variables[name] = self._site(name, self._as_integers(name, values))
         if not omitted:
-            return self._sampled(variables)
+            return self._sample(variables)
         hint = f"{', '.join(omitted)}: over the memory budget"
         if self.draws.states is not None:
             hint += f"; {self.draws.states.part.index_name} indexes the state dimension of truncated_posterior"
-        return self._sampled(variables).assign_attrs({"omitted": hint})
+        return self._sample(variables).assign_attrs({"omitted": hint})
 
     def _add_states(self, states: States, variables: dict[str, Variable], omitted: list[str]) -> None:
         variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
@@ -334,7 +334,7 @@ class Writer:
         """Log densities of each draw."""
         lp, log_q = self.draws.lp, self.draws.log_q
         columns = {"lp": lp, "log_q": log_q, "log_weight": lp - log_q}
-        return self._sampled({name: ((), as_array(value)) for name, value in columns.items()})
+        return self._sample({name: ((), as_array(value)) for name, value in columns.items()})
 
     def log_likelihood(self) -> xr.Dataset:
         """Returns log likelihoods of data points, or of observations given latents."""
@@ -344,15 +344,15 @@ class Writer:
                 variables[name] = (self.datum, as_array(values.reshape(len(values), *self.sizes)))
             else:
                 variables[name] = self._site(name, values, event_dim=0)
-        return self._sampled(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
+        return self._sample(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
 
     def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Log likelihoods of observed sites given everything that was drawn."""
-        return self._sampled({name: self._site(name, draws, event_dim=0) for name, draws in values.items()})
+        return self._sample({name: self._site(name, draws, event_dim=0) for name, draws in values.items()})
 
     def log_prior(self) -> xr.Dataset:
         """Log prior densities of the global latents."""
-        return self._sampled({name: ((), as_array(values)) for name, values in self.draws.log_prior.items()})
+        return self._sample({name: ((), as_array(values)) for name, values in self.draws.log_prior.items()})
 
     def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Draws ``(draws, *shape)`` of sites."""
@@ -360,7 +360,7 @@ class Writer:
         variables = {}
         for name, draws in values.items():
             variables[name] = self._site(name, draws.to(value_type(discrete[name])) if name in discrete else self._as_integers(name, draws))
-        return self._sampled(variables)
+        return self._sample(variables)
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """Returns values of a discrete site as integers, which ArviZ counts.
@@ -465,7 +465,7 @@ class Writer:
             raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
         return names
 
-    def _sampled(self, variables: Mapping[str, Variable]) -> xr.Dataset:
+    def _sample(self, variables: Mapping[str, Variable]) -> xr.Dataset:
         """A dataset of draws, dealt to the chains."""
         chains = self.num_chains
         return self._dataset(

@@ -131,11 +131,11 @@ class Collector:
 
     def stacked(self) -> dict[str, Any]:
         """All draws, by field of :class:`Draws`."""
-        groups = {group: _stacked(draws) for group, draws in self.groups.items()}
+        groups = {group: _stack(draws) for group, draws in self.groups.items()}
         return {"lp": torch.stack(self.lp), "log_q": torch.stack(self.log_q), **groups}
 
 
-def _stacked(draws: Iterable[Mapping[str, Any]]) -> Sites:
+def _stack(draws: Iterable[Mapping[str, Any]]) -> Sites:
     """Values of all draws by name."""
     found: dict[str, list[Tensor]] = {}
     for values in draws:
@@ -377,7 +377,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     if any(is_computed(node) for node in log_joint.nodes.values()):
         traces = _traces_of(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
-        draws.computed = _stacked({name: node["value"] for name, node in run if is_computed(node)} for run in runs)
+        draws.computed = _stack({name: node["value"] for name, node in run if is_computed(node)} for run in runs)
     return draws
 
 
@@ -539,7 +539,7 @@ def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     Parameters are as they are.
     """
     latents, observed = zip(*(_sorted(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
-    return _stacked(latents), _stacked(observed)
+    return _stack(latents), _stack(observed)
 
 
 def posterior_draws(
@@ -558,7 +558,7 @@ def posterior_draws(
     """
     left_out = draws.local if anew else frozenset()
     given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)
-    return _stacked(_sorted(_free_run(model, values, args, kwargs))[1] for values in given)
+    return _stack(_sorted(_free_run(model, values, args, kwargs))[1] for values in given)
 
 
 def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
@@ -567,7 +567,7 @@ def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple
     for trace in _traces_of(model, draws, args, kwargs):
         trace.compute_log_prob()
         found.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
-    return _stacked(found)
+    return _stack(found)
 
 
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

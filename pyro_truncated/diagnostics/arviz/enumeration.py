@@ -58,16 +58,16 @@ class Enumeration:
 
     def draw(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Draws the discrete latents from their posterior given the others."""
-        prepared = self._prepared(values, self.names)
+        prepared = self._prepare(values, self.names)
         with isolated():
             trace = poutine.trace(infer_discrete(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
         return {name: trace.nodes[name]["value"] for name in self.names}
 
     def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
         """Log density of the data and the other latents."""
-        trace = self._enumerated(values, self.names)
+        trace = self._enumerate(values, self.names)
         chosen = [name for name in sample_nodes(trace) if name not in self.hidden]
-        return sum((term.double().sum() for term in _contracted(trace, chosen, self.names)), torch.zeros(()).double())
+        return sum((term.double().sum() for term in _contract(trace, chosen, self.names)), torch.zeros(()).double())
 
     def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
         """Returns the log likelihood of each data point, discrete latents summed out.
@@ -76,13 +76,13 @@ class Enumeration:
 
         ``leaves`` are latents on which nothing depends, such as missing data; their densities are left out.
         """
-        trace = self._enumerated(values, self.local)
+        trace = self._enumerate(values, self.local)
         inside = [name for name in self.inside if name not in leaves]
         latent = [name for name in inside if is_latent(trace.nodes[name])]
-        joint, prior = (self._per_datum(_contracted(trace, names, self.local), trace) for names in (inside, latent))
+        joint, prior = (self._per_datum(_contract(trace, names, self.local), trace) for names in (inside, latent))
         return joint - prior
 
-    def _prepared(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
+    def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
         """Returns the model with other latents fixed, marked for enumeration.
 
         The density of latents that nobody knows is left out.
@@ -98,8 +98,8 @@ class Enumeration:
 
         return prepared
 
-    def _enumerated(self, values: Mapping[str, Any], names: Collection[str]) -> poutine.Trace:
-        prepared = self._prepared(values, names)
+    def _enumerate(self, values: Mapping[str, Any], names: Collection[str]) -> poutine.Trace:
+        prepared = self._prepare(values, names)
         with isolated():
             trace = poutine.trace(poutine.enum(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
         trace = prune_subsample_sites(trace)
@@ -109,7 +109,7 @@ class Enumeration:
 
     def _find_plates(self, values: Mapping[str, Any]) -> None:
         """Finds the plates of data that depend on the discrete latents."""
-        trace = self._enumerated(values, self.names)
+        trace = self._enumerate(values, self.names)
         nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
         below = [node for node in nodes.values() if is_data(node) or is_factor(node)]
         below = [node for node in below if summed.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
@@ -154,7 +154,7 @@ def _sum_dims(trace: poutine.Trace, names: Collection[str]) -> set[str]:
     return {mark["_dim_to_symbol"][mark["_enumerate_dim"]] for mark in marks if mark.get("_enumerate_dim") in mark["_dim_to_symbol"]}
 
 
-def _contracted(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
+def _contract(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
     """Sums named sites out of the log densities of the chosen ones.
 
     Returns one packed tensor for each connected part of the model.

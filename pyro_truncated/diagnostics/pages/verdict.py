@@ -121,7 +121,7 @@ def diagnose(
     findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
     remarks = [] if numbers else ["Nothing here tells how far the guide is right: it has no density, or holds the parameters at points."]
     remarks += _remarks_on_training(idata) if "training" in groups else []
-    validation = _validated(idata, groups)
+    validation = _validate(idata, groups)
     if validation is not None:
         numbers["elpd (PSIS-LOO), nats"] = f"{validation.elpd:.1f} ± {validation.se:.1f}"
         remarks += [f"Leave-one-out: {caveat}." for caveat in validation.caveats]
@@ -205,7 +205,7 @@ def _num_data(idata: Any) -> int:
     return max((int(observed[name].size) for name in observed), default=1)
 
 
-def _validated(idata: Any, groups: set[str]) -> CrossValidation | None:
+def _validate(idata: Any, groups: set[str]) -> CrossValidation | None:
     if "log_likelihood" not in groups or len(get_dataset(idata, "log_likelihood").data_vars) != 1:
         return None
     return cross_validate(idata)
@@ -269,7 +269,7 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
             table = [("statistic", "p"), *((name, f"{p:.3f}") for name, p in predictive_p_values(idata, group=group).items())]
             draw = functools.partial(figures.plot_predictive_check, group=group)
             sections.append(_section(f"Does it predict? {group.replace('_', ' ').capitalize()}", text, draw, idata, table))
-    validation = _validated(idata, groups)
+    validation = _validate(idata, groups)
     if validation is None:
         return sections
     if not validation.is_plug_in:

@@ -331,7 +331,7 @@ class Proposal:
         weights = population.weights().double()
         self.base = 0.5 * weights + 0.5 / population.num_states
         self.cardinality = population.space.cardinality.to(self.device)
-        self.values = _smoothed(population)
+        self.values = _smooth(population)
         latents = max(1, len(population.space.mutable))
         # Of kernels around the states in which one or three latents change, and of independent latents.
         self.shares = torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64, device=self.device)
@@ -379,7 +379,7 @@ class Proposal:
         return torch.nn.functional.one_hot(values, self.values.shape[2]).double().flatten(-2)
 
 
-def _smoothed(population: Population) -> Tensor:
+def _smooth(population: Population) -> Tensor:
     """Returns probabilities ``(N, L, V)`` of the independent component.
 
     They are positive at all values that a latent has.

@@ -133,11 +133,11 @@ def check_product(
         sets = batch.sets()
         free_energy = product_evidence(batch, sets)
         nodes = [_node_report(batch, sets, number) for number in range(len(sets))]
-        certified = _certified(batch, free_energy, nodes)
+        certified = _certify(batch, free_energy, nodes)
         seek = batch.set_search(is_new=True)
         searched_sets = seek.improve(sets, search, steps).sets
         searched = torch.maximum(product_evidence(batch, searched_sets), free_energy)
-        start = [_doubled(batch, words, number) for number, words in enumerate(searched_sets)]
+        start = [_double(batch, words, number) for number, words in enumerate(searched_sets)]
         doubled_sets = seek.improve(start, search, steps).sets
         doubled = torch.maximum(product_evidence(batch, doubled_sets), searched)
         product = batch.scorer.product
@@ -211,7 +211,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
     return NodeReport(sites, sets[number].shape[1], group.space.readable_size, is_exact, plain(effective), plain(addition))
 
 
-def _certified(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
+def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
     """Returns the bound that states outside of a set add to.
 
     States of one node at a time count, for each member of the plates that all share.
@@ -229,7 +229,7 @@ def _certified(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeRep
     return free_energy + torch.log1p(total.flatten())
 
 
-def _doubled(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
+def _double(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
     """A set with as many other states, or all there are."""
     space = batch.scorer.product.groups[number].space
     size = min(2 * words.shape[1], space.size)

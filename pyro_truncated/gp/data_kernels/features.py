@@ -86,7 +86,7 @@ class CountKernel(FixedKernel):
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Normalised products ``(n_new, b)`` of new counts."""
-        prepared = self._prepared(new)
+        prepared = self._prepare(new)
         return self._normalised(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
 
     def base_diag(self) -> Tensor:
@@ -95,11 +95,11 @@ class CountKernel(FixedKernel):
 
     def base_diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new counts."""
-        return self._own(self._prepared(new).squared_norms)
+        return self._own(self._prepare(new).squared_norms)
 
     def base_among(self, new: Any) -> Tensor:
         """Normalised products ``(n_new, n_new)`` of new counts with each other."""
-        prepared = self._prepared(new)
+        prepared = self._prepare(new)
         # New inputs may have features that no training input has.
         vocabulary = prepared.keys.unique()
         matrix = prepared.matrix(vocabulary)
@@ -107,7 +107,7 @@ class CountKernel(FixedKernel):
         products = torch.cat([torch.sparse.mm(matrix, matrix.index_select(0, part).to_dense().mT) for part in parts], 1)
         return self._normalise(products, prepared.squared_norms, prepared.squared_norms)
 
-    def _prepared(self, new: Any) -> HashedCounts:
+    def _prepare(self, new: Any) -> HashedCounts:
         """Counts of new inputs, where those of the training inputs are."""
         return self.prepare(new).to(self._vocabulary.device)
 

@@ -236,7 +236,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
             kept = snapshot(self._learned)
-            found = self._scouted(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
+            found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
             load_snapshot(self._learned, found or kept)
             predicted = attempt() if found else predicted
         record.close()
@@ -254,7 +254,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """
         return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, settings, record)
 
-    def _scouted(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
+    def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Returns parameters of fits to some entries from other length-scales.
 
         If the fits find nothing, there are none.

@@ -142,15 +142,15 @@ class ExactPosterior:
         They are without noise, and differentiable in numeric inputs.
         """
         cross, prior = covariances_with(self.basis, new)
-        return cross @ self.weights, (prior - self._explained(cross).square().sum(0)).clamp(min=0.0)
+        return cross @ self.weights, (prior - self._explain(cross).square().sum(0)).clamp(min=0.0)
 
     def joint(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and covariances ``(n_new, n_new)`` of the function, differentiable in numeric inputs."""
         cross, _ = covariances_with(self.basis, new)
-        explained = self._explained(cross)
+        explained = self._explain(cross)
         return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
 
-    def _explained(self, cross: Tensor) -> Tensor:
+    def _explain(self, cross: Tensor) -> Tensor:
         found: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
         return found
 

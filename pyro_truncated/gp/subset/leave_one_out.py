@@ -329,7 +329,7 @@ class LeaveOneOutRegression:
         Returns:
             The objective reached, in nats per target that varies; if none does, that of all targets, per target.
         """
-        self._targets, steps = self._checked(targets), check_count("steps", steps, 0)
+        self._targets, steps = self._check(targets), check_count("steps", steps, 0)
         chosen = slice(None) if rows is None else rows
         some, inputs = self._targets[chosen], self.inputs[chosen]
         if not some.numel():
@@ -354,7 +354,7 @@ class LeaveOneOutRegression:
 
         It is exact or of the low-rank covariance, at the current parameters.
         """
-        known = self._checked(targets) / self.unit
+        known = self._check(targets) / self.unit
         return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
 
     @names_arguments
@@ -368,7 +368,7 @@ class LeaveOneOutRegression:
         Returns:
             Means ``(n, P)`` and variances ``(n,)``, noise included.
         """
-        means, variances = self.covariance.leave_one_out(self._checked(targets), rows)
+        means, variances = self.covariance.leave_one_out(self._check(targets), rows)
         return means, self.unit**2 * variances
 
     @names_arguments
@@ -391,7 +391,7 @@ class LeaveOneOutRegression:
         new_inputs = in_double("new_inputs", new_inputs)
         if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
             raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")
-        known = self._targets if targets is None else self._checked(targets)
+        known = self._targets if targets is None else self._check(targets)
         if known is None:
             raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
         points, k = self.standardize(new_inputs), self._covariance(self.parameters)
@@ -512,7 +512,7 @@ class LeaveOneOutRegression:
         penalty: Tensor = 0.5 * outputs * missing.sum() / noise
         return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
 
-    def _checked(self, targets: Tensor) -> Tensor:
+    def _check(self, targets: Tensor) -> Tensor:
         found = in_double("targets", targets).detach()
         if found.dim() != 2 or len(found) != len(self.inputs):
             raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(found.shape)}")

@@ -97,7 +97,7 @@ class SubsetModel(UniqueModule, Parameterized):
 
     def __init__(self, X: Any, y: Tensor, kernel: Any, num_inducing: int, index: Tensor | None, jitter: float) -> None:
         super().__init__()
-        self.kernel: DataKernel = _checked(bound_kernel(X, kernel))
+        self.kernel: DataKernel = _check(bound_kernel(X, kernel))
         n, y = self.kernel.num_data, as_tensors(y)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
@@ -131,7 +131,7 @@ class SubsetModel(UniqueModule, Parameterized):
         return True
 
 
-def _checked(kernel: DataKernel) -> DataKernel:
+def _check(kernel: DataKernel) -> DataKernel:
     """Checks a kernel's covariances and lets a model adopt it.
 
     Pyro would refuse a kernel that was called before.

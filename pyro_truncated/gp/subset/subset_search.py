@@ -615,7 +615,7 @@ class ExchangeSearch(SubsetSearch):
     def _exchange(self, factors: ExchangeFactors, value: float, block: int, generator: torch.Generator | None) -> tuple[int, float]:
         """Exchanges at most ``block`` inputs; returns their number and the objective."""
         size = factors.size
-        ranked = self._ranked(factors, generator)
+        ranked = self._rank(factors, generator)
         if not len(ranked):
             return 0, value
         pool = CandidatePool(factors, ranked)
@@ -634,7 +634,7 @@ class ExchangeSearch(SubsetSearch):
             count //= 2
         return 0, value
 
-    def _ranked(self, factors: ExchangeFactors, generator: torch.Generator | None) -> Tensor:
+    def _rank(self, factors: ExchangeFactors, generator: torch.Generator | None) -> Tensor:
         """The pool: the best candidates of the ranking by information pivots."""
         allowed = factors.candidates()
         pivots = draw(factors.residual * allowed, self.information_pivots, generator)
@@ -675,7 +675,7 @@ class ExchangeSearch(SubsetSearch):
 
     def _better(self, factors: ExchangeFactors, value: float, generator: torch.Generator | None) -> Tensor | None:
         """The best candidate, if adding it brings the objective below ``value``."""
-        ranked = self._ranked(factors, generator)
+        ranked = self._rank(factors, generator)
         if not len(ranked):
             return None
         gains = CandidatePool(factors, ranked).gains()

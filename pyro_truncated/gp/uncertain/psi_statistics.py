@@ -228,7 +228,7 @@ def _(kernel: kernels.Product, inputs: SpikeSlabInputs, inducing: Tensor, per_da
         a, b = parts
         psi2 = a.psi2 * b.psi2
         found.append(PsiStatistics(a.psi0 * b.psi0, a.psi1 * b.psi1, psi2 if per_datum else psi2.sum(0)))
-    return _joined(found, per_datum)
+    return _join(found, per_datum)
 
 
 def _parts(
@@ -268,7 +268,7 @@ def _by_nodes(
         psi1 = torch.einsum("sn,snm->nm", weights, cross)
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
         found.append(PsiStatistics(psi0, psi1, psi2))
-    return _joined(found, per_datum)
+    return _join(found, per_datum)
 
 
 def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
@@ -276,7 +276,7 @@ def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 
-def _joined(found: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
+def _join(found: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
     if len(found) == 1:
         return found[0]
     psi0, psi1, psi2 = zip(*found, strict=True)

@@ -120,9 +120,9 @@ class CandidateLatents:
         self._mean, self._variance = mean.double(), variance.double()
         rows = order[:calibration]
         points, is_hidden = x[rows].double(), torch.rand(x[rows].shape, generator=generator, device=device).to(x.device) < 0.5
-        self.temperature, self.noise = self._calibrated(points, is_hidden, None)
+        self.temperature, self.noise = self._calibrate(points, is_hidden, None)
         own = self._without_themselves(x, rows, is_hidden)
-        self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrated(points, is_hidden, own)
+        self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrate(points, is_hidden, own)
         self.own_scale = 1.0 if own is None else self._scale(points, is_hidden, own)
 
     @names_arguments
@@ -136,9 +136,9 @@ class CandidateLatents:
             TypeError: if data points are complex.
             ValueError: if data points have another number of outputs, or are infinite.
         """
-        return (self._log_joint(self._checked(x), self.noise) / self.temperature).softmax(1)
+        return (self._log_joint(self._check(x), self.noise) / self.temperature).softmax(1)
 
-    def _checked(self, x: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> Tensor:
         x = as_tensors(x, self._mean)
         if x.is_complex():
             raise TypeError(f"data points x must be real; got {x.dtype}")
@@ -165,7 +165,7 @@ class CandidateLatents:
             ValueError: as :meth:`infer` does.
             RuntimeError: if the decoder's parameters have changed since.
         """
-        parts = [self._reconstruct(rows) for rows in self._checked(x).split(check_count("block", block))]
+        parts = [self._reconstruct(rows) for rows in self._check(x).split(check_count("block", block))]
         mean, spread = (torch.cat(moments) for moments in zip(*parts, strict=True))
         return mean, self.own_scale * (spread if noiseless else spread + self.own_noise)
 
@@ -176,9 +176,9 @@ class CandidateLatents:
         return self._with_own(self._log_joint(x, self.own_noise), x, own)
 
     def _with_own(self, log_joint: Tensor, x: Tensor, own: OwnLatents) -> tuple[Tensor, Tensor]:
-        """As :meth:`_mixed`, at the temperature and the noise that were learned."""
+        """As :meth:`_mix`, at the temperature and the noise that were learned."""
         T, noise = self.own_temperature, self.own_noise
-        return self._mixed(log_joint / T, own, own.log_joint(x, noise) / T, T * own.spread((~x.isnan()).double(), noise))
+        return self._mix(log_joint / T, own, own.log_joint(x, noise) / T, T * own.spread((~x.isnan()).double(), noise))
 
     def _scale(self, x: Tensor, is_hidden: Tensor, own: OwnLatents) -> float:
         """Returns the factor of variances that calibrates 95 % intervals.
@@ -190,7 +190,7 @@ class CandidateLatents:
         squares = ((x - mean).square() / (spread + self.own_noise))[hidden]
         return float(squares.kthvalue(max(1, round(_COVER * len(squares)))).values) / 1.96**2 if len(squares) else 1.0
 
-    def _mixed(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
+    def _mix(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
         """Returns functions' means and variances ``(M, D)`` under candidates, and own normals.
 
         The normals around own latents are those among the candidates.
@@ -251,7 +251,7 @@ class CandidateLatents:
     def _first_noise(self) -> Tensor:
         return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
 
-    def _calibrated(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None) -> tuple[float, Tensor]:
+    def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None) -> tuple[float, Tensor]:
         """Temperature and noise learned from data points that are the first candidates."""
         visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
         temperature, noise, nothing = 1.0, self._first_noise(), torch.zeros_like(self._mean[0])
@@ -261,7 +261,7 @@ class CandidateLatents:
                 moments = [self._moments((logs / T).softmax(1), nothing) for T in _TEMPERATURES]
             else:
                 log_own, spread = own.log_joint(visible, noise), own.spread((~visible.isnan()).double(), noise)
-                moments = [self._mixed(logs / T, own, log_own / T, T * spread) for T in _TEMPERATURES]
+                moments = [self._mix(logs / T, own, log_own / T, T * spread) for T in _TEMPERATURES]
             found = [_fitted_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
             best = int(torch.stack([score for score, _ in found]).argmax())
             temperature, noise = _TEMPERATURES[best], found[best][1]

@@ -17,7 +17,7 @@ from pyro_truncated.utils.counts import check_count
 _DEFAULT_SIZE = 1000
 # Each pattern of missing entries costs a factorisation of its own.
 _DEFAULT_INCOMPLETE = 300
-_SMALL = 2000
+_MAX_ROWS_KEPT = 2000
 # In so many dimensions the closest data points predict better than a projection of all.
 _MANY_DIMENSIONS = 4
 _NEIGHBORS = 100
@@ -87,10 +87,10 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]
-    if size is None and projected is None and len(complete) > _SMALL and latents.shape[1] > _MANY_DIMENSIONS:
+    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > _MANY_DIMENSIONS:
         return keep_neighbors(latents, outputs, _NEIGHBORS)
     if projected is None:
-        projected = size is None and len(complete) > _SMALL
+        projected = size is None and len(complete) > _MAX_ROWS_KEPT
     if projected and not len(complete):
         raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
     if size is None:
@@ -124,6 +124,6 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
 
 
 def _default_size(num_data: int, num_complete: int) -> int:
-    if num_complete == num_data <= _SMALL:
+    if num_complete == num_data <= _MAX_ROWS_KEPT:
         return num_data
     return max(min(num_complete, _DEFAULT_SIZE), min(num_data, _DEFAULT_INCOMPLETE))

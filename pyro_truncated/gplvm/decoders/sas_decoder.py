@@ -43,13 +43,13 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _BATCH_SIZE = 1000
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
-_LEAST_STEPS = 400
-_LEAST_EPOCHS = 60
+_MIN_STEPS = 400
+_MIN_EPOCHS = 60
 _JUMPING_SHARE = 0.6
-_MOST_JUMPS = 20
+_MAX_JUMPS = 20
 _LAST_RATE = 0.05
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
-_FASTEST = 10.0
+_MAX_LEARNING_RATE = 10.0
 
 
 class SASDecoder(UniqueModule):
@@ -435,8 +435,8 @@ class SASDecoder(UniqueModule):
     def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
-        if not 0 < learning_rate <= _FASTEST:
-            raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
+        if not 0 < learning_rate <= _MAX_LEARNING_RATE:
+            raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)
@@ -444,7 +444,7 @@ class SASDecoder(UniqueModule):
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_JUMPING_SHARE * epochs / _MOST_JUMPS))
+        every = max(2, round(_JUMPING_SHARE * epochs / _MAX_JUMPS))
         with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
                 if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
@@ -460,7 +460,7 @@ class SASDecoder(UniqueModule):
 
         They are 60, or more, so that there are 400 minibatches.
         """
-        return max(_LEAST_EPOCHS, -(-_LEAST_STEPS // self._batches))
+        return max(_MIN_EPOCHS, -(-_MIN_STEPS // self._batches))
 
     @property
     def _batches(self) -> int:

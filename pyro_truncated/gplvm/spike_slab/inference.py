@@ -218,14 +218,14 @@ class Posterior:
         parts = []
         for rows in torch.arange(len(loc), device=loc.device).split(self._rows_per_block()):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
-            parts.append(self._climbed(here, used, loc[rows], near, steps, tolerance))
+            parts.append(self._climb(here, used, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
 
     def _rows_per_block(self) -> int:
         return rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
 
-    def _climbed(
+    def _climb(
         self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns improved means and log deviations, and each data point's contribution.

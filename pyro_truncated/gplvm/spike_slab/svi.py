@@ -87,7 +87,7 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
 _INDUCING = (".mean", ".scale_tril")
 _TURNS = 20
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
-_FASTEST = 10.0
+_MAX_LEARNING_RATE = 10.0
 
 
 @names_arguments
@@ -202,8 +202,8 @@ def fit_minibatches(
         ValueError: if the model is collapsed, or a number is out of range.
     """
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
-    if not 0 < learning_rate <= _FASTEST:
-        raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
+    if not 0 < learning_rate <= _MAX_LEARNING_RATE:
+        raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []

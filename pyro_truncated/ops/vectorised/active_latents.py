@@ -96,7 +96,7 @@ def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_fina
         return num_matrices * places**2
 
     if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, numbers(most))):
-        yield _padded(words, num_latents, most, is_checked=known is not None)
+        yield _pad(words, num_latents, most, is_checked=known is not None)
     else:
         yield from by_number(words, num_latents, numbers)
 
@@ -105,7 +105,7 @@ def _bytes_per_state(num_latents: int, numbers: int) -> int:
     return 32 * num_latents + 8 * numbers
 
 
-def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
+def _pad(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
     """All states together."""
     latents, is_taken, number = _places(words, num_latents, most)
     if is_checked and number.numel():

@@ -57,7 +57,7 @@ def _pairs(terms: PairTerms, previous: Tensor, current: Tensor, has_forbidden: b
     return result
 
 
-def _normalized(message: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(message: Tensor) -> tuple[Tensor, Tensor]:
     """Returns messages without their log sum, and that sum.
 
     Impossible messages stay.
@@ -87,7 +87,7 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
             message = _from_left(steps, t, before, steps.bits(t - 1), steps.bits(t)) + unary[:, t]
         else:
             message = _from_right(steps, t, unary[:, t + 1] + out[:, t + 1], steps.bits(t), None) if t + 1 < num_steps else 0 * unary[:, t]
-        message, total = _normalized(message)
+        message, total = _normalize(message)
         if not forward:
             is_last = ~steps.is_part(t + 1)
             message = torch.where(is_last.unsqueeze(-1), 0.0, message)
@@ -131,7 +131,7 @@ def select(
         place = torch.where(is_part.unsqueeze(-1), place, torch.where(torch.arange(size, device=place.device) == 0, 0, -1))
         chosen[:, t] = place
         at = place.clamp(min=0)
-        message, total = _normalized((left if forward else right).gather(1, at).masked_fill(place < 0, -torch.inf))
+        message, total = _normalize((left if forward else right).gather(1, at).masked_fill(place < 0, -torch.inf))
         out[:, t], log_norm[:, t] = _ended(message, is_part), torch.where(is_part, total, 0.0)
         kept = states.gather(1, at.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
         own = out[:, t] if forward else out[:, t] + unary[:, t].gather(1, at).masked_fill(place < 0, -torch.inf)

@@ -130,9 +130,9 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
         # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
         threshold = flips.switch_off.to(device, non_blocking=True)[active].unsqueeze(-1) - 2**31
         below = torch.nn.functional.pad((halves ^ _SIGN) < threshold, (0, 64 * fields.num_words - halves.shape[-1]))
-        changed = changed | (_packed(below) & words & bits)
+        changed = changed | (_pack(below) & words & bits)
     if flips.num_other:
-        changed = changed | _moved(words, fields, flips.log_stay_other, moves)
+        changed = changed | _move(words, fields, flips.log_stay_other, moves)
     same = (changed == 0).all(-1, keepdim=True)
     return words ^ torch.where(same, changed_by(words, fields, change), changed)
 
@@ -146,7 +146,7 @@ def _ones(device: torch.device) -> Tensor:
 _SIGN = -(2**31)
 
 
-def _packed(bits: Tensor) -> Tensor:
+def _pack(bits: Tensor) -> Tensor:
     """Words ``(..., W)`` of bits ``(..., 64 W)``."""
     octets: Tensor = (bits.unflatten(-1, (-1, 8)) * _powers(bits.device)).sum(-1, dtype=torch.uint8)
     return octets.view(torch.int64)
@@ -177,7 +177,7 @@ def _switched_on(words: Tensor, fields: Fields, log_stay: Tensor, draws: Tensor)
     return torch.zeros_like(words).scatter_add_(-1, word, bit & ~words.gather(-1, word))
 
 
-def _moved(words: Tensor, fields: Fields, log_stay: float, draws: Tensor) -> Tensor:
+def _move(words: Tensor, fields: Fields, log_stay: float, draws: Tensor) -> Tensor:
     """Bits ``(n, C, W)`` that move latents of several values, each with probability ``1 - exp(log_stay)``."""
     number = len(fields.several)
     gap, value = draws.unflatten(-1, (-1, 2)).unbind(-1)
@@ -211,7 +211,7 @@ def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tenso
     return word, (old ^ new) << shift
 
 
-_MOST_CHANGES = 24
+_MAX_CHANGES = 24
 
 
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
@@ -267,7 +267,7 @@ def _poisson(uniform: Tensor, mean: Tensor) -> Tensor:
     """Poisson numbers by inversion, for means up to 2."""
     probability = (-mean).exp()
     cumulative, count = probability, torch.zeros(uniform.shape, dtype=torch.int64, device="cpu")
-    for number in range(1, _MOST_CHANGES + 1):
+    for number in range(1, _MAX_CHANGES + 1):
         count += uniform >= cumulative
         probability = probability * (mean / number)
         cumulative = cumulative + probability

@@ -71,11 +71,11 @@ def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, s
         values = torch.zeros(uniform.shape, dtype=torch.int64, device=tails.device)
         for tail in tails[block].unbind(-1):
             values += uniform < tail.unsqueeze(1)
-        out[block] = _packed(values, fields)
+        out[block] = _pack(values, fields)
     return out
 
 
-def _packed(values: Tensor, fields: Fields) -> Tensor:
+def _pack(values: Tensor, fields: Fields) -> Tensor:
     """Packs values that are known to be those of their latents."""
     words = values.new_zeros(*values.shape[:-1], fields.num_words)
     return words.index_add_(-1, fields.on(values.device, "word"), values << fields.on(values.device, "shift"))

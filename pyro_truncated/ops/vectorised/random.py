@@ -36,7 +36,7 @@ def mix(x: Tensor) -> Tensor:
 
 def stream(seed: int, rows: Tensor) -> Tensor:
     """First states ``(N,)`` of the streams of data points."""
-    return seed.streams if isinstance(seed, Drawn) and seed.rows is rows else mix(_scrambled(rows) + seed)
+    return seed.streams if isinstance(seed, Drawn) and seed.rows is rows else mix(_scramble(rows) + seed)
 
 
 def drawn(seed: int, rows: Tensor, count: int) -> Tensor:
@@ -52,7 +52,7 @@ def several(rows: Tensor, seeds: Sequence[int], counts: Sequence[int]) -> Iterat
     The counts say how many words of each; all are drawn together.
     """
     keys = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(rows.device, non_blocking=True)
-    streams = mix(_scrambled(rows).unsqueeze(1) + keys)
+    streams = mix(_scramble(rows).unsqueeze(1) + keys)
     owner, steps = _places(tuple(counts), rows.device)
     words = mix(streams[:, owner] + steps)
     return zip(streams.unbind(1), words.split(list(counts), 1), strict=True)
@@ -67,7 +67,7 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 
 @functools.lru_cache(maxsize=1)
-def _scrambled(rows: Tensor) -> Tensor:
+def _scramble(rows: Tensor) -> Tensor:
     # The operators of a search draw for the same data points, one after the other: by the very tensor of their positions.
     return mix((rows + 1) * STEP)
 

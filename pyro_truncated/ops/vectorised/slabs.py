@@ -90,7 +90,7 @@ def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed:
     gram, linear = gram_matrix(scaled, observed), linear.double()
     out = linear.new_empty(words.shape[:2])
     for block in active_blocks(words, scaled.shape[1], _CORRELATED_MATRICES):
-        block.put_(out, _integrated(block, gram, linear, mean, covariance)[1][0])
+        block.put_(out, _integrate(block, gram, linear, mean, covariance)[1][0])
     return out
 
 
@@ -147,14 +147,14 @@ def expected_log_prior(
     return total
 
 
-def _integrated(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated` returns."""
     root = cholesky(_of_active(block, covariance.double()))
     return root, collapse_correlated(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 
 
 def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _Collapsed:
-    root, (energy, factor, solution) = _integrated(block, gram, linear, mean, covariance)
+    root, (energy, factor, solution) = _integrate(block, gram, linear, mean, covariance)
     scale, inverse = block.is_taken.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
     above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
     return _Collapsed(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)

@@ -12,7 +12,7 @@ from torch import Tensor
 # Nats below the best score beyond which a state is impossible.
 IMPOSSIBLE = 1e20
 # The least deviation of a data point's own effects, in nats.
-_LEAST = 1.0
+_MIN_DEVIATION_NATS = 1.0
 
 
 class Effects(NamedTuple):
@@ -124,9 +124,9 @@ class LogJointRegression:
     def fit(self, samples: ScoredBatch, iterations: int = 8) -> None:
         r"""Steps towards the shared effects of these samples, and towards :math:`\tau`."""
         # Where no two scores show what a flip changes, 200 nats.
-        change = max(samples.median_flip_change() or self.change or 200.0, _LEAST)
+        change = max(samples.median_flip_change() or self.change or 200.0, _MIN_DEVIATION_NATS)
         if self.change == 0:
-            self.variance = torch.full_like(self.variance, max(0.5 * change, _LEAST) ** 2)
+            self.variance = torch.full_like(self.variance, max(0.5 * change, _MIN_DEVIATION_NATS) ** 2)
         self.change = max(self.change, change)
         posterior = EffectsPosterior(samples, self)
         found = list(self.effects)
@@ -148,7 +148,7 @@ class LogJointRegression:
             direction = [r + length / before * d for r, d in zip(ready, direction, strict=True)]
         self.effects = posterior.effects = Effects(*found)
         squares = self._inflation(samples) * posterior.mean_squares()
-        self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2, max=(4.0 * self.change) ** 2)
+        self.variance = (0.5 * (self.variance + squares)).clamp(min=_MIN_DEVIATION_NATS**2, max=(4.0 * self.change) ** 2)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that was learned."""
