@@ -62,12 +62,6 @@ def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, fo
         return run.truncated.space.unpack(run.truncated.population().mode())
 
 
-def likeliest_code(found: Start) -> Tensor:
-    """Returns which latents are probably active, ``(N, H)``, in a restart."""
-    assert found.probabilities is not None
-    return (found.probabilities > 0.5).to(torch.int64)
-
-
 def takes_gradients(model: Any, value: Tensor) -> bool:
     """Whether a parameter is learned.
 
