@@ -29,8 +29,6 @@ _COUNTERPART = 0.5
 _MOST_DIFFERENT = 0.25
 # Co-activation above which a latent counts as a difference code.
 _BESIDE = 0.9
-# Lower co-activation threshold for latents whose elements are anti-correlated, and the cosine for it.
-_OFTEN_BESIDE, _AWAY = 0.4, -0.5
 # Most such latents that are tried.
 _MOST_BESIDE = 10
 # Activity above which a latent may be the complement of its cause.
@@ -148,8 +146,7 @@ class Recombination:
         A latent active only beside another one takes over their sum.
 
         Two similar causes often end in such a code: one latent for either, and their difference beside it for the second. Restarts that
-        share the code agree. A latent with a negative cosine to another one is tried if it is active beside that in two of five data
-        points.
+        share the code agree.
         """
         if self.latents.num_values:
             return member
@@ -195,15 +192,12 @@ class Recombination:
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:
         """Returns pairs whose second latent is active only beside the first.
 
-        Then pairs with negative cosine that are often active together.
+        The most frequent come first.
         """
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
-        is_only = together > _BESIDE * number
-        is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self.latents.cosines(member.parameters) < _AWAY))
-        pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
-        rank = number[pairs[:, 1]] + len(share) * is_only[pairs[:, 0], pairs[:, 1]]
-        return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
+        pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
+        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.

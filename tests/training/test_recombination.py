@@ -289,19 +289,6 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
 
 
-@pytest.mark.parametrize(("is_difference", "expected"), [(True, [(1, 4)]), (False, [])])
-def test_differences_are_looked_at_where_half_of_their_data_points_have_the_other_latent(
-    is_difference: bool, expected: list[object]
-) -> None:
-    """Of a weak cause the difference from a strong one may show enough alone."""
-    bars = linear_bars(40, 3, mean_active=2.0, noise=1.0, generator=generator())
-    weight, states = bars.components.clone(), torch.zeros(40, 1, 6, dtype=torch.uint8)
-    weight[:, 4] -= weight[:, 1] * is_difference
-    states[:20, 0, 1], states[15:25, 0, 4] = 1, 1
-    crossing = recombination(bars.data)
-    assert crossing._only_beside(crossing.known({"weight": weight, "rate": torch.zeros(6)}, states)) == expected
-
-
 def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() -> None:
     """With both log odds added a cause that is on in one of seventeen data points would be eight times as rare."""
     odds = -2.75
