@@ -17,12 +17,11 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.training import DisagreeingStartsWarning, several_starts
 from pyro_truncated.training.agreement import Reached, share_most
-from pyro_truncated.training.linear_causes import LinearCauses
-from pyro_truncated.training.linear_codes import decoded_values, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.warm_start import LinearCauses, decoded_values, shuffle, teach
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
 
