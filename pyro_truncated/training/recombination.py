@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy.sparse.csgraph import connected_components
@@ -13,8 +13,10 @@ from torch import Tensor
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import ROUNDING, SHARED, are_shared, matched, share_most
-from pyro_truncated.training.exchangeable import Exchangeable
-from pyro_truncated.training.model_parameters import Medians
+from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
+from pyro_truncated.training.model_kinds import ConditionalModel
+from pyro_truncated.training.model_parameters import Medians, layers_of
+from pyro_truncated.training.model_runs import Settings, default_search
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
@@ -271,6 +273,38 @@ class Recombination:
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
         return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()), beyond)
+
+
+def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+    """Returns recombinations for each group of exchangeable latents.
+
+    Args:
+        model: the model.
+        y: its data.
+        settings: what all runs have in common.
+        tolerance: least gain in free energy per data point.
+        state: parameters, and medians of continuous latents beside, in which latents differ.
+    """
+    if isinstance(model, ConditionalModel):
+        return []  # its draws given the states hold for these states only
+    guide = settings.guide_for(model, y)
+    learned = Medians(model, y, guide)
+    groups = exchangeable_latents(learned, state)
+    if are_behind_a_network(model, y, state, groups):
+        return []
+    search = settings.search or default_search(model, guide.space, settings.num_states)
+    search.forget()
+    return [Recombination(learned, search, latents, tolerance) for latents in groups]
+
+
+def are_behind_a_network(model: Any, y: Tensor, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
+    """Whether most parameters are shared by all latents, as in a network.
+
+    They mean nothing in another network.
+    """
+    own = {name for group in groups for name in group.axes}
+    shared = sum(state[name].numel() for name in layers_of(model, y) - own)
+    return shared > sum(state[name].numel() for name in own)
 
 
 def _are_off_together(one: Tensor, other: Tensor) -> bool:

@@ -15,14 +15,14 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed
-from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import grown_start
 from pyro_truncated.training.learn_report import LearnReport, Restart
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.pairwise_codes import explaining_pairs
-from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.recombination import recombinations_of
+from pyro_truncated.training.starts import Start, fitted, settled, start
 from pyro_truncated.training.stop_rule import Plan, Pool, StopRule
 from pyro_truncated.training.waking import woken
 from pyro_truncated.training.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach

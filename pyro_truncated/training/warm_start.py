@@ -20,10 +20,9 @@ from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.decoders import observed_numbers
-from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.starts import AsTheyAre, Start
 from pyro_truncated.utils.devices import device_of
 
 # Least noise in units of the data, least probability, and relative ridge of the M-step.

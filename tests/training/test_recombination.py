@@ -25,12 +25,11 @@ from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
-from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.model_parameters import Medians, copies, prior_draw
 from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.recombination import Member, Recombination, recombinations_of
 from pyro_truncated.training.redundancy import losses_without_values
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.starts import Start, fitted, settled
 
 
 def generator(seed: int = 0) -> torch.Generator:
