@@ -20,7 +20,6 @@ from pyro_truncated.training.learn_report import LearnReport, Restart
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
-from pyro_truncated.training.pairwise_codes import explaining_pairs
 from pyro_truncated.training.recombination import recombinations_of
 from pyro_truncated.training.starts import Start, fitted, settled, start
 from pyro_truncated.training.stop_rule import Plan, Pool, StopRule
@@ -78,7 +77,7 @@ class SeveralStarts:
             return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
         if self.pool.decoded is None:
             return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, None, plan.tolerance)
-        states = explaining_pairs(self._linear_code(self.pool.decoded), self.pool.decoded, plan.generator)
+        states = self._linear_code(self.pool.decoded)
         teach(self._model, self._y, self._settings, states, plan.steps)
         return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
 
