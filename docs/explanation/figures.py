@@ -131,12 +131,12 @@ def restarts() -> None:
 def networks() -> None:
     """The steps of a warm start."""
     figure, (axis,) = axes(height=1.3)
-    steps = ["linear model,\nrestarts", "codes refined by\npairs of latents", "network fitted\nto the codes", "search and\ntraining"]
+    steps = ["linear model,\nrestarts", "network fitted\nto its codes", "search and\ntraining"]
     for position, text in enumerate(steps):
         axis.text(position, 0, text, ha="center", va="center", fontsize=9, bbox={"boxstyle": "round,pad=0.5", "fc": "white", "ec": BLUE})
         if position:
             axis.annotate("", (position - 0.4, 0), (position - 0.6, 0), arrowprops={"arrowstyle": "->", "color": ORANGE})
-    axis.set(xlim=(-0.5, 3.5), ylim=(-0.5, 0.5))
+    axis.set(xlim=(-0.5, 2.5), ylim=(-0.5, 0.5))
     axis.set_axis_off()
     figure.savefig(FOLDER / "learn-networks.png", dpi=110)
 

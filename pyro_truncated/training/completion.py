@@ -10,11 +10,10 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.convergence import to_convergence, train
-from pyro_truncated.training.exchanges import recombinations_of
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back
 from pyro_truncated.training.model_runs import Run, Settings, offer
-from pyro_truncated.training.recombination import Member
+from pyro_truncated.training.recombination import Member, recombinations_of
 from pyro_truncated.training.starts import Start
 
 # Gain that an exchange of latents needs, relative to the tolerance.

@@ -69,16 +69,6 @@ class Exchangeable(NamedTuple):
         chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
         return [{**state, **{name: self._added(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
 
-    def cosines(self, state: dict[str, Tensor]) -> Tensor:
-        """Returns cosines ``(H, H)`` of the latents' parameter vectors.
-
-        They are zero for single numbers.
-        """
-        vectors = [state[name].movedim(axis, 0).flatten(1).double().cpu() for name, axis in self.axes.items() if state[name].ndim > 1]
-        number = self.latents.stop - self.latents.start
-        joint = torch.nn.functional.normalize(torch.cat(vectors, 1) if vectors else torch.zeros(number, 1, dtype=torch.float64))
-        return joint @ joint.mT
-
     @staticmethod
     def _added(value: Tensor, axis: int, here: int, other: int) -> Tensor:
         index = torch.tensor([here, other], device=value.device)

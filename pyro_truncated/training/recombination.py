@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy.sparse.csgraph import connected_components
@@ -13,8 +13,10 @@ from torch import Tensor
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import ROUNDING, SHARED, are_shared, matched, share_most
-from pyro_truncated.training.exchangeable import Exchangeable
-from pyro_truncated.training.model_parameters import Medians
+from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
+from pyro_truncated.training.model_kinds import ConditionalModel
+from pyro_truncated.training.model_parameters import Medians, layers_of
+from pyro_truncated.training.model_runs import Settings, default_search
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
@@ -29,8 +31,6 @@ _COUNTERPART = 0.5
 _MOST_DIFFERENT = 0.25
 # Co-activation above which a latent counts as a difference code.
 _BESIDE = 0.9
-# Lower co-activation threshold for latents whose elements are anti-correlated, and the cosine for it.
-_OFTEN_BESIDE, _AWAY = 0.4, -0.5
 # Most such latents that are tried.
 _MOST_BESIDE = 10
 # Activity above which a latent may be the complement of its cause.
@@ -148,8 +148,7 @@ class Recombination:
         A latent active only beside another one takes over their sum.
 
         Two similar causes often end in such a code: one latent for either, and their difference beside it for the second. Restarts that
-        share the code agree. A latent with a negative cosine to another one is tried if it is active beside that in two of five data
-        points.
+        share the code agree.
         """
         if self.latents.num_values:
             return member
@@ -195,15 +194,12 @@ class Recombination:
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:
         """Returns pairs whose second latent is active only beside the first.
 
-        Then pairs with negative cosine that are often active together.
+        The most frequent come first.
         """
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
-        is_only = together > _BESIDE * number
-        is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self.latents.cosines(member.parameters) < _AWAY))
-        pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
-        rank = number[pairs[:, 1]] + len(share) * is_only[pairs[:, 0], pairs[:, 1]]
-        return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
+        pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
+        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
@@ -277,6 +273,38 @@ class Recombination:
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
         return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()), beyond)
+
+
+def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+    """Returns recombinations for each group of exchangeable latents.
+
+    Args:
+        model: the model.
+        y: its data.
+        settings: what all runs have in common.
+        tolerance: least gain in free energy per data point.
+        state: parameters, and medians of continuous latents beside, in which latents differ.
+    """
+    if isinstance(model, ConditionalModel):
+        return []  # its draws given the states hold for these states only
+    guide = settings.guide_for(model, y)
+    learned = Medians(model, y, guide)
+    groups = exchangeable_latents(learned, state)
+    if are_behind_a_network(model, y, state, groups):
+        return []
+    search = settings.search or default_search(model, guide.space, settings.num_states)
+    search.forget()
+    return [Recombination(learned, search, latents, tolerance) for latents in groups]
+
+
+def are_behind_a_network(model: Any, y: Tensor, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
+    """Whether most parameters are shared by all latents, as in a network.
+
+    They mean nothing in another network.
+    """
+    own = {name for group in groups for name in group.axes}
+    shared = sum(state[name].numel() for name in layers_of(model, y) - own)
+    return shared > sum(state[name].numel() for name in own)
 
 
 def _are_off_together(one: Tensor, other: Tensor) -> bool:

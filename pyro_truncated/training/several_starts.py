@@ -15,18 +15,16 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed
-from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import grown_start
 from pyro_truncated.training.learn_report import LearnReport, Restart
-from pyro_truncated.training.linear_causes import LinearCauses
-from pyro_truncated.training.linear_codes import decoded_values, likeliest_code, likeliest_states, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
-from pyro_truncated.training.pairwise_codes import explaining_pairs
-from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.recombination import recombinations_of
+from pyro_truncated.training.starts import Start, fitted, settled, start
 from pyro_truncated.training.stop_rule import Plan, Pool, StopRule
 from pyro_truncated.training.waking import woken
+from pyro_truncated.training.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
@@ -55,9 +53,6 @@ class SeveralStarts:
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self.rule = StopRule(model, y, self._settings, plan)
         self.pool.is_network = isinstance(model, StartingModel)
-        # The restart that this one begins near; the last one near which a network began.
-        self._near: Start | None = None
-        self._tried = -math.inf
         # Why no further restart is made.
         self.reason: str | None = None
 
@@ -66,10 +61,7 @@ class SeveralStarts:
         watch(free_energy)
 
     def make(self, bar: ProgressBar) -> None:
-        """Makes restarts until two independent ones agree.
-
-        Those that begin at another's end return to it too often.
-        """
+        """Makes independent restarts until two agree."""
         while self.reason is None:
             number = len(self.pool.energies)
             bar.set_description_str(f"start {number + 1}")
@@ -85,8 +77,7 @@ class SeveralStarts:
             return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
         if self.pool.decoded is None:
             return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, None, plan.tolerance)
-        code = self._linear_code(self.pool.decoded) if self._near is None else likeliest_code(self._near)
-        states = explaining_pairs(code, self.pool.decoded, plan.generator)
+        states = self._linear_code(self.pool.decoded)
         teach(self._model, self._y, self._settings, states, plan.steps)
         return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
 
@@ -121,43 +112,25 @@ class SeveralStarts:
         )
 
     def _begin(self, number: int) -> None:
-        """Initialises a restart if the model does not.
-
-        It begins near the model's parameters, or near the end of the best.
-        """
-        self._near = None
+        """Initialises a restart near the model's parameters if the model does not."""
         if self._first is None or number == 0:
             return
         if number == 1 and not self._plan.is_product:
             self.pool.assembly = self._assembled(self._first)
             self.pool.is_network = self.pool.assembly is None and bool(layers_of(self._model, self._y))
             self.pool.decoded = decoded_values(self._model, self._y, self._settings) if self.pool.is_network else None
-        if number % 2 == 1 and self._can_begin_near_best():
-            self._near, self._tried = self.pool.best, self.pool.best.reached.free_energy
         if self.pool.decoded is not None:
             put_back(self._model, self._y, self._first)
             shuffle(self._model, self._y, self._plan.generator)
             return
-        self._disturb(self._first if self._near is None else self._near.parameters)
+        self._disturb(self._first)
 
     def _initialisation(self) -> str:
         if self._first is None:
             return "draw_start" if isinstance(self._model, StartingModel) else "initialize"
         if self.pool.decoded is not None:
-            return "linear model" if self._near is None else "states of the best"
-        if not self.pool.restarts:
-            return "parameters of the model"
-        return "these with noise" if self._near is None else "the best with noise"
-
-    def _can_begin_near_best(self) -> bool:
-        """Whether a network can begin with the best restart's states.
-
-        It may once for each best one, from the fourth restart on.
-        """
-        if not self.pool.is_network:
-            return bool(self._first) and self.pool.assembly is None
-        is_better = self.pool.best.reached.free_energy > self._tried + self._plan.tolerance
-        return is_better and self.pool.decoded is not None and len(self.pool.energies) > 1 and self.pool.best.probabilities is not None
+            return "linear model"
+        return "these with noise" if self.pool.restarts else "parameters of the model"
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
         put_back(self._model, self._y, parameters)
@@ -184,18 +157,10 @@ class SeveralStarts:
             before = found
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self.pool.moves.count("revival of dead latents", found is not before)
-        # A restart that began near the best and ended above it is independent.
-        is_above = found.reached.free_energy > self.pool.best.reached.free_energy + self._plan.tolerance
-        is_new = self._near is None or is_above
-        if self._near is not None and self.pool.is_network and is_above:
-            # A restart does not agree with its own continuation.
-            self.pool.found = [one for one in self.pool.found if one is not self._near]
-            self.pool.apart = [one for one in self.pool.apart if one is not self._near.reached]
-        if can_complete(self._model) or (found.probabilities is not None and is_new):
+        if can_complete(self._model) or found.probabilities is not None:
             self.pool.found = sorted([*self.pool.found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         self.pool.restarts.append(Restart(self._initialisation(), steps, found.reached.free_energy))
-        if is_new:
-            self.pool.apart.append(found.reached)
+        self.pool.apart.append(found.reached)
         if self.pool.assembly is not None:
             self.pool.assembly.join(found)
             found = self.pool.assembly.best

@@ -1,18 +1,22 @@
-"""Short runs from different starts."""
+"""Short runs: restarts, and those from a solution."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import Reached, vary
-from pyro_truncated.training.convergence import of_restart, train
+from pyro_truncated.training.convergence import fixed, of_restart, train
 from pyro_truncated.training.model_kinds import starts_near_the_end
-from pyro_truncated.training.model_parameters import Medians, copies, draw_start, draws_starts, forgetting_guides, is_a_network
+from pyro_truncated.training.model_parameters import Medians, copies, draw_start, draws_starts, forgetting_guides, is_a_network, put_back
 from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
+from pyro_truncated.training.recombination import Member
 from pyro_truncated.utils.annealing import Temperature
 
 
@@ -89,3 +93,38 @@ def states_of(run: Run) -> Tensor:
     """The states of the populations of a run, ``(N, S, L)``."""
     assert run.truncated is not None
     return run.truncated.population().states()  # type: ignore[no-any-return]
+
+
+def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    """Trains briefly in ever smaller steps from a nearly final state."""
+    with forgetting_guides(model, y):
+        run = _run_from(model, y, settings.slowing(steps), member)
+        offer(run, y, member.population.states())
+        return start_of(run, model, y, train(run, y, fixed(steps)))
+
+
+def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    """Fits parameters briefly to fixed likeliest states."""
+    with forgetting_guides(model, y):
+        run = _run_from(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1), member)
+        words, scorer = member.population.mode().unsqueeze(1), run.scorer(y)
+        assert run.truncated is not None
+        run.truncated.populations.store_(scorer.score(words), None, words)
+        return start_of(run, model, y, train(run, y, fixed(steps)))
+
+
+class AsTheyAre(Search):
+    """Proposes nothing new."""
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The states that there are."""
+        return batch.population
+
+
+def _run_from(model: Any, y: Tensor, settings: Settings, member: Member) -> Run:
+    put_back(model, y, member.parameters)
+    run = Run(model, y, settings)
+    if run.truncated is not None and member.beside:
+        run.see(y)
+        run.take_over(Medians(model, y, run.truncated).beside(member.parameters, member.beside), y)
+    return run

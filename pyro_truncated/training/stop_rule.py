@@ -30,7 +30,7 @@ _MOST, _MOST_THAT_EXCHANGE, _MOST_OF_MANY = 8, 16, 2
 _FEWEST_OF_SOME, _FEW_ROWS_PER_LATENT = 8, 16
 # Data values times components of a small mixture: eight restarts took 0.9 to 5.1 CPU seconds.
 _MOST_OF_SMALL_MIXTURES = 50_000
-# Warm-started network restarts before the expected gain counts; the fourth begins near the best.
+# Warm-started network restarts before the expected gain counts.
 _FEWEST_OF_CODES = 4
 # Largest lead of the best restart in tolerances, for any number of restarts.
 _FARTHEST = 4

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import by_gradients, fixed, train
-from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, offer
-from pyro_truncated.training.starts import Start, start_of
+from pyro_truncated.training.starts import AsTheyAre, Start, start_of
 from pyro_truncated.utils.budget import rows_per_block
 
 # At this temperature all states count alike.

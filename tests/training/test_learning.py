@@ -421,9 +421,9 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 
 
-@pytest.mark.parametrize(("rates", "centre"), [((0.4, 0.5, 0.6), 3050.0), ((0.5, 0.5, 0.5), 50.0)])
-def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, rates, centre):
-    """Where latents are not alike, so that starts cannot exchange what they have found, every other one begins near the best one's end."""
+@pytest.mark.parametrize("rates", [(0.4, 0.5, 0.6), (0.5, 0.5, 0.5)])
+def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, rates):
+    """Whether latents are alike or not."""
     begun = []
 
     def model(y):
@@ -438,10 +438,9 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
     monkeypatch.setattr(several_starts, "start", start)
     with pytest.warns(DisagreeingStartsWarning):
         learn(model, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
-    # Where it was; near the best, which is 3000 away, or near where it was; near where it was; by noise as large as what was reached.
+    # Where it was, and twice near that place, by noise as large as what was reached, which is 3000 away.
     assert torch.equal(begun[0], torch.full((3,), 50.0))
-    centres = [torch.full((3,), value) for value in (centre, 50.0)]
-    noise = [loc - centre for loc, centre in zip(begun[1:], centres, strict=True)]
+    noise = [loc - 50.0 for loc in begun[1:]]
     assert all(300.0 < float(one.square().mean().sqrt()) < 9000.0 for one in noise)
     assert not torch.equal(noise[0], noise[1])
 
@@ -462,9 +461,9 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, 
 
 
 @pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
-@pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 3)])
+@pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 2)])
 def test_few_rows_have_eight_starts_even_if_two_agree(monkeypatch, rows, made):
-    """Few: less than sixteen for each of three latents. Of enough the third agrees with the first; the second began near it."""
+    """Few: less than sixteen for each of three latents. Of enough the second agrees with the first."""
     monkeypatch.setattr(several_starts, "start", lambda model, y, *_: Start(Reached(0.0), copies(model, y), None))
     pyro.set_rng_seed(0)
     guide = learn(

@@ -15,9 +15,9 @@ from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
 from pyro_truncated.training import DisagreeingStartsWarning, learning, several_starts
 from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.exchanges import recombinations_of
 from pyro_truncated.training.model_parameters import copies, disturb, layers_of
 from pyro_truncated.training.model_runs import Settings
+from pyro_truncated.training.recombination import recombinations_of
 from pyro_truncated.training.starts import Start
 
 NUM_LATENTS = 3

@@ -25,12 +25,11 @@ from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
-from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.model_parameters import Medians, copies, prior_draw
 from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.recombination import Member, Recombination, recombinations_of
 from pyro_truncated.training.redundancy import losses_without_values
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.starts import Start, fitted, settled
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -287,19 +286,6 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     assert crossing.untangled(found) is found
     repeated = assembly_of(bars, stuck.parameters, stuck.parameters)
     assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
-
-
-@pytest.mark.parametrize(("is_difference", "expected"), [(True, [(1, 4)]), (False, [])])
-def test_differences_are_looked_at_where_half_of_their_data_points_have_the_other_latent(
-    is_difference: bool, expected: list[object]
-) -> None:
-    """Of a weak cause the difference from a strong one may show enough alone."""
-    bars = linear_bars(40, 3, mean_active=2.0, noise=1.0, generator=generator())
-    weight, states = bars.components.clone(), torch.zeros(40, 1, 6, dtype=torch.uint8)
-    weight[:, 4] -= weight[:, 1] * is_difference
-    states[:20, 0, 1], states[15:25, 0, 4] = 1, 1
-    crossing = recombination(bars.data)
-    assert crossing._only_beside(crossing.known({"weight": weight, "rate": torch.zeros(6)}, states)) == expected
 
 
 def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() -> None:

@@ -248,19 +248,23 @@ KINDS = {
 }
 
 
-def drawn(kind: Kind) -> tuple[Tensor, float]:
-    """Data, and the free energy per data point where learning begins with the parameters that these were drawn with, or the evidence."""
+def sampled(kind: Kind) -> tuple[Program, Tensor]:
+    """A program whose parameters are the true ones, and data from it."""
     program, nothing = kind.program(), torch.zeros(NUM_DATA, kind.num_observed)
     program(nothing)
     for name, value in kind.true().items():
         pyro.get_param_store()[name] = value
     with torch.no_grad():
-        y = poutine.trace(poutine.uncondition(program)).get_trace(nothing).nodes["y"]["value"]
+        return program, poutine.trace(poutine.uncondition(program)).get_trace(nothing).nodes["y"]["value"]
+
+
+def reached_from_truth(kind: Kind, program: Program, y: Tensor) -> float:
+    """The free energy per data point where learning begins with the true parameters, or the evidence."""
     if kind.evidence is not None:
-        return y, kind.evidence(y)
+        return kind.evidence(y)
     run = Run(program, y, Settings(None, 64).slowing(*kind.steps))
     values = [run.step(y) for _ in range(kind.steps[0])]
-    return y, sum(values[-NUM_LOSSES:]) / NUM_LOSSES
+    return sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 
 
 def learned(kind: Kind, y: Tensor) -> tuple[float, int, bool]:
@@ -279,7 +283,8 @@ def found(name: str, seed: int) -> str:
     """What a run has reached beside what it should, in words."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    y, best = drawn(kind := KINDS[name])
+    program, y = sampled(kind := KINDS[name])
+    best = reached_from_truth(kind, program, y)
     pyro.clear_param_store()
     start = time.process_time()
     reached, starts, warned = learned(kind, y)

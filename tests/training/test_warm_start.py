@@ -17,14 +17,11 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.training import DisagreeingStartsWarning, several_starts
 from pyro_truncated.training.agreement import Reached, share_most
-from pyro_truncated.training.linear_causes import LinearCauses
-from pyro_truncated.training.linear_codes import decoded_values, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.starts import Start, start
-from pyro_truncated.training.stop_rule import Plan
-from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.training.warm_start import LinearCauses, decoded_values, shuffle, teach
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
 
@@ -283,26 +280,3 @@ def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     assert guide.starts[0] < truth - 3.0
     assert guide.starts[1] > guide.starts[0] + 2.0
     assert float(guide.population().free_energy().mean()) > guide.starts[1] - 0.05
-
-
-def test_the_fourth_start_begins_near_the_best_one_and_counts_in_its_place_if_it_ends_higher(monkeypatch):
-    """The first begins where the model is; the best of three then has other states than the linear model finds."""
-    y, begun, heights = data(200), [], iter([-30.0, -20.0, -25.0, -10.0, -11.0, -12.0, -13.0, -14.0])
-    linear, own = ((torch.rand(200, NUM_LATENTS, generator=generator(seed)) < 0.3).double() for seed in (0, 1))
-
-    def told(model, y, *args):
-        height = next(heights)
-        each = height + torch.randn(len(y), generator=generator(int(-height)), dtype=torch.float64)
-        return Start(Reached(height, each=each), copies(model, y), None, probabilities=own)
-
-    monkeypatch.setattr(several_starts, "start", told)
-    monkeypatch.setattr(several_starts, "explaining_pairs", lambda code, *_: begun.append(code.double()) or code)
-    monkeypatch.setattr(several_starts.SeveralStarts, "_linear_code", lambda self, decoded: linear.long())
-    plan = Plan(None, 1, lambda _: 1.0, 0.05, generator(), are_compared=True)
-    starts = several_starts.SeveralStarts(behind(perceptron()), y, Settings(None, 4), plan)
-    with progress_bar(False) as bar:
-        starts.make(bar)
-    # The sixth begins near the fourth, the eighth does not again.
-    assert [torch.equal(code, own) for code in begun] == [False, False, True, False, True, False, False]
-    # That of twenty has become that of ten, and what began near it and ended lower says nothing new.
-    assert sorted(one.free_energy for one in starts.pool.apart) == [-30.0, -25.0, -14.0, -13.0, -11.0, -10.0]
