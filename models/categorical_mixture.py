@@ -20,7 +20,14 @@ from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import LinearFunctions
 
 _PROBABILITY_FLOOR = 1e-6
-_Categorical, _Table = checked_later(dist.Categorical), checked_later(ComponentTable)
+_Categorical = checked_later(dist.Categorical)
+
+
+class CategoricalComponents(ComponentTable):
+    """Values of the variables of classes."""
+
+
+_Table = checked_later(CategoricalComponents)
 
 
 class CategoricalMixture(LinearMixture):

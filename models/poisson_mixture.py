@@ -19,7 +19,14 @@ from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import LinearFunctions
 
 _RATE_FLOOR = 1e-6
-_Poisson, _Table = checked_later(dist.Poisson), checked_later(ComponentTable)
+_Poisson = checked_later(dist.Poisson)
+
+
+class PoissonComponents(ComponentTable):
+    """Poisson counts of components."""
+
+
+_Table = checked_later(PoissonComponents)
 
 
 class PoissonMixture(LinearMixture):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any, Self
 
 import numpy as np
@@ -72,6 +74,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         probabilities_: of categorical components: a list of their probabilities, ``(n_components, n_categories)`` for each column.
         starts_: the log density per data point that each start reached, in nats.
         covariances_: of Gaussian components, shaped as scikit-learn's: ``(K, D, D)``, ``(K, D)``, ``(K,)`` or ``(D, D)``.
+        precisions_: their inverses, of the same shape.
         lower_bound_: the log density per data point of the training data, in nats.
         converged_: whether training ended before ``max_iter`` steps.
         n_iter_: training steps taken.
@@ -229,6 +232,12 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         dense = self.covariance_type in ("full", "tied")
         return (scale @ scale.mT if dense else scale.square()).numpy()
 
+    @property
+    def precisions_(self) -> Any:
+        """Inverses of :attr:`covariances_`, of the same shape."""
+        covariances = self.covariances_
+        return np.linalg.inv(covariances) if self.covariance_type in ("full", "tied") else 1 / covariances
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.positive_only = self.family == "poisson"
@@ -271,6 +280,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         starts = _STARTS if self.n_components <= _MANY_COMPONENTS else _STARTS_OF_MANY
         n_init = starts if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
+        if not isinstance(self.tol, numbers.Real) or not 0 <= self.tol < math.inf:
+            raise ValueError(f"tol must be a number of at least 0; got {self.tol!r}")
         search = ExhaustiveSearch()
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
         options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, _SHORT), "num_states": n_states}
