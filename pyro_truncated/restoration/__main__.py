@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import sys
 import warnings
@@ -142,10 +143,14 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     if not len(seen):
         raise ValueError("all pixels of the picture are NaN, which marks what is missing")
     least, most = float(seen.min()), float(seen.max())
+    if not math.isfinite(most - least):
+        raise ValueError("the picture has infinite pixels; mark what is missing by NaN")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
     if mode == "F" and least >= 0 and 0 < most <= 1:
-        raise ValueError("the pixels of a picture lie between 0 and 255; these between 0 and 1: multiply them by 255")
+        # Of what is hardly above zero the brightest pixel is white.
+        top = 1.0 if most > 1 / 255 else most
+        raise ValueError(f"the pixels of a picture lie between 0 and 255; these between 0 and {top:g}: multiply them by {255 / top:g}")
     if not 0 <= least <= most <= largest:
         raise ValueError(
             f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}: "

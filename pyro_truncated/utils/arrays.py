@@ -97,6 +97,9 @@ def _plain(value: Any) -> np.ndarray:
     """The numbers of an array that has one type."""
     if _is_xarray(value):
         return _without_fill_values(value)
+    if _is_image(value) and value.mode in ("P", "PA"):
+        # Else their numbers are places in a palette.
+        value = value.convert("RGBA" if value.has_transparency_data else "RGB")
     return np.asarray(value.to_numpy() if _is_polars(value) else value)
 
 

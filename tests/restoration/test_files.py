@@ -229,6 +229,12 @@ def test_real_numbers_say_what_to_do_and_nan_is_filled_in(tmp_path, capsys):
     Image.fromarray(grey).save(tmp_path / "unit.tif")
     assert main([str(tmp_path / "unit.tif"), "--output", str(tmp_path / "out.tif")]) == 1
     assert "multiply them by 255" in capsys.readouterr().err
+    Image.fromarray(np.float32(1e-5) * (grey / grey.max())).save(tmp_path / "dark.tif")
+    assert main([str(tmp_path / "dark.tif"), "--output", str(tmp_path / "out.tif")]) == 1
+    assert "between 0 and 1e-05: multiply them by 2.55e+07" in capsys.readouterr().err
+    Image.fromarray(np.where(grey > 0.9, np.float32(np.inf), grey)).save(tmp_path / "infinite.tif")
+    assert main([str(tmp_path / "infinite.tif"), "--output", str(tmp_path / "out.tif")]) == 1
+    assert "infinite pixels; mark what is missing by NaN" in capsys.readouterr().err
     holes = 255 * grey
     holes[:3, :3] = np.nan
     Image.fromarray(holes).save(tmp_path / "holes.tif")

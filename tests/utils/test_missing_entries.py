@@ -79,6 +79,8 @@ def test_lists_and_images_are_data_and_text_is_not():
     torch.testing.assert_close(as_data("y", [torch.ones(2), np.zeros(2, np.float32)]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
     torch.testing.assert_close(as_data("y", [[1, None], [2.5, 3]]).isnan(), torch.tensor([[False, True], [False, False]]))
     assert as_data("y", Image.new("RGB", (5, 4), (1, 2, 3))).shape == (4, 5, 3)
+    coloured = Image.new("RGB", (5, 4), (200, 10, 30))
+    assert torch.equal(as_data("y", coloured.quantize(4)), as_data("y", coloured))
     for wrong in ("text", ["a"], [[1.0], [1.0, 2.0]], object(), None):
         with pytest.raises(TypeError, match="y must be a tensor, an array or a list of numbers"):
             as_data("y", wrong)
