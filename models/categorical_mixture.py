@@ -14,13 +14,20 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import LinearMixture
+from pyro_truncated.models.linear_mixture import ComponentTable, LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 _PROBABILITY_FLOOR = 1e-6
 _Categorical = defer_validation(dist.Categorical)
+
+
+class CategoricalComponents(ComponentTable):
+    """Values of the variables of classes."""
+
+
+_Table = defer_validation(CategoricalComponents)
 
 
 class CategoricalMixture(LinearMixture):
@@ -64,7 +71,15 @@ class CategoricalMixture(LinearMixture):
         weights, probs = self.weights, self.probs
         with pyro.plate("data", count_data(y, num_data), subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
-            return pyro.sample("y", _Categorical(probs[z]).to_event(1), obs=selected_rows(y, index))
+            values = _Table(
+                z,
+                lambda component: _Categorical(probs[component]).to_event(1),
+                lambda rows: _log_densities(probs, rows),
+                self.num_components,
+                constraints.integer_interval(0, self.num_values - 1),
+                self.num_observed,
+            )
+            return pyro.sample("y", values, obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()
@@ -85,7 +100,7 @@ class CategoricalMixture(LinearMixture):
             ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.integer_interval(0, self.num_values - 1))
-        rows = self._indicators(first_rows(y, generator))
+        rows = _indicators(first_rows(y, generator), self.num_values)
         _, nearest = spread_rows(rows, self.num_components, generator)
         size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
         total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
@@ -96,7 +111,7 @@ class CategoricalMixture(LinearMixture):
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, and which values the data have, ``(N, 1 + D L)``."""
-        return torch.cat([self.probs.new_ones(len(y), 1), self._indicators(y).to(self.probs)], 1)
+        return torch.cat([self.probs.new_ones(len(y), 1), _indicators(y, self.num_values).to(self.probs)], 1)
 
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
         """The log joints."""
@@ -116,8 +131,9 @@ class CategoricalMixture(LinearMixture):
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, of the data points with each value,
             ``(K, D L)``. Both can be added and scaled.
         """
+        rows = _indicators(population.rows_of(check_data(y, self.num_observed)), self.num_values)
         shares = Shares(population, self.num_components, temperature)
-        return {"counts": shares.counts(), "sums": shares.sums(self._indicators(population.rows_of(check_data(y, self.num_observed))))}
+        return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
     @torch.no_grad()
     def datum_statistics(self) -> dict[str, Tensor]:
@@ -151,11 +167,19 @@ class CategoricalMixture(LinearMixture):
         probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
-    def _indicators(self, y: Tensor) -> Tensor:
-        """Which values data points have, ``(N, D L)``."""
-        return F.one_hot(y.long(), self.num_values).flatten(1).double()
-
     def _floored(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
         floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)
+
+
+def _indicators(y: Tensor, num_values: int) -> Tensor:
+    """Returns which values data points have, ``(N, D L)``."""
+    return F.one_hot(y.long(), num_values).flatten(1).double()
+
+
+def _log_densities(probs: Tensor, y: Tensor) -> Tensor:
+    """Returns log probabilities ``(N, K)`` of values ``(N, D)`` under all classes."""
+    rows, flat = _indicators(y, probs.shape[-1]).to(probs), probs.flatten(1)
+    found = rows @ flat.clamp(min=torch.finfo(probs.dtype).tiny).log().mT
+    return found.masked_fill(rows @ (flat == 0).to(rows).mT > 0, -torch.inf)

@@ -6,10 +6,13 @@ Products of matrices find the likely components.
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
+from pyro.distributions import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
@@ -19,8 +22,84 @@ from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
+# A table of all components is made where this share of it is asked for.
+_DENSE_SHARE = 0.25
 # Equal weights differ by rounding.
 _WEIGHT_RTOL = 1e-5
+
+
+class ComponentTable(TorchDistribution):
+    """The distribution of a component, with a table of all log densities.
+
+    Where nearly as many components are asked for as there are, one product of matrices gives the table.
+
+    Args:
+        component: components ``z``, integers of any shape.
+        plain: makes the usual distribution of components of any shape.
+        table: log densities ``(N, K)`` of values ``(N, D)`` under all components.
+        num_components: ``K``.
+        support: the values that are possible, of entries.
+        num_observed: ``D``.
+        validate_args: whether to check values.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        component: Tensor,
+        plain: Callable[[Tensor], TorchDistribution],
+        table: Callable[[Tensor], Tensor],
+        num_components: int,
+        support: Any,
+        num_observed: int,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.component, self._plain, self._table, self._num_components, self._support = component, plain, table, num_components, support
+        super().__init__(component.shape, torch.Size([num_observed]), validate_args=validate_args)
+
+    @constraints.dependent_property(event_dim=1)
+    def support(self) -> Any:
+        """The values that are possible."""
+        return constraints.independent(self._support, 1)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """The same distribution over a larger batch."""
+        kind: Any = type(self)
+        component = self.component.expand(torch.Size(batch_shape))
+        given = (self._plain, self._table, self._num_components, self._support, *self.event_shape)
+        larger: Self = kind(component, *given, validate_args=False)
+        larger._validate_args = self._validate_args
+        return larger
+
+    @property
+    def mean(self) -> Tensor:
+        """Means ``(*batch, D)``."""
+        found: Tensor = self._plain(self.component).mean
+        return found
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances ``(*batch, D)``."""
+        found: Tensor = self._plain(self.component).variance
+        return found
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws values."""
+        drawn: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
+        return drawn
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns log densities of values ``(*batch, D)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        batch = value.shape[:-1]
+        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
+        row, component = torch.broadcast_tensors(row, self.component)
+        if row.numel() < _DENSE_SHARE * batch.numel() * self._num_components:
+            few: Tensor = self._plain(self.component).log_prob(value)
+            return few
+        return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
 
 
 class LinearMixture(UniqueModule):

@@ -13,13 +13,20 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import LinearMixture
+from pyro_truncated.models.linear_mixture import ComponentTable, LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 _RATE_FLOOR = 1e-6
 _Poisson = defer_validation(dist.Poisson)
+
+
+class PoissonComponents(ComponentTable):
+    """Poisson counts of components."""
+
+
+_Table = defer_validation(PoissonComponents)
 
 
 class PoissonMixture(LinearMixture):
@@ -63,7 +70,15 @@ class PoissonMixture(LinearMixture):
         size = count_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
-            return pyro.sample("y", _Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
+            counts = _Table(
+                z,
+                lambda component: _Poisson(rate[component]).to_event(1),
+                lambda values: _log_densities(rate, values),
+                self.num_components,
+                constraints.nonnegative_integer,
+                self.num_observed,
+            )
+            return pyro.sample("y", counts, obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()
@@ -154,6 +169,12 @@ class PoissonMixture(LinearMixture):
         """
         mean: Tensor = Shares(population, self.num_components).means(self.rate.double())
         return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.rate.dtype)
+
+
+def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
+    """Returns log probabilities ``(N, K)`` of counts ``(N, D)`` under all components."""
+    counts = y.to(rate)
+    return counts @ rate.log().mT - rate.sum(1) - (counts + 1).lgamma().sum(1, keepdim=True)
 
 
 def _least_loss(features: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ from pyro_truncated.ops.component_sums import component_sums
 from pyro_truncated.ops.low_rank import component_products
 from pyro_truncated.utils.constraints import or_missing
 
-# The name that restoration calls.
-products_of_components = component_products
-
 __all__ = [
     "ActiveSet",
     "ActiveSetGaussianProcess",

@@ -56,9 +56,7 @@ from pyro_truncated.ops.slabs import (
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mix_bits, positions, uniform, uniform_integers
 from pyro_truncated.utils.budget import memory_budget
 
-_RENAMED = {"mixed": "mix_bits", "take": "gather_states", "use": "use_backend"}
-# Names that folders above still call.
-look, repeated, soon, together = flush_checks, find_duplicates, lazy_values, defer_checks
+_RENAMED = {"mixed": "mix_bits", "repeated": "find_duplicates", "take": "gather_states", "use": "use_backend"}
 
 __all__ = [
     "Fields",

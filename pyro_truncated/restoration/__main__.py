@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import sys
 import warnings
@@ -23,10 +24,13 @@ from pyro_truncated.restoration.tiling import restore_in_tiles
 
 # By how much transparency may differ in a file, of 255.
 _NEARLY = 16
-# Pixels of a mask are missing from this far from its white on, of its white: edges of drawn text are grey, and blocks of JPEG are, too.
+# Pixels of a mask are missing from this far from its white on, of the distance to its black.
+# Edges of drawn text are grey, and blocks of JPEG are, too.
 _LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
-# White of masks of more than two values lies above this; others may be zeros and ones.
+# Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
 _MOST_BLACK = 16
+# Steps of two clusters, and deviations of the paper of a scan that are no ink.
+_CLUSTER_STEPS, _NUM_SPREADS = 10, 4.0
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -139,10 +143,14 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     if not len(seen):
         raise ValueError("all pixels of the picture are NaN, which marks what is missing")
     least, most = float(seen.min()), float(seen.max())
+    if not math.isfinite(most - least):
+        raise ValueError("the picture has infinite pixels; mark what is missing by NaN")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
     if mode == "F" and least >= 0 and 0 < most <= 1:
-        raise ValueError("the pixels of a picture lie between 0 and 255; these between 0 and 1: multiply them by 255")
+        # Of what is hardly above zero the brightest pixel is white.
+        top = 1.0 if most > 1 / 255 else most
+        raise ValueError(f"the pixels of a picture lie between 0 and 255; these between 0 and {top:g}: multiply them by {255 / top:g}")
     if not 0 <= least <= most <= largest:
         raise ValueError(
             f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}: "
@@ -203,25 +211,49 @@ def _printed_warnings() -> Iterator[None]:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def _darkness(path: Path) -> tuple[Tensor, float]:
-    """Returns how far pixels of a mask are from white, ``(height, width)``.
+def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
+    """Returns the pixels of a mask, ``(height, width)``; transparent ones are white.
 
-    That is in units of its largest value; transparent pixels are white. The second number says from where on this is no noise.
+    The second number says which part of the distance from white to black is no noise, the third
+    whether pixels have more than eight bits.
     """
     with Image.open(path) as opened:
         least = _LEAST_DARKNESS_IF_LOSSY if opened.format in _LOSSY else _LEAST_DARKNESS
         picture = ImageOps.exif_transpose(opened)
         if picture.mode in _DEEP:
-            values = np.array(picture, dtype=np.float32)
-        else:
-            whole = picture.convert("RGBA")
-            white = Image.new("RGBA", whole.size, "white")
-            values = np.array(Image.alpha_composite(white, whole).convert("RGB"), dtype=np.float32)
-    largest = float(values.max())
-    if largest <= _MOST_BLACK and picture.mode not in _DEEP and len(np.unique(values)) > 2:
-        largest = 255.0  # all black, but for the noise of JPEG
+            return np.array(picture, dtype=np.float32), least, True
+        whole = picture.convert("RGBA")
+        white = Image.new("RGBA", whole.size, "white")
+        values = np.array(Image.alpha_composite(white, whole).convert("RGB"), dtype=np.float32)
     # Any colour is as far from white as its darkest part.
-    return 1 - torch.from_numpy(values if values.ndim == 2 else values.min(-1)) / (largest or 1.0), least
+    return values.min(-1), least, False
+
+
+def _is_hidden(path: Path, *, is_inverted: bool) -> np.ndarray:
+    """Returns which pixels a mask hides, ``(height, width)``.
+
+    They are those unlike what is seen, and NaN.
+
+    Black and white are the medians of two clusters, as paper and ink of a scan are neither.
+    """
+    values, least, is_deep = _mask_values(path)
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return np.ones(values.shape, bool)
+    middle = (known.min() + known.max()) / 2
+    for _ in range(_CLUSTER_STEPS if known.min() < known.max() else 0):
+        middle = (known[known <= middle].mean() + known[known > middle].mean()) / 2
+    is_white = known > middle
+    levels = [float(np.median(some)) if len(some) else float(middle) for some in (known[~is_white], known[is_white])]
+    is_noise = not is_deep and levels[1] - levels[0] <= _MOST_BLACK and (known.max() > _MOST_BLACK or len(np.unique(known)) > 2)
+    if is_noise or levels[0] == levels[1]:
+        is_all_white = levels[1] > (_MOST_BLACK if is_noise else 0)
+        return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
+    seen, other = levels if is_inverted else levels[::-1]
+    spread = 1.4826 * float(np.median(np.abs(known[is_white != is_inverted] - seen)))
+    distance = (values - seen) * np.sign(other - seen)
+    hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), _NUM_SPREADS * spread))
+    return hidden
 
 
 def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
@@ -232,16 +264,15 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
     Raises:
         ValueError: for a mask of another size, and one that hides nothing or all.
     """
-    darkness, least = _darkness(path)
-    mask = darkness >= 1 - least if is_inverted else darkness <= least
-    for hides, what in ((mask.all(), "nothing"), (~mask.any(), "all")):
+    is_hidden = torch.from_numpy(_is_hidden(path, is_inverted=is_inverted))
+    for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
             other = "leave --invert out" if is_inverted else "with --invert what is white is missing"
             raise ValueError(f"--mask hides {what}: paint black what is missing, and white what is seen, or {other}")
-    if mask.shape != pixels.shape[:2]:
-        sizes = ["x".join(map(str, reversed(array.shape[:2]))) for array in (pixels, mask)]
+    if is_hidden.shape != pixels.shape[:2]:
+        sizes = ["x".join(map(str, reversed(array.shape[:2]))) for array in (pixels, is_hidden)]
         raise ValueError(f"--mask must have the size of the picture, {sizes[0]}; got {sizes[1]}")
-    return torch.where(mask.reshape(mask.shape + (1,) * (pixels.dim() - 2)), pixels, torch.nan)
+    return torch.where(is_hidden.reshape(is_hidden.shape + (1,) * (pixels.dim() - 2)), torch.nan, pixels)
 
 
 def _check_output(path: Path, mode: str, height: int, width: int) -> None:

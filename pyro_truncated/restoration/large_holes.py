@@ -11,22 +11,28 @@ from scipy.ndimage import distance_transform_edt
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
-from pyro_truncated.restoration.patch_size_stacking import weights_of_arrays
+from pyro_truncated.restoration.patch_size_stacking import stacking_weights
 
 # Pixels this far from all that is seen are checked; from the second distance on the check alone decides.
 LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
-# A hole that is moved onto seen pixels hides at least this part of its size, and leaves this part of the image.
-LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.3
+# A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
+LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
+# Strength of the prior around equal weights, as a number of moved holes.
+SHRINKAGE = 0.1
+# Squared errors below this part of the largest are as good as none.
+LEAST_RATIO = 1e-6
 
 
 def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Averages a restored image, in large holes, with surface and mean.
+    r"""Averages a restored image, in large holes, with surfaces.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
-    truth than the mean. The holes are moved to where the image is seen, and restored there, too.
-    The three are averaged with the weights that are best there, see :func:`.weights_of_arrays`. The
-    prior around equal weights is the weaker, the better the best of the three is. They count fully
-    from seven pixels off what is seen on, and not at all up to three.
+    truth than a :func:`surface`. The hole is moved to several places where the image is seen, as far
+    from the border as it is, and all of them are filled in at once. Restored image, membrane and
+    smooth surface get the weights that are best there (:func:`.stacking_weights`). Every moved hole
+    counts as one datum, as its pixels err together: errors are divided by the least root mean square.
+
+    The average counts fully from seven pixels off what is seen on, and not at all up to three.
 
     Args:
         image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.
@@ -38,20 +44,30 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     """
     is_hole = _holes(image)
     share = _share(is_hole)
-    if not bool((share == 1).any()):
+    moved = _moved(is_hole) if bool((share == 1).any()) else []
+    if not moved:
         return restored
-    moved = _moved(is_hole)
-    if moved is None:
-        return restored
-    hidden = torch.where(_over(moved, image), torch.nan, image)
-    tried = (_share(moved | is_hole) > 0) & moved
-    arrays = torch.stack([array[tried] for array in (restore(hidden), *_surfaces(hidden))])
-    truth = image[tried]
-    seen = ~truth.isnan()
-    noise = float((arrays - truth)[:, seen].square().mean(1).min().sqrt())
-    weights = weights_of_arrays(arrays[:, seen], truth[seen], max(noise, torch.finfo(image.dtype).tiny ** 0.5))
+    everywhere = torch.stack(moved).any(0)
+    hidden = torch.where(_over(everywhere, image), torch.nan, image)
+    candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
+    arrays, truths = zip(*(_datum(candidates, image, counts * one) for one in moved), strict=True)
+    weights = stacking_weights(torch.cat(arrays, 1), torch.cat(truths), SHRINKAGE)
     found = torch.tensordot(weights.to(restored), torch.stack([restored, *_surfaces(image)]), 1)
     return torch.lerp(restored, found, _over(share.to(restored), image))
+
+
+def _datum(candidates: Tensor, image: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what fills a moved hole, and the truth.
+
+    The unit is each channel's least error.
+    """
+    planes = image.reshape(*image.shape[:2], -1).double()
+    parts, truth = candidates.reshape(len(candidates), *planes.shape).double(), planes.nan_to_num(0.0)
+    counts = torch.where(planes.isnan(), 0.0, counts.to(planes).unsqueeze(-1))
+    errors = ((parts - truth).square() * counts).sum((1, 2))
+    least = errors.amin(0).maximum(LEAST_RATIO * errors.amax(0)).clamp(min=torch.finfo(image.dtype).tiny)
+    scale = (counts / least).sqrt()
+    return (parts * scale).flatten(1), (truth * scale).flatten()
 
 
 def _holes(image: Tensor) -> Tensor:
@@ -70,61 +86,74 @@ def _share(is_hole: Tensor) -> Tensor:
     return ((depth - LEAST_DEPTH) / (FULL_DEPTH - LEAST_DEPTH)).clamp(0.0, 1.0)
 
 
-def _moved(is_hole: Tensor) -> Tensor | None:
-    """Returns the holes moved onto pixels that are seen.
+def _moved(is_hole: Tensor) -> list[Tensor]:
+    """Returns the hole at several different places that are seen.
 
-    They are mirrored, or moved by half of the image; ``None`` if that hides too little or too much.
+    It is mirrored, turned, or moved by half of the image.
     """
-    height, width = is_hole.shape
-    turned = [is_hole.flip(dims) for dims in ((0,), (1,), (0, 1))]
-    shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((height // 2, 0), (0, width // 2), (height // 2, width // 2))]
-    moved = [other & ~is_hole for other in (*turned, *shifted)]
-    best = max(moved, key=lambda other: int(other.sum()))
-    left = float((~(best | is_hole)).double().mean())
-    return best if int(best.sum()) >= LEAST_OVERLAP * int(is_hole.sum()) and left >= LEAST_LEFT else None
+    near_corner = min(_mirrored(is_hole), key=lambda other: int(other.nonzero().sum()))
+    half = [size // 2 for size in is_hole.shape]
+    shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
+    least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
+    moved, taken = [], is_hole
+    for other in (*_mirrored(is_hole), *_mirrored(_transposed(near_corner)), *shifted):
+        new = other & ~taken
+        if int(new.sum()) >= least and int(((taken | new) & ~is_hole).sum()) <= most:
+            moved.append(new)
+            taken = taken | new
+    return moved
+
+
+def _mirrored(is_hole: Tensor) -> list[Tensor]:
+    return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
+
+
+def _transposed(is_hole: Tensor) -> Tensor:
+    """Returns rows as columns, in the largest square at the first corner."""
+    side, found = min(is_hole.shape), torch.zeros_like(is_hole)
+    found[:side, :side] = is_hole[:side, :side].mT
+    return found
 
 
 def _surfaces(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a smooth surface and the mean of each channel."""
+    """Returns a membrane and a smooth surface of each channel."""
     planes = image.unsqueeze(-1) if image.dim() == 2 else image
-    smooth = torch.stack([biharmonic(plane) for plane in planes.unbind(-1)], -1)
-    mean = planes.flatten(0, 1).nanmean(0).expand_as(planes)
-    return smooth.reshape(image.shape), mean.reshape(image.shape)
+    membrane, smooth = (torch.stack([surface(plane, order) for plane in planes.unbind(-1)], -1) for order in (1, 2))
+    return membrane.reshape(image.shape), smooth.reshape(image.shape)
 
 
-def biharmonic(image: Tensor) -> Tensor:
-    r"""Fills in what makes :math:`\sum (\Delta u)^2` least.
+def surface(image: Tensor, order: int) -> Tensor:
+    r"""Fills in what makes the sum of squared differences least.
 
-    Differences across the border are left out.
+    Of the first order, :math:`\sum |\nabla u|^2`, it is a membrane: the best linear prediction where power
+    falls with the square of the frequency, as it does in photographs. Of the second order,
+    :math:`\sum (\Delta u)^2`, it is smooth. Differences across the border are left out.
 
     Args:
         image: ``(height, width)``; what is missing is NaN.
+        order: 1 for a membrane, 2 for a smooth surface.
 
-    Reference:
-        Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions: numerical aspects", International Journal
-        of Mathematics and Mathematical Sciences, 2018.
+    References:
+        Field, "Relations between the statistics of natural images and the response properties of cortical cells", Journal of the
+        Optical Society of America A 4, 1987. Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions:
+        numerical aspects", International Journal of Mathematics and Mathematical Sciences, 2018.
     """
     values = image.double().cpu().numpy()
     unknown = np.isnan(values).ravel()
     if not unknown.any():
         return image
-    laplacian = _laplacian(*values.shape).tocsc()
-    inner, outer = laplacian[:, np.flatnonzero(unknown)], laplacian[:, np.flatnonzero(~unknown)]
+    rows, columns = (_differences(size, order) for size in values.shape)
+    along = (sparse.kron(rows, sparse.eye_array(values.shape[1])), sparse.kron(sparse.eye_array(values.shape[0]), columns))
+    differences = (sparse.vstack(along) if order == 1 else along[0] + along[1]).tocsc()
+    inner, outer = differences[:, np.flatnonzero(unknown)], differences[:, np.flatnonzero(~unknown)]
     solution = values.ravel().copy()
     solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ solution[~unknown]))
     return torch.from_numpy(solution.reshape(values.shape)).to(image)
 
 
-def _laplacian(height: int, width: int) -> sparse.csr_array:
-    """Returns the operator of second differences along rows and columns, added.
-
-    At borders there are none across.
-    """
-
-    def second(size: int) -> sparse.csr_array:
-        inner = np.r_[0.0, np.ones(size - 2), 0.0] if size > 2 else np.zeros(size)
-        return sparse.csr_array(sparse.diags_array([inner[1:], -2 * inner, inner[:-1]], offsets=[-1, 0, 1], shape=(size, size)))
-
-    rows = sparse.kron(second(height), sparse.eye_array(width))
-    columns = sparse.kron(sparse.eye_array(height), second(width))
-    return sparse.csr_array(rows + columns)
+def _differences(size: int, order: int) -> sparse.csr_array:
+    """Returns differences of neighbours ``(size, size)``, zero at borders."""
+    inner = np.r_[np.zeros(order - 1), np.ones(max(0, size - order)), 0.0][:size]
+    if order == 1:
+        return sparse.csr_array(sparse.diags_array([-inner, inner[:-1]], offsets=[0, 1], shape=(size, size)))
+    return sparse.csr_array(sparse.diags_array([inner[1:], -2 * inner, inner[:-1]], offsets=[-1, 0, 1], shape=(size, size)))

@@ -12,7 +12,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributions import Component, ComponentLowRankNormal, ComponentNormal, products_of_components
+from pyro_truncated.distributions import Component, ComponentLowRankNormal, ComponentNormal, component_products
 from pyro_truncated.ops import gather_states
 from pyro_truncated.states.population import Population
 
@@ -112,7 +112,7 @@ class PatchMixture(torch.nn.Module):
         """
         components, weights = _shares(population, temperature)
         x, places = population.rows_of(x), population.rows_of(places).double()
-        products = products_of_components(x, components, weights, self.num_components, self.loc)
+        products = component_products(x, components, weights, self.num_components, self.loc)
         moments = torch.cat([torch.ones_like(places[:, :1]), places, places.square().sum(1, keepdim=True)], 1)
         of_places, sums = (self._sums(rows, components, weights) for rows in (moments, x))
         counts = of_places[:, 0].to(x)

@@ -206,10 +206,28 @@ def weights_of_arrays(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     Returns:
         ``(S,)``, in double precision.
     """
+    return stacking_weights(arrays, held_out, noise**2 * (1 + _SHARE**-2) / _SPREAD**2)
+
+
+def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tensor:
+    r"""Returns weights of arrays: not negative, with sum one.
+
+    .. math:: \arg\min_w \; \Bigl\| y - \sum_s w_s x_s \Bigr\|^2 + \lambda \sum_s (w_s - 1/S)^2
+
+    Args:
+        arrays: :math:`x_s`, ``(S, *shape)``; a few, as all subsets are tried.
+        held_out: :math:`y`, ``(*shape)``.
+        shrinkage: :math:`\lambda`, above zero.
+
+    Returns:
+        ``(S,)``, in double precision.
+
+    Reference:
+        Breiman, "Stacked regressions", Machine Learning 24, 1996.
+    """
     number = len(arrays)
     centre = arrays.double().mean(0)
     deviations = (arrays.double() - centre).flatten(1)
-    shrinkage = (noise**2 * (1 + _SHARE**-2)) / _SPREAD**2
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)
     linear = deviations @ (held_out.double() - centre).flatten() + shrinkage / number
     supports = [list(chosen) for size in range(1, number + 1) for chosen in itertools.combinations(range(number), size)]

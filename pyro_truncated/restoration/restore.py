@@ -296,6 +296,23 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
     return filled_up.min() if patches.channels is None else filled_up.flatten(0, -2).amin(0)
 
 
+def _checked_mask(mask: Any) -> Tensor:
+    """Returns which entries are observed, of booleans or two numbers."""
+    found = as_data("mask", mask)
+    if found.dtype == torch.bool:
+        return found
+    levels = found.unique()
+    if bool(levels.isnan().any()):
+        raise ValueError("mask must be True where entries are observed, or 0 and one other number; got NaN, or masked entries")
+    if len(levels) > 2 or (len(levels) == 2 and bool((levels != 0).all())):
+        least, most = float(levels.min()), float(levels.max())
+        raise ValueError(
+            f"mask must be True where entries are observed, or 0 and one other number; got {len(levels)} numbers from {least:g} "
+            f"to {most:g}: compare them, as by mask > {(least + most) / 2:g}"
+        )
+    return found.bool()
+
+
 @names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0, **options: Any) -> Restored:
     """Fills in missing entries of an image, a signal or a volume.
@@ -326,11 +343,11 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
         **options: as for :func:`denoise`.
 
     Raises:
-        ValueError: for a mask of another shape, and what :func:`denoise` refuses.
+        ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
     """
     image = checked(image) if mask is None else as_data("image", image)
     if mask is not None:
-        mask = as_data("mask", mask).bool()
+        mask = _checked_mask(mask)
         if mask.shape not in (image.shape, image.shape[:-1], image.shape[1:]):
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         if mask.dim() < image.dim():

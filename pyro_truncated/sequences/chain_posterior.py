@@ -83,7 +83,7 @@ class ChainPosterior:
         elif words is None:
             self._start()
         else:
-            is_repeated = ops.repeated(words.flatten(0, 1)).view(words.shape[:3])
+            is_repeated = ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])
             self._set(words, self._scored(words).masked_fill(is_repeated, -math.inf))
         blocked = int((self.free_energy() == -math.inf).sum())
         if blocked:
@@ -158,7 +158,7 @@ class ChainPosterior:
         """
         bound = self.messages.free_energy()
         joined, scores = torch.cat([self.words, words], 2), torch.cat([self.unary, unary], 2)
-        scores = scores.masked_fill(ops.repeated(joined.flatten(0, 1)).view(scores.shape), -math.inf)
+        scores = scores.masked_fill(ops.find_duplicates(joined.flatten(0, 1)).view(scores.shape), -math.inf)
         if forward:
             ahead = chains.backward_messages(joined, scores, self.transitions)
         else:
@@ -312,7 +312,7 @@ class ChainPosterior:
         beside = [words.roll(shift, 1) for shift in (1, -1)]
         candidates = torch.cat([words.unsqueeze(2), flipped.view(shape), *(other.unsqueeze(2) for other in beside)], 2)
         scores = self._scored(candidates)
-        scores = scores.masked_fill(ops.repeated(candidates.flatten(0, 1)).view(scores.shape), -math.inf)
+        scores = scores.masked_fill(ops.find_duplicates(candidates.flatten(0, 1)).view(scores.shape), -math.inf)
         ahead = chains.backward_messages(candidates, scores, self.transitions)
         self._set(*self._selected(candidates, scores, ahead, True))
         self.sweep_(candidates, scores, forward=False)
@@ -494,7 +494,7 @@ class BlockSearch(Described):
 def _most_frequent(words: Tensor, size: int) -> Tensor:
     """The states ``(N, T, C, W)`` that candidates repeat most, at most ``size``."""
     is_equal = (words.unsqueeze(2) == words.unsqueeze(3)).all(-1)
-    number = is_equal.sum(-1).masked_fill(ops.repeated(words.flatten(0, 1)).view(words.shape[:3]), 0)
+    number = is_equal.sum(-1).masked_fill(ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3]), 0)
     place = number.topk(min(size, words.shape[2]), dim=2).indices
     return words.gather(2, place.unsqueeze(-1).expand(*place.shape, words.shape[-1]))
 

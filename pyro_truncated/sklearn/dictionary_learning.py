@@ -27,8 +27,8 @@ from pyro_truncated.utils.counts import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 _MAX_COMPONENTS = 100
-# Training steps of a start.
-_SHORT = 60
+# Training steps of a start, and starts of complete data.
+_SHORT, _STARTS = 60, 4
 # Elements that fit the few observed entries of every data point closely explain the others badly.
 _RIDGE_OF_MISSING = 10.0
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
@@ -72,7 +72,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         n_states: states kept per data point.
         max_iter: the most training steps on all data after the best start, which itself takes as many, but at most 60. They end once
             five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
-        n_init: the most starts; training ends sooner with a start on which two agree.
+        n_init: the most starts; training ends sooner with a start on which two agree. Default: 4, or one with a ridge: starts are
+            compared without it, and those that fit few observed entries most closely explain the others worse.
         verbose: whether to show a progress bar.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
 
@@ -100,7 +101,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         ridge: float | None = None,
         n_states: int = 64,
         max_iter: int = 100,
-        n_init: int = 4,
+        n_init: int | None = None,
         verbose: bool = False,
         random_state: Any = None,
     ) -> None:
@@ -281,9 +282,10 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """Trains the model; what each start reached, and how many steps followed."""
-        counts = ("max_iter", "n_init", "n_states")
-        max_iter, n_init, n_states = check_counts(**{name: getattr(self, name) for name in counts})
-        short, progress, ridge = min(max_iter, _SHORT), None if self.verbose else False, self._ridge(rows)
+        ridge = self._ridge(rows)
+        n_init = (1 if ridge else _STARTS) if self.n_init is None else self.n_init
+        max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
+        short, progress = min(max_iter, _SHORT), None if self.verbose else False
         steps = 1 if ridge else max_iter
         guide = learn(
             model, rows, num_states=n_states, steps=steps, short_steps=short, starts=n_init, generator=generator, progress=progress

@@ -16,9 +16,6 @@ from pyro_truncated.sklearn.runs_apart import apart
 from pyro_truncated.sklearn.validation import validated_data
 from pyro_truncated.utils.counts import check_count
 
-# Regression is exact by default of up to so many data, as that of :class:`~pyro_truncated.SubsetGPRegression` is.
-_MAX_EXACT_ROWS = 5000
-
 
 class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     r"""Gaussian process regression with inducing inputs from the training inputs.
@@ -41,9 +38,8 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
     Args:
         kernel: ``"rbf"`` for squared exponentials with a length-scale per feature, or a function that makes a
             :class:`~pyro_truncated.gp.DataKernel` of the training inputs, a tensor ``(n_samples, n_features)``.
-        n_inducing: number of inducing inputs, at most as many as there are data. Default: none,
-            exact regression, for up to 5000 data, and the root of their number above. Each further
-            one takes as long, and smooth functions need few.
+        n_inducing: number of inducing inputs, at most as many as there are data. Default: none, exact regression, for up to 5000 data;
+            above so many as the objective gains by, at most 512.
         objective: ``"vfe"``, ``"pp"`` (smallest errors where inducing inputs are few for the data) or ``"fitc"``.
         polish: whether inducing inputs move freely afterwards.
         max_epochs: most alternations of subset and hyper-parameters.
@@ -87,8 +83,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         if self.kernel != "rbf" and not callable(self.kernel):
             raise ValueError(f'kernel must be "rbf" or a function that makes a data kernel of the training inputs; got {self.kernel!r}')
         X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        wanted = (round(len(X) ** 0.5) if len(X) > _MAX_EXACT_ROWS else None) if self.n_inducing is None else self.n_inducing
-        number = None if wanted is None else min(check_count("n_inducing", wanted), len(X))
+        number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with apart(self.random_state):
             kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)

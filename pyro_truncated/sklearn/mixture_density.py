@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any, Self
 
 import numpy as np
@@ -27,8 +29,10 @@ from pyro_truncated.utils.counts import check_count, check_counts
 
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
-# Training steps of a start and the number of starts, of up to so many components and of more, and the most rows that they look at.
-_SHORT, _MANY_COMPONENTS, _SHORT_OF_MANY, _SOME_ROWS = (60, 10), 10, (12, 2), 5000
+# Training steps of a start, and the most rows that it looks at. 60 steps ended where 12 do, on five sets of data.
+_SHORT, _SOME_ROWS = 12, 5000
+# Starts of up to so many components, and of more.
+_STARTS, _MANY_COMPONENTS, _STARTS_OF_MANY = 10, 10, 2
 # Steps over which the growth of the log density is averaged.
 _PATIENCE = 5
 
@@ -55,7 +59,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         covariance_type: ``"full"``, ``"diag"``, ``"spherical"`` or ``"tied"``; of Gaussian components.
         n_states: components kept per data point.
         max_iter: maximum of training steps on all data after the best restart. A restart takes as
-            many, but at most 60, and at most 12 of more than ten components.
+            many, but at most 12.
         n_init: number of starts, from clusters of random data points. Default: ten of up to ten components, two of more. Starts of
             many components differ little, and take long.
         tol: relative growth of the log density, averaged over five steps, below which training ends.
@@ -70,6 +74,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         probabilities_: of categorical components: a list of their probabilities, ``(n_components, n_categories)`` for each column.
         starts_: the log density per data point that each start reached, in nats.
         covariances_: of Gaussian components, shaped as scikit-learn's: ``(K, D, D)``, ``(K, D)``, ``(K,)`` or ``(D, D)``.
+        precisions_: their inverses, of the same shape.
         lower_bound_: the log density per data point of the training data, in nats.
         converged_: whether training ended before ``max_iter`` steps.
         n_iter_: training steps taken.
@@ -227,6 +232,12 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         dense = self.covariance_type in ("full", "tied")
         return (scale @ scale.mT if dense else scale.square()).numpy()
 
+    @property
+    def precisions_(self) -> Any:
+        """Inverses of :attr:`covariances_`, of the same shape."""
+        covariances = self.covariances_
+        return np.linalg.inv(covariances) if self.covariance_type in ("full", "tied") else 1 / covariances
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.positive_only = self.family == "poisson"
@@ -266,12 +277,15 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     def _train(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """Runs EM from the best start; returns what starts reached, and steps."""
-        short, starts = _SHORT_OF_MANY if self.n_components > _MANY_COMPONENTS else _SHORT
+        starts = _STARTS if self.n_components <= _MANY_COMPONENTS else _STARTS_OF_MANY
         n_init = starts if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
+        tol: Any = self.tol
+        if not isinstance(tol, numbers.Real) or not 0 <= float(tol) < math.inf:
+            raise ValueError(f"tol must be a number of at least 0; got {tol!r}")
         search = ExhaustiveSearch()
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
-        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, short), "num_states": n_states}
+        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, _SHORT), "num_states": n_states}
         reached = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False

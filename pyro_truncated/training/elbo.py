@@ -20,7 +20,7 @@ from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
-from pyro_truncated.ops import together
+from pyro_truncated.ops import defer_checks
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.search.automatic import AutomaticSearch
@@ -172,7 +172,7 @@ class Truncated_ELBO(Described, ELBO):
         """Returns the batch of a single guide, after a search if due."""
         self._meet(call, guide)
         is_due = self._search_is_due()
-        with together():
+        with defer_checks():
             with torch.enable_grad():
                 batch = guide.batch_of(*call.args, **call.kwargs)
             if is_due and not (isinstance(batch, ProductBatch) and batch.is_full):
@@ -186,7 +186,7 @@ class Truncated_ELBO(Described, ELBO):
             )
         self._meet(call, guide)
         temperature = self._temperature()
-        with together():
+        with defer_checks():
             with torch.no_grad(), poutine.block():
                 batch = guide.batch_of(*call.args, **call.kwargs)
             if isinstance(batch, ChainBatch):

@@ -14,7 +14,7 @@ from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
-from pyro_truncated.ops import look, soon, together
+from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
 from pyro_truncated.program.call import Call
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
@@ -55,13 +55,13 @@ class EMStep:
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
-            with together():
+            with defer_checks():
                 population = improve(batch)
                 # A model that looks at its statistics brings it along.
-                known = soon(batch.scale * population.free_energy().sum() + batch.outside())
+                known = lazy_values(batch.scale * population.free_energy().sum() + batch.outside())
                 new = _statistics(closed_form, population, temperature, call)
                 (free_energy,) = known()
-                look()
+                flush_checks()
             self._revision = store.revision
             closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
             if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
@@ -118,7 +118,7 @@ def _statistics(closed_form: ClosedForm, population: Population, temperature: fl
         rows = rows_per_block(64 * population.num_states)
     total: Statistics = {}
     for block in population.split(rows):
-        with together():
+        with defer_checks():
             part = model.sufficient_statistics(block, *call.args, temperature=temperature, **call.kwargs)
         total = {name: total[name] + value for name, value in part.items()} if total else part
     return total

@@ -5,6 +5,7 @@ They are converted once, where they come in. None of these packages but NumPy is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -35,7 +36,7 @@ class Axis:
 
 def is_labelled(value: Any) -> bool:
     """Whether a value is an array of pandas, polars, xarray or Pillow."""
-    return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is(value, "xarray", "DataArray")
+    return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is_xarray(value)
 
 
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
@@ -43,8 +44,9 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
     Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
     """
-    if _is(value, "xarray", "DataArray"):
-        return tuple(Axis(*_named(dim, value.indexes.get(dim))) for dim in value.dims)
+    if _is_xarray(value):
+        indexes = getattr(value, "indexes", {})  # variables have none
+        return tuple(Axis(*_named(dim, indexes.get(dim))) for dim in value.dims)
     if _is(value, "polars", "DataFrame"):
         return (Axis(None, None), Axis(None, _labels(value.columns)))
     if _is(value, "polars", "Series"):
@@ -83,14 +85,21 @@ def _is_polars(value: Any) -> bool:
     return _is(value, "polars", "DataFrame", "Series")
 
 
+def _is_xarray(value: Any) -> bool:
+    return _is(value, "xarray", "DataArray", "Variable")
+
+
 def _is_image(value: Any) -> bool:
     return _is(value, "PIL.Image", "Image")
 
 
 def _plain(value: Any) -> np.ndarray:
     """The numbers of an array that has one type."""
-    if _is(value, "xarray", "DataArray"):
+    if _is_xarray(value):
         return _without_fill_values(value)
+    if _is_image(value) and value.mode in ("P", "PA"):
+        # Else their numbers are places in a palette.
+        value = value.convert("RGBA" if value.has_transparency_data else "RGB")
     return np.asarray(value.to_numpy() if _is_polars(value) else value)
 
 
@@ -199,16 +208,26 @@ def as_data(name: str, value: Any) -> Tensor:
     Raises:
         TypeError: naming the argument, if it holds no numbers, or lists of unlike lengths.
     """
+    if _is(value, "xarray", "Dataset"):
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
     found = value if isinstance(value, (list, tuple)) else as_tensors(value)
     if not isinstance(found, Tensor):
         try:
-            found = torch.stack([as_data(name, part) for part in value]) if _holds_array(value) else as_tensors(np.asarray(value))
+            found = torch.stack([as_data(name, part) for part in value]) if _holds_array(value) else as_tensors(_with_none(value))
         except (ValueError, RuntimeError):  # of unlike lengths
             found = value
     if not isinstance(found, Tensor):
         kind = f"an array of {found.dtype}" if isinstance(found, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
     return found
+
+
+def _with_none(value: Any) -> np.ndarray:
+    """Returns numbers in lists as an array; ``None`` is NaN."""
+    array = np.asarray(value)
+    with contextlib.suppress(TypeError, ValueError):
+        return array.astype(float) if array.dtype == object and isinstance(value, (list, tuple)) else array
+    return array
 
 
 class ArrayResult:

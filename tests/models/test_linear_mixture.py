@@ -179,3 +179,33 @@ def test_mixtures_pickled_before_the_flag_are_as_good_as_new(kind: str) -> None:
     SVI(old, AutoTruncated(old, num_states=6), ClosedForm(old), Truncated_ELBO(ExhaustiveSearch())).step(y, 40)
     assert bool(old.initialize(y).knows_data)
     assert "knows_data" in old.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["poisson", "categorical"])
+@pytest.mark.parametrize("number", [1, 6])
+def test_tables_of_all_components_hold_the_usual_log_probabilities(kind: str, number: int) -> None:
+    model, y = problem(kind)
+    if isinstance(model, CategoricalMixture):
+        probs = model.probs.detach().clone()
+        probs[2, 1, 3] = 0.0
+        model.probs = probs / probs.sum(-1, keepdim=True)
+    assert isinstance(model, PoissonMixture | CategoricalMixture)
+    z = torch.arange(6).roll(4)[:number].unsqueeze(1).expand(number, len(y))
+    with pyro.condition(data={"z": z[0]}):
+        node = pyro.poutine.trace(model).get_trace(y).nodes["y"]
+    found = node["fn"].expand(torch.Size([number, len(y)]))
+    found.component = z
+    usual = Poisson(model.rate[z]) if isinstance(model, PoissonMixture) else None
+    if usual is None:
+        assert isinstance(model, CategoricalMixture)
+        # Torch takes a smallest probability for zero.
+        expected = model.probs[z].gather(-1, y.long().expand(number, *y.shape).unsqueeze(-1)).squeeze(-1).log().sum(-1)
+    else:
+        expected = usual.log_prob(y).sum(-1)
+    is_possible = expected > -torch.inf
+    torch.testing.assert_close(found.log_prob(y)[is_possible], expected[is_possible], rtol=1e-10, atol=1e-10)
+    if number == 6:
+        assert bool((found.log_prob(y)[~is_possible] == -torch.inf).all())
+    assert found.sample().shape == (number, len(y), 4)
+    with pytest.raises(ValueError, match="support"):
+        found.log_prob(y - 0.5)

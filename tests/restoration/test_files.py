@@ -172,7 +172,7 @@ def drawn_mask(size=(20, 18)):
     return (255 * np.clip((distance - 3) / 3, 0, 1)).astype(np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "inverted", "transparent", "red", "ones"])
+@pytest.mark.parametrize("kind", ["png", "jpg", "inverted", "transparent", "red", "ones", "grey", "scan", "nearly black", "NaN"])
 def test_masks_as_programs_draw_them_hide_the_damage(tmp_path, capsys, kind):
     soft = drawn_mask() if kind != "jpg" else np.where(drawn_mask() < 128, 0, 255).astype(np.uint8)
     given = np.full(soft.shape, 100, np.uint8)
@@ -188,7 +188,16 @@ def test_masks_as_programs_draw_them_hide_the_damage(tmp_path, capsys, kind):
         mask = Image.fromarray(np.stack([np.full_like(soft, 255), soft, soft], -1))
     elif kind == "ones":
         mask = Image.fromarray((soft >= 250).astype(np.uint8))
-    path = tmp_path / f"mask.{'jpg' if kind == 'jpg' else 'png'}"
+    elif kind == "grey":
+        mask = Image.fromarray(np.where(soft < 250, 128, 255).astype(np.uint8))
+    elif kind == "scan":
+        paper = np.random.default_rng(0).normal(235, 5, soft.shape)
+        mask = Image.fromarray(np.where(soft < 250, 20, paper).clip(0, 255).astype(np.uint8))
+    elif kind == "nearly black":
+        mask, flags = Image.fromarray(np.where(soft < 250, 250, 6).astype(np.uint8)), ["--invert"]
+    elif kind == "NaN":
+        mask = Image.fromarray(np.where(soft < 250, np.nan, 1).astype(np.float32))
+    path = tmp_path / f"mask.{({'jpg': 'jpg', 'NaN': 'tif'}).get(kind, 'png')}"
     mask.save(path, quality=95)
     assert main([str(tmp_path / "damaged.png"), "--output", str(tmp_path / "out.png"), "--mask", str(path), *flags, *QUICK]) == 0
     assert (np.abs(pixels_of(tmp_path / "out.png").astype(int) - 100) < 20).all()
@@ -220,6 +229,12 @@ def test_real_numbers_say_what_to_do_and_nan_is_filled_in(tmp_path, capsys):
     Image.fromarray(grey).save(tmp_path / "unit.tif")
     assert main([str(tmp_path / "unit.tif"), "--output", str(tmp_path / "out.tif")]) == 1
     assert "multiply them by 255" in capsys.readouterr().err
+    Image.fromarray(np.float32(1e-5) * (grey / grey.max())).save(tmp_path / "dark.tif")
+    assert main([str(tmp_path / "dark.tif"), "--output", str(tmp_path / "out.tif")]) == 1
+    assert "between 0 and 1e-05: multiply them by 2.55e+07" in capsys.readouterr().err
+    Image.fromarray(np.where(grey > 0.9, np.float32(np.inf), grey)).save(tmp_path / "infinite.tif")
+    assert main([str(tmp_path / "infinite.tif"), "--output", str(tmp_path / "out.tif")]) == 1
+    assert "infinite pixels; mark what is missing by NaN" in capsys.readouterr().err
     holes = 255 * grey
     holes[:3, :3] = np.nan
     Image.fromarray(holes).save(tmp_path / "holes.tif")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration.large_holes import biharmonic, fill_large_holes
+from pyro_truncated.restoration.large_holes import fill_large_holes, surface
 
 
 def plane(height: int = 40, width: int = 48) -> torch.Tensor:
@@ -25,22 +25,42 @@ def error(found: torch.Tensor, image: torch.Tensor, holed: torch.Tensor) -> floa
 
 
 @pytest.mark.parametrize("where", [slice(10, 30), slice(28, 48), slice(0, 20)])
-def test_surfaces_through_planes_are_planes(where):
+def test_smooth_surfaces_through_planes_are_planes(where):
     holed = plane()
     holed[5:35, where] = torch.nan
-    torch.testing.assert_close(biharmonic(holed), plane(), rtol=1e-8, atol=1e-6)
+    torch.testing.assert_close(surface(holed, 2), plane(), rtol=1e-8, atol=1e-6)
 
 
-def test_surfaces_have_the_least_squared_laplacian():
+def laplacian(found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    second = torch.zeros_like(found)
+    along_rows = torch.cat([second[:1], found.diff(2, 0), second[:1]])
+    return (along_rows + torch.cat([second[:, :1], found.diff(2, 1), second[:, :1]], 1),)
+
+
+@pytest.mark.parametrize(("order", "differences"), [(1, lambda found: (found.diff(1, 0), found.diff(1, 1))), (2, laplacian)])
+def test_surfaces_have_the_least_squared_differences(order, differences):
     image = plane(9, 10) + torch.randn(9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     holed = image.clone()
     holed[2:6, 3:8] = torch.nan
-    found = biharmonic(holed).requires_grad_()
-    second = torch.zeros_like(found)
-    along_rows = torch.cat([second[:1], found.diff(2, 0), second[:1]])
-    along_columns = torch.cat([second[:, :1], found.diff(2, 1), second[:, :1]], 1)
-    (gradient,) = torch.autograd.grad((along_rows + along_columns).square().sum(), found)
+    found = surface(holed, order).requires_grad_()
+    (gradient,) = torch.autograd.grad(sum(part.square().sum() for part in differences(found)), found)
     torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(20, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 48), (48, 40), (60, 60)])
+def test_holes_are_moved_to_several_places_where_the_image_is_seen(height, width):
+    image, hidden = plane(height, width), []
+    holed = with_strip(image, 8)
+
+    def restore(other: torch.Tensor) -> torch.Tensor:
+        hidden.append(other.isnan() & ~holed.isnan())
+        return torch.where(other.isnan(), 0.0, other)
+
+    fill_large_holes(holed, holed.nan_to_num(0.0), restore)
+    (moved,) = hidden
+    assert bool(moved[:, :8].all())
+    assert bool(moved[:8, : min(height, width) - 8].all())
+    assert float(moved.double().sum()) <= 0.4 * height * (width - 8)
 
 
 @pytest.mark.parametrize("channels", [None, 2])
@@ -83,4 +103,4 @@ def test_a_strip_at_the_border_is_no_worse_than_a_surface_or_the_mean():
     holed = with_strip(image)
     found = inpaint(holed, side=5, rounds=3, generator=generator, progress=False).image
     seen = holed[~holed.isnan()].mean().expand_as(image)
-    assert error(found, image, holed) < 1.05 * min(error(biharmonic(holed), image, holed), error(seen, image, holed))
+    assert error(found, image, holed) < 1.05 * min(error(surface(holed, 2), image, holed), error(seen, image, holed))

@@ -244,6 +244,20 @@ def test_what_cannot_be_restored_is_refused(image, options, named):
         inpaint(torch.randn(8, 8), torch.ones(3, 3))
 
 
+@pytest.mark.parametrize(
+    ("mask", "named"),
+    [
+        (np.array([[0, 3, 252], [255, 255, 255], [255, 255, 255]], np.uint8), "4 numbers from 0 to 255: compare them, as by mask > 127.5"),
+        (np.array([[1, 2, 2]] * 3), "2 numbers from 1 to 2"),
+        (np.array([[1.0, np.nan, 1.0]] * 3), "NaN"),
+        (np.ma.masked_equal(np.array([[1, 0, 1]] * 3), 0), "NaN"),
+    ],
+)
+def test_masks_that_do_not_say_what_is_seen_are_refused(mask, named):
+    with pytest.raises(ValueError, match=named):
+        inpaint(torch.randn(3, 3), mask)
+
+
 @pytest.mark.parametrize("shape", [(12, 14), (12, 14, 3), (60,)])
 def test_constant_arrays_stay_what_they_are(shape):
     image = torch.full(shape, 128.1)

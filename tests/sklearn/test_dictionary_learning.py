@@ -155,6 +155,12 @@ def test_minibatches_lead_where_all_data_lead():
     assert whole.score(y) > before - 0.2
 
 
+def test_starts_are_one_by_default_where_entries_are_missing():
+    damaged = np.random.default_rng(0).normal(size=(60, 4))
+    damaged[::3, 1] = np.nan
+    assert len(SparseCoding(3, max_iter=2, random_state=0).fit(damaged).starts_) == 1
+
+
 def test_missing_entries_are_filled_in():
     y = bars(200)
     damaged = np.where(np.random.default_rng(0).random(y.shape) < 0.2, np.nan, y)

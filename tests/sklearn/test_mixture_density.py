@@ -62,6 +62,8 @@ def test_what_users_of_scikit_learns_mixture_look_for(covariance_type):
     theirs = GaussianMixture(2, covariance_type=covariance_type, reg_covar=0)
     theirs.weights_, theirs.means_, theirs.covariances_ = ours.weights_, ours.means_, ours.covariances_
     theirs.precisions_cholesky_ = _compute_precision_cholesky(ours.covariances_, covariance_type)
+    root, dense = theirs.precisions_cholesky_, covariance_type in ("full", "tied")
+    np.testing.assert_allclose(ours.precisions_, root @ np.swapaxes(root, -1, -2) if dense else root**2, rtol=1e-6)
     np.testing.assert_allclose(ours.score_samples(X), theirs.score_samples(X), rtol=1e-6)
     assert ours.bic(X) == pytest.approx(theirs.bic(X))
     assert ours.aic(X) == pytest.approx(theirs.aic(X))
@@ -75,6 +77,13 @@ def test_counts_have_information_criteria_and_no_covariances():
     mixture = TruncatedMixture(2, family="poisson", max_iter=5, n_init=1, random_state=0).fit(counts)
     assert mixture.bic(counts) == pytest.approx(-2 * mixture.score_samples(counts).sum() + 5 * np.log(40))
     assert not hasattr(mixture, "covariances_")
+    assert not hasattr(mixture, "precisions_")
+
+
+@pytest.mark.parametrize("tol", [-1.0, np.nan, np.inf, "small"])
+def test_tolerances_that_are_none_are_refused_by_their_own_name(tol):
+    with pytest.raises(ValueError, match="tol must be a number of at least 0"):
+        TruncatedMixture(2, tol=tol, n_init=1).fit(np.random.default_rng(0).normal(size=(20, 2)))
 
 
 @pytest.mark.parametrize("kind", ["low", "low-rank", None])

@@ -44,6 +44,7 @@ CONTAINERS = {
     "attributes": xr.DataArray(FILLED, attrs={"_FillValue": FILL}),
     "two fill values": xr.DataArray(np.where(HIDDEN & (DATA > 0), -1e20, FILLED), attrs={"_FillValue": FILL, "missing_value": [-1e20]}),
     "encoding": xr.DataArray(FILLED).assign_attrs(units="K"),
+    "variable": xr.Variable(("row", "column"), FILLED, {"_FillValue": FILL}),
 }
 CONTAINERS["encoding"].encoding = {"_FillValue": FILL}
 
@@ -76,10 +77,15 @@ def test_what_is_scaled_in_a_file_is_no_fill_value():
 def test_lists_and_images_are_data_and_text_is_not():
     torch.testing.assert_close(as_data("y", [[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
     torch.testing.assert_close(as_data("y", [torch.ones(2), np.zeros(2, np.float32)]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    torch.testing.assert_close(as_data("y", [[1, None], [2.5, 3]]).isnan(), torch.tensor([[False, True], [False, False]]))
     assert as_data("y", Image.new("RGB", (5, 4), (1, 2, 3))).shape == (4, 5, 3)
+    coloured = Image.new("RGB", (5, 4), (200, 10, 30))
+    assert torch.equal(as_data("y", coloured.quantize(4)), as_data("y", coloured))
     for wrong in ("text", ["a"], [[1.0], [1.0, 2.0]], object(), None):
         with pytest.raises(TypeError, match="y must be a tensor, an array or a list of numbers"):
             as_data("y", wrong)
+    with pytest.raises(TypeError, match="give one of its variables"):
+        as_data("y", xr.Dataset({"a": xr.DataArray(np.zeros(3))}))
 
 
 def test_polars_are_data():

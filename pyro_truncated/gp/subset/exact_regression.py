@@ -33,7 +33,7 @@ def default_size(num_data: int) -> int:
         note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse, and faster")
         return num_data
     default = 512
-    note_once(f"SubsetGPRegression takes {default} inducing inputs on more than {EXACT_UP_TO} data points; see num_inducing")
+    note_once(f"SubsetGPRegression takes up to {default} inducing inputs on more than {EXACT_UP_TO} data points; see num_inducing")
     return default
 
 

@@ -10,7 +10,7 @@ where the decoder predicts :math:`m_k` and :math:`v_k` at :math:`z_k`. Predictio
 them. The decoder's noise takes errors of different outputs for independent, which those of pixels
 are not, so that its posteriors are too sure. The temperature :math:`T` and the noise of each output
 are fitted on some training points. They maximise the density of a hidden half, predicted from the
-other half without the point's own latent.
+other half without the point's own latent. Of points of which more is seen the temperature is higher.
 
 Where much of a point is observed, its own most probable latent (:meth:`SASDecoder.infer`) lies
 between the candidates. It predicts better than any candidate, the more so the more dimensions there
@@ -93,7 +93,8 @@ class CandidateLatents:
     Attributes:
         latents: the candidates, ``(K, Q)``.
         noise: noise variance of each output, ``(D,)``.
-        temperature: the temperature :math:`T`, at least 1.
+        temperature: the temperature :math:`T` of halves, at least 1.
+        usual_count: how many entries of halves are seen, on average.
         own_noise: noise variance of each output where own latents join, ``(D,)``.
         own_temperature: the temperature there.
         own_scale: factor of the variances there, which makes 95 % intervals hold 96.5 % of the hidden entries.
@@ -120,6 +121,7 @@ class CandidateLatents:
         self._mean, self._variance = mean.double(), variance.double()
         rows = order[:calibration]
         points, is_hidden = x[rows].double(), torch.rand(x[rows].shape, generator=generator, device=device).to(x.device) < 0.5
+        self.usual_count = float((~points.masked_fill(is_hidden, math.nan).isnan()).double().sum(1).mean().clamp(min=1.0))
         self.temperature, self.noise = self._calibrate(points, is_hidden, None)
         own = self._without_themselves(x, rows, is_hidden)
         self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrate(points, is_hidden, own)
@@ -136,7 +138,17 @@ class CandidateLatents:
             TypeError: if data points are complex.
             ValueError: if data points have another number of outputs, or are infinite.
         """
-        return (self._log_joint(self._check(x), self.noise) / self.temperature).softmax(1)
+        x = self._check(x)
+        return (self._log_joint(x, self.noise) / self._temper(x, self.temperature)).softmax(1)
+
+    def _temper(self, x: Tensor, temperature: float) -> Tensor:
+        r"""Returns temperatures ``(M, 1)`` by how much is seen of data points.
+
+        If errors of any two entries have the correlation :math:`\rho`, the mean of ``n`` has :math:`1 + (n - 1) \rho`
+        times the variance of that of independent ones. Where less is seen, the temperature stays that of halves.
+        """
+        count = (~x.isnan()).double().sum(1, keepdim=True)
+        return 1 + (temperature - 1) * (count / self.usual_count).clamp(min=1.0)
 
     def _check(self, x: Tensor) -> Tensor:
         x = as_tensors(x, self._mean)
@@ -177,8 +189,8 @@ class CandidateLatents:
 
     def _with_own(self, log_joint: Tensor, x: Tensor, own: OwnLatents) -> tuple[Tensor, Tensor]:
         """As :meth:`_mix`, at the temperature and the noise that were learned."""
-        T, noise = self.own_temperature, self.own_noise
-        return self._mix(log_joint / T, own, own.log_joint(x, noise) / T, T * own.spread((~x.isnan()).double(), noise))
+        T, noise = self._temper(x, self.own_temperature), self.own_noise
+        return self._mix(log_joint / T, own, own.log_joint(x, noise) / T[:, 0], T * own.spread((~x.isnan()).double(), noise))
 
     def _scale(self, x: Tensor, is_hidden: Tensor, own: OwnLatents) -> float:
         """Returns the factor of variances that calibrates 95 % intervals.
@@ -256,12 +268,12 @@ class CandidateLatents:
         visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
         temperature, noise, nothing = 1.0, self._first_noise(), torch.zeros_like(self._mean[0])
         for _ in range(_ROUNDS):
-            logs = self._log_joint_of_others(visible, noise)
+            logs, temperatures = self._log_joint_of_others(visible, noise), [self._temper(visible, T) for T in _TEMPERATURES]
             if own is None:
-                moments = [self._moments((logs / T).softmax(1), nothing) for T in _TEMPERATURES]
+                moments = [self._moments((logs / T).softmax(1), nothing) for T in temperatures]
             else:
                 log_own, spread = own.log_joint(visible, noise), own.spread((~visible.isnan()).double(), noise)
-                moments = [self._mix(logs / T, own, log_own / T, T * spread) for T in _TEMPERATURES]
+                moments = [self._mix(logs / T, own, log_own / T[:, 0], T * spread) for T in temperatures]
             found = [_fitted_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
             best = int(torch.stack([score for score, _ in found]).argmax())
             temperature, noise = _TEMPERATURES[best], found[best][1]

@@ -91,10 +91,21 @@ def test_a_line_says_what_is_taken(data: tuple[Tensor, Tensor], caplog: pytest.L
         SubsetGPRegression(smooth_rbf(more), more, num_inducing=20)
     exact, sparse = caplog.messages
     assert "is exact on up to 5000" in exact
-    assert "takes 512 inducing inputs" in sparse
+    assert "takes up to 512 inducing inputs" in sparse
     assert SubsetGPRegression(smooth_rbf(data[0]), data[1], num_inducing=N).is_exact
     assert not SubsetGPRegression(smooth_rbf(many), many, num_inducing=4999).is_exact
     assert not SubsetGPRegression(smooth_rbf(more), more, num_inducing=5001).is_exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frequency", "least", "most"), [(1.0, 8, 64), (6.0, 33, 128)])
+def test_by_default_there_are_as_many_inducing_inputs_as_the_function_needs(frequency: float, least: int, most: int) -> None:
+    x = 6 * torch.rand(5001, 1, dtype=torch.float64)
+    truth = (frequency * x[:, 0]).sin()
+    model = SubsetGPRegression(smooth_rbf(x), truth + 0.1 * torch.randn(5001, dtype=torch.float64))
+    model.fit(max_epochs=10)
+    assert least <= len(model.subset) <= most
+    assert float((model.predict(x, noiseless=True)[0] - truth).square().mean().sqrt()) < 0.03
 
 
 def test_as_many_inducing_inputs_as_data_are_an_exact_regression(data: tuple[Tensor, Tensor]) -> None:
