@@ -66,7 +66,7 @@ class FactorialHMM(UniqueModule):
     transition: Tensor
     # Gaps without observation make the statistics depend on the transitions.
     statistics_depend_on_parameters = True
-    starts_near_the_end = True
+    has_informed_init = True
     # Whether restarts of learn are being made.
     is_starting = False
 

@@ -83,7 +83,7 @@ class OcclusiveComponents(UniqueModule):
         NIPS 2013; Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select", Neural Computation 29 (2017), section 5.3.
     """
 
-    starts_near_the_end: ClassVar[bool] = True  # what `initialize` finds are the objects, nearly
+    has_informed_init: ClassVar[bool] = True  # what `initialize` finds are the objects, nearly
 
     features: Tensor
     masks: Tensor

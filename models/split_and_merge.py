@@ -132,13 +132,13 @@ class MoveSearch:
         self._log_prior = self.components.log_prior(prior)
         best = population.log_joint.topk(min(_OVERLAPPING, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
-        self.losses_without = self._losses_without(population.log_joint.double(), weight)
+        self.deletion_losses = self._losses_without(population.log_joint.double(), weight)
         self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)
 
     def moves(self, generator: torch.Generator | None = None) -> Moves:
         """The best disjoint moves that gain something, the best first."""
         pairs = self.pairs()
-        losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.losses_without])
+        losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.deletion_losses])
         pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
         gains, halves = self.halves(generator)
         chosen, split = matched(pairs, losses, gains)

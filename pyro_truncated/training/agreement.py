@@ -30,7 +30,7 @@ SHARED = 0.9
 ROUNDING = 1e-4
 
 
-class Reached(NamedTuple):
+class FreeEnergyEstimate(NamedTuple):
     """The free energy per data point that a run has reached.
 
     Attributes:
@@ -50,13 +50,13 @@ class Reached(NamedTuple):
     steps: int = 0
 
 
-def reached_on_average(values: Sequence[float]) -> Reached:
+def estimate_mean(values: Sequence[float]) -> FreeEnergyEstimate:
     """Returns the mean of noisy values and three standard errors."""
     spread = torch.tensor(values, dtype=torch.float64).std(correction=1) if len(values) > 1 else torch.zeros(())
-    return Reached(sum(values) / len(values), STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
+    return FreeEnergyEstimate(sum(values) / len(values), STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
-def reached_on_a_curve(values: Sequence[float]) -> Reached:
+def estimate_on_trend(values: Sequence[float]) -> FreeEnergyEstimate:
     r"""Returns the mean of rising noisy values and three standard errors.
 
     The errors are those around a curve through the values.
@@ -76,7 +76,7 @@ def reached_on_a_curve(values: Sequence[float]) -> Reached:
     free = number - degree - 1
     spread = math.sqrt(float(residuals.square().sum()) / free) if free > 0 else 0.0
     error = spread / math.sqrt(number) * math.sqrt(_inflation(residuals))
-    return Reached(sum(values) / number, STANDARD_ERRORS * error)
+    return FreeEnergyEstimate(sum(values) / number, STANDARD_ERRORS * error)
 
 
 def _inflation(residuals: Tensor) -> float:
@@ -92,7 +92,7 @@ def _inflation(residuals: Tensor) -> float:
     return (1 + correlation) / (1 - correlation)
 
 
-def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
+def have_agreed(reached: Sequence[FreeEnergyEstimate], tolerance: float) -> bool:
     """Whether the best two reached one free energy, within tolerance and noise.
 
     Both must have converged: what they will still gain lies in the tolerance.
@@ -104,7 +104,7 @@ def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
     return have_converged and abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
 
 
-def hardly_pays(reached: Sequence[Reached]) -> bool:
+def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
     r"""Whether the expected gain of another restart is below its error.
 
     The error is that of five more steps of the best two, or of chance.
@@ -124,7 +124,7 @@ def hardly_pays(reached: Sequence[Reached]) -> bool:
     return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
 
 
-def are_alike(one: Reached, other: Reached, tolerance: float) -> bool:
+def are_alike(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: float) -> bool:
     """Whether two runs explain the same data points equally well.
 
     The free energies of data points then differ by a standard deviation of at most three tolerances, without 1 % at either end. In one
@@ -141,7 +141,7 @@ def _usual(differences: Tensor) -> Tensor:
     return ordered[number : len(ordered) - number]
 
 
-def _difference(one: Reached, other: Reached) -> float:
+def _difference(one: FreeEnergyEstimate, other: FreeEnergyEstimate) -> float:
     """Returns differences of free energies, without 1 % at either end."""
     whole = one.free_energy - other.free_energy
     if one.each is None or other.each is None:

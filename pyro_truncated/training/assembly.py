@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.learn_report import Moves
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
@@ -55,7 +55,10 @@ class Assembly:
         """What all starts have found together."""
         assert self._best is not None
         return Start(
-            Reached(self._best.free_energy, each=self._best.population.free_energy()), self._best.parameters, None, self._best.beside
+            FreeEnergyEstimate(self._best.free_energy, each=self._best.population.free_energy()),
+            self._best.parameters,
+            None,
+            self._best.beside,
         )
 
     def join(self, found: Start) -> None:
@@ -65,7 +68,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn):
+            if self._take(other) | self._gains_by(self._resolve_difference_codes) | self._gains_by(self._complement):
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self.use_spare_latents()
@@ -75,18 +78,18 @@ class Assembly:
 
         None of them may be redundant: of two equal ones one may be missing elsewhere.
         """
-        return not any(bool((self._are_lonely(group) | self._are_spare(group)).any()) for group in self._recombinations)
+        return not any(bool((self._are_singletons(group) | self._are_spare(group)).any()) for group in self._recombinations)
 
     @property
-    def num_lonely(self) -> int:
+    def num_singletons(self) -> int:
         """Returns how many latents of the best only one restart has found.
 
         Redundant ones do not count, unless they are the majority.
         """
-        return sum(self._num_lonely(group) for group in self._recombinations)
+        return sum(self._num_singletons(group) for group in self._recombinations)
 
-    def _num_lonely(self, group: Recombination) -> int:
-        lonely = self._are_lonely(group)
+    def _num_singletons(self, group: Recombination) -> int:
+        lonely = self._are_singletons(group)
         if not bool(lonely.any()):
             return 0
         spare = self._are_spare(group)
@@ -113,13 +116,13 @@ class Assembly:
         self._best = self._left[change.__name__] = change(before)
         return self._best is not before
 
-    def _untangle(self, best: Member) -> Member:
+    def _resolve_difference_codes(self, best: Member) -> Member:
         """Replaces difference codes by the causes where this is better."""
         for group in self._recombinations:
-            best = self._better("replacement of difference codes", group, best, group.untangled(best))
+            best = self._better("replacement of difference codes", group, best, group.resolve_difference_codes(best))
         return best
 
-    def _turn(self, before: Member) -> Member:
+    def _complement(self, before: Member) -> Member:
         """Complements latents where this is better.
 
         A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
@@ -129,7 +132,7 @@ class Assembly:
         best = before
         for group, upright in zip(self._recombinations, self._upright, strict=True):
             for latent, share in group.mostly_on(before, upright).items():
-                turned = group.turned(best, latent)
+                turned = group.complement(best, latent)
                 settled = self._settled(self._member(self._fit(turned), near=turned))
                 is_better = settled.free_energy > best.free_energy + group.tolerance
                 self._moves.count("complement", is_better)
@@ -197,7 +200,7 @@ class Assembly:
                 return settled
         return member
 
-    def _are_lonely(self, group: Recombination) -> Tensor:
+    def _are_singletons(self, group: Recombination) -> Tensor:
         assert self._best is not None
         counts = torch.stack([group.are_shared(self._best, start) for start in self._starts]).sum(0)
         return counts < 2

@@ -13,7 +13,7 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.convergence import fixed, train
-from pyro_truncated.training.model_parameters import copies, put_back
+from pyro_truncated.training.model_parameters import load_snapshot, snapshot
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import names_arguments
@@ -86,7 +86,7 @@ def best_start(
             model.initialize(part, generator)
             reached.append(train(Run(model, part, settings, temperature), part, fixed(steps)).free_energy)
             if reached[-1] == max(reached):
-                best = copies(model, part)
-        put_back(model, part, best)
+                best = snapshot(model, part)
+        load_snapshot(model, part, best)
     search.forget()
     return reached

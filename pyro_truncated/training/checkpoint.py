@@ -9,8 +9,8 @@ from typing import Any
 from pyro.infer import SVI
 
 from pyro_truncated.training import checkpoint_file
-from pyro_truncated.training.identity import describe_run
-from pyro_truncated.training.refusals import names_alone, refuse_other_models, refuse_other_runs, refuse_stale
+from pyro_truncated.training.compatibility import names_alone, refuse_other_models, refuse_other_runs, refuse_stale
+from pyro_truncated.training.fingerprint import describe_run
 from pyro_truncated.training.run_state import loose_parameters, modules_of_run, remembered, set_state, state_of
 from pyro_truncated.utils.parameter_store import absolute_names
 
@@ -60,7 +60,7 @@ def save_checkpoint(
         svi: the run. Parameters of modules are saved with their module, those of plain functions from Pyro's parameter store.
         history: what the caller records, made of tensors, numbers, strings, lists and dictionaries.
         settings: what :func:`load_checkpoint` compares, so that a run is not continued with other settings.
-        run: descriptions by which the run is known again; default: :func:`~pyro_truncated.training.identity.describe_run`.
+        run: descriptions by which the run is known again; default: :func:`~pyro_truncated.training.fingerprint.describe_run`.
 
     Raises:
         OSError: if the file cannot be written, with its path and the cause; the last one is as it was.

@@ -11,8 +11,8 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.model_kinds import ResizableModel
-from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back
-from pyro_truncated.training.model_runs import Run, Settings, offer
+from pyro_truncated.training.model_parameters import forgetting_guides, load_snapshot, snapshot
+from pyro_truncated.training.model_runs import Run, Settings, insert_states
 from pyro_truncated.training.recombination import Member, recombinations_of
 from pyro_truncated.training.starts import Start
 
@@ -89,7 +89,7 @@ def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: f
     if not recombinations or start.states is None:
         return start
     first = recombinations[0].known(start.parameters, start.states)
-    member = recombinations[0].untangled(first)
+    member = recombinations[0].resolve_difference_codes(first)
     if member is first:
         return start
     found = _converged(model, y, settings, member, steps)
@@ -97,10 +97,10 @@ def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: f
 
 
 def _converged(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
-    put_back(model, y, member.parameters)
+    load_snapshot(model, y, member.parameters)
     with forgetting_guides(model, y):
         run = Run(model, y, settings)
-        offer(run, y, member.population.states())
+        insert_states(run, y, member.population.states())
         reached = train(run, y, to_convergence(run, steps))
         assert run.truncated is not None
-        return Start(reached, copies(model, y), run.truncated.population().states())
+        return Start(reached, snapshot(model, y), run.truncated.population().states())

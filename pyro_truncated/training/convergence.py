@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_truncated.training.agreement import STANDARD_ERRORS, Reached, likelihoods, reached_on_a_curve, reached_on_average
-from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
+from pyro_truncated.training.agreement import STANDARD_ERRORS, FreeEnergyEstimate, estimate_mean, estimate_on_trend, likelihoods
+from pyro_truncated.training.model_kinds import has_informed_init, is_mixture
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
 # Steps of closed-form EM of which the gain is measured.
@@ -56,7 +56,7 @@ def remaining_gain(values: Sequence[float], window: int) -> float:
     number = _window_of(values, window)
     if len(values) < 2 * number:
         return math.inf
-    before, last = (reached_on_a_curve(some) for some in (values[-2 * number : -number], values[-number:]))
+    before, last = (estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:]))
     return 2 * max(0.0, last.free_energy - before.free_energy - _error(before, last))
 
 
@@ -141,7 +141,7 @@ def of_restart(run: Any, model: Any, temperature: Temperature, steps: int, tol: 
         steps: how many there are, at least by gradients, and at most where EM may converge before.
         tol: largest difference of restarts that agree.
     """
-    if starts_near_the_end(model):
+    if has_informed_init(model):
         return Schedule(1, steps, _RELATIVE_GAIN, is_relative=True)
     if run.is_by_gradients:
         return by_gradients(run, steps, tol)
@@ -156,7 +156,7 @@ def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float
     return Schedule(steps, max_steps, tol, remaining_gain, window, window, first_rate=first_rate, is_thorough=not steps)
 
 
-def train(run: Any, y: Tensor, schedule: Schedule) -> Reached:
+def train(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEstimate:
     """Trains until convergence; returns the free energy that is reached.
 
     A neural decoder is refitted to its states before the learning rate falls, where training otherwise ends in bad optima.
@@ -164,7 +164,7 @@ def train(run: Any, y: Tensor, schedule: Schedule) -> Reached:
     if schedule.first_rate is not None:
         return _train_by_plateaus(run, y, schedule)
     if schedule.is_thorough:
-        run.look_closely()
+        run.intensify_search()
     values = _until_convergence(run, y, schedule)
     if schedule.decay:
         run.fit_decoder(y)
@@ -174,18 +174,18 @@ def train(run: Any, y: Tensor, schedule: Schedule) -> Reached:
     return _reached(run, y, schedule, values)
 
 
-def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> Reached:
+def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEstimate:
     r"""Trains until neither more steps nor a smaller learning rate gain more.
 
     The noise of gradients lowers the free energy by an amount proportional to the rate. If a reduction of the rate by a factor :math:`f`
     has gained :math:`g`, all further ones will gain :math:`g f / (1 - f)`.
     """
     assert schedule.first_rate is not None
-    reached, steps = Reached(-math.inf, remaining=math.inf), 0
+    reached, steps = FreeEnergyEstimate(-math.inf, remaining=math.inf), 0
     for reduction in range(1 + _REDUCTIONS):
         run.set_rate(schedule.first_rate * _RATE_FACTOR**reduction)
         if reduction and schedule.is_thorough:
-            run.look_closely()
+            run.intensify_search()
         # Half of the steps that are left, so that some are taken at smaller rates.
         left = schedule.max_steps - steps
         most = left if reduction == _REDUCTIONS else (left + 1) // 2
@@ -193,7 +193,7 @@ def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> Reached:
         values = _until_convergence(run, y, some)
         steps, before = steps + len(values), reached
         if values:
-            reached = reached_on_a_curve(values[-_window_of(values, schedule.window) :])
+            reached = estimate_on_trend(values[-_window_of(values, schedule.window) :])
         gain = max(0.0, reached.free_energy - before.free_energy - _error(before, reached))
         remaining = remaining_gain(values, schedule.window) + gain * _RATE_FACTOR / (1 - _RATE_FACTOR)
         reached = reached._replace(remaining=remaining, steps=steps)
@@ -203,12 +203,12 @@ def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> Reached:
     return reached
 
 
-def _error(one: Reached, other: Reached) -> float:
+def _error(one: FreeEnergyEstimate, other: FreeEnergyEstimate) -> float:
     """The standard error of a difference of noisy free energies."""
     return math.hypot(one.noise, other.noise) / STANDARD_ERRORS
 
 
-def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float = 0.0) -> Reached:
+def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float = 0.0) -> FreeEnergyEstimate:
     """Trains on all data to convergence; returns what is reached.
 
     The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
@@ -224,12 +224,12 @@ def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float
         return train(run, y, by_plateaus(max_steps, companion_tol, first_rate=_RATE_FACTOR))
     values = _until_convergence(run, y, Schedule(0, max_steps - max_steps // _PARTS, tol))
     left = max_steps - len(values)
-    if left and run.look_closely():
+    if left and run.intensify_search():
         values += _until_convergence(run, y, Schedule(0, left, tol / WINDOW_STEPS, window=1), values[-1:])
     elif left and not Schedule(0, left, tol).has_converged(values):
         values += _until_convergence(run, y, Schedule(0, left, tol))
     run.end()
-    return Reached(values[-1], steps=len(values))
+    return FreeEnergyEstimate(values[-1], steps=len(values))
 
 
 def _until_convergence(run: Any, y: Tensor, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
@@ -244,15 +244,15 @@ def _until_convergence(run: Any, y: Tensor, schedule: Schedule, before: Sequence
     return values
 
 
-def _reached(run: Any, y: Tensor, schedule: Schedule, values: list[float]) -> Reached:
+def _reached(run: Any, y: Tensor, schedule: Schedule, values: list[float]) -> FreeEnergyEstimate:
     steps = len(values)
     if run.truncated is None:
         # The log joint of a sampler's draws: a mean over the last sixth.
-        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y), steps=steps)
+        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y), steps=steps)
     if run.has_companion or run.truncated.conditional is not None:
         # Continuous latents make the free energy noisy; its trend is no noise.
-        return reached_on_a_curve(values[-_GRADIENT_WINDOW_STEPS:])._replace(steps=steps)
-    reached = Reached(values[-1], each=run.truncated.population().free_energy(), steps=steps)
+        return estimate_on_trend(values[-_GRADIENT_WINDOW_STEPS:])._replace(steps=steps)
+    reached = FreeEnergyEstimate(values[-1], each=run.truncated.population().free_energy(), steps=steps)
     if schedule.max_steps == schedule.steps or schedule.gain is not last_gain or steps <= schedule.window:
         return reached
     gain = values[-1] - values[-1 - schedule.window]

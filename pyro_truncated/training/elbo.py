@@ -26,10 +26,10 @@ from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.beside_others import BesideOthers, pyros_own
+from pyro_truncated.training.data_parallel import averaged_by_others, start_alike, total, watched
 from pyro_truncated.training.em_step import EMStep, collect_on_chains
+from pyro_truncated.training.mixed_guides import MixedGuides, pyros_own
 from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_draws, shared_out
-from pyro_truncated.training.together import averaged_by_others, start_alike, total, watched
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described
@@ -100,7 +100,7 @@ class Truncated_ELBO(Described, ELBO):
         check_kinds(Truncated_ELBO.__init__, temperature=temperature)
         self.temperature = temperature
         self.num_evaluations = 0
-        self._others = BesideOthers(**kwargs)
+        self._others = MixedGuides(**kwargs)
         self._em_step = EMStep()
         self._known_guide: Any = None
         self._num_looks = 0

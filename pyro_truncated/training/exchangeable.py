@@ -124,7 +124,7 @@ def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exc
         if any(frame.size < (frame.full_size or frame.size) for frame in learned.guide.frames.values()):
             return []
         groups = [_exchangeable(learned, state, *alike) for alike in _alike(learned.guide)]
-        learned.put_back(state)
+        learned.load_snapshot(state)
         return [group for group in groups if group is not None]
 
 

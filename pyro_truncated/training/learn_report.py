@@ -50,7 +50,7 @@ class LearnReport:
         restarts: in order.
         moves: changes of the best solution beyond restarts: how many were tried, and how many raised the free energy.
         reason: why no further restart was made.
-        doubts: why the best may be a local optimum; ``None`` if two restarts agree.
+        disagreement: why the best may be a local optimum; ``None`` if two restarts agree.
         steps: training steps on all data.
         remaining: what more of them are expected to gain per data point; infinity if they were too few to tell. Zero where training
             ends by another rule.
@@ -61,7 +61,7 @@ class LearnReport:
     restarts: tuple[Restart, ...]
     moves: dict[str, tuple[int, int]]
     reason: str
-    doubts: str | None
+    disagreement: str | None
     steps: int
     remaining: float
     optimizer: str
@@ -77,8 +77,8 @@ class LearnReport:
         ]
         lines += [f"{name}: {tried} tried, {accepted} accepted" for name, (tried, accepted) in self.moves.items()]
         lines.append(f"end of restarts: {self.reason}")
-        if self.doubts is not None:
-            lines.append(f"doubts: {self.doubts}")
+        if self.disagreement is not None:
+            lines.append(f"disagreement: {self.disagreement}")
         expected = "" if self.remaining == 0.0 or math.isinf(self.remaining) else f", more may gain {self.remaining:.2g}"
         lines.append(f"training: {self.steps} steps{expected}; {self.optimizer}")
         lines.append("settings: " + ", ".join(f"{name}={value}" for name, value in self.settings.items()))

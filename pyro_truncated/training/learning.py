@@ -23,14 +23,14 @@ from pyro_truncated.training.convergence import finish
 from pyro_truncated.training.model_kinds import (
     ConditionalModel,
     StartingModel,
-    has_others_beside,
+    has_companion_guides,
+    has_informed_init,
     is_mixture,
     starting,
-    starts_near_the_end,
 )
-from pyro_truncated.training.model_parameters import parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
-from pyro_truncated.training.several_starts import SeveralStarts
+from pyro_truncated.training.model_parameters import load_snapshot, parameters_of
+from pyro_truncated.training.model_runs import Run, Settings, insert_states, num_posteriors
+from pyro_truncated.training.multi_start import MultiStart
 from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.arguments import names_arguments
@@ -166,7 +166,7 @@ def learn(
     settings = Settings(search, num_states or 1, lr, max_count=max_count)
     guide = None if isinstance(model, GibbsModel) else settings.guide_for(model, y)
     layout, space = (None, None) if guide is None else (guide.layout, guide.layout.space)
-    is_beside = has_others_beside(model, layout)
+    is_beside = has_companion_guides(model, layout)
     steps = steps or (_STEPS_BESIDE if is_beside else _STEPS)
     num_states = num_states or _num_states(model, space)
     settings = dataclasses.replace(settings, num_states=num_states)
@@ -186,27 +186,27 @@ def learn(
     with undriven(model), progress_bar(progress, unit="step") as bar:
         settings = dataclasses.replace(settings, watch=partial(_show, bar))
         with starting(model):
-            found = SeveralStarts(model, part, settings, plan)
+            found = MultiStart(model, part, settings, plan)
             found.make(bar)
-            doubts = found.rule.doubts(found.pool)
+            disagreement = found.rule.disagreement(found.pool)
             found.complete()
-        put_back(model, part, found.pool.best.parameters)
+        load_snapshot(model, part, found.pool.best.parameters)
         bar.total, run = bar.n + steps, Run(model, y, settings if is_beside else settings.slowing(steps))
         run.take_over(found.pool.best.beside, y)
         if found.pool.best.states is not None and is_all:
-            offer(run, y, own_rows(found.pool.best.states, y))
+            insert_states(run, y, own_rows(found.pool.best.states, y))
         else:
             bar.set_description_str("finding states")
             run.find_states(y)
         bar.set_description_str("training")
         last = finish(run, y, steps, _little(model, run, found.pool.best.reached.noise), nearness)
-    if doubts is not None:
-        _warn(doubts)
+    if disagreement is not None:
+        _warn(disagreement)
     if last.remaining > nearness:
         _warn_of_gain(last.steps, last.remaining)
     run.guide.steps, run.guide.starts = last.steps, found.pool.energies
     chosen = {"search": type(run.search).__name__, "num_states": num_states, "temperature": falling(0), "tolerance": nearness, "lr": lr}
-    run.guide.learn_report = found.report(doubts, last, chosen | {"num_data": total_rows(part)})
+    run.guide.learn_report = found.report(disagreement, last, chosen | {"num_data": total_rows(part)})
     return run.guide
 
 
@@ -248,7 +248,7 @@ def _num_causes(model: Any, space: StateSpace | None) -> int:
 
 
 def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
-    if starts_near_the_end(model) or isinstance(model, StartingModel):
+    if has_informed_init(model) or isinstance(model, StartingModel):
         return _DEFAULTS_NEAR_THE_END
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES
@@ -261,7 +261,7 @@ def _rate(model: Any) -> float:
 
 def _little(model: Any, run: Run, noise: float) -> float:
     """Returns the gain of five steps below which training ends early."""
-    if starts_near_the_end(model):
+    if has_informed_init(model):
         return noise * _LITTLE
     # Gibbs chains and continuous latents make the free energy noisy.
     return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
@@ -277,9 +277,9 @@ def _show(bar: ProgressBar, free_energy: float) -> None:
     bar.update()
 
 
-def _warn(doubts: str) -> None:
+def _warn(disagreement: str) -> None:
     warnings.warn(
-        f"{doubts}: the best may be a local optimum. Try more starts, more short_steps, or a higher temperature.",
+        f"{disagreement}: the best may be a local optimum. Try more starts, more short_steps, or a higher temperature.",
         DisagreeingStartsWarning,
         stacklevel=5,
     )

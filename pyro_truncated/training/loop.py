@@ -25,10 +25,10 @@ from pyro_truncated.training.checkpoint import (
     save_checkpoint,
 )
 from pyro_truncated.training.checkpoint_file import claimed
-from pyro_truncated.training.identity import describe_arguments, describe_run
-from pyro_truncated.training.refusals import refuse_other_runs
+from pyro_truncated.training.compatibility import refuse_other_runs
+from pyro_truncated.training.data_parallel import is_shared_run, shared_portion, watched
+from pyro_truncated.training.fingerprint import describe_arguments, describe_run
 from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
-from pyro_truncated.training.together import is_shared_run, shared_portion, watched
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.counts import check_count

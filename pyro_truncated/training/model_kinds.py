@@ -56,7 +56,7 @@ class StartingModel(Protocol):
         """Goes there, for each start anew."""
 
 
-def starts_near_the_end(model: Any) -> bool:
+def has_informed_init(model: Any) -> bool:
     """Whether ``initialize`` searches for the components itself.
 
     The model says so by an attribute of this name.
@@ -64,7 +64,7 @@ def starts_near_the_end(model: Any) -> bool:
     Such restarts need no annealing, and end with the training as soon as gains are small. It holds only for closed-form M-steps: the
     first steps of an optimiser may lose more than they gain in the end.
     """
-    return isinstance(model, ClosedFormModel) and bool(getattr(model, "starts_near_the_end", False))
+    return isinstance(model, ClosedFormModel) and bool(getattr(model, "has_informed_init", False))
 
 
 def is_mixture(model: Any, space: StateSpace | None) -> bool:
@@ -76,10 +76,10 @@ def is_mixture(model: Any, space: StateSpace | None) -> bool:
     components do not count.
     """
     has_one = space is not None and space.num_latents == 1
-    return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not starts_near_the_end(model)
+    return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not has_informed_init(model)
 
 
-def has_others_beside(model: Any, layout: Layout | None) -> bool:
+def has_companion_guides(model: Any, layout: Layout | None) -> bool:
     """Whether continuous latents are left to a guide beside the truncated one."""
     return layout is not None and bool(layout.other_latents) and not isinstance(model, ConditionalModel)
 

@@ -71,13 +71,13 @@ def is_a_network(model: Any, y: Tensor) -> bool:
     return sum(tensors[name].dim() > 1 for name in layers_of(model, y)) > 1
 
 
-def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+def snapshot(model: Any, y: Tensor) -> dict[str, Tensor]:
     """What a model has learned, by name, apart from the model."""
     return {name: value.clone() for name, value in tensors_of(model, y).items()}
 
 
 @torch.no_grad()
-def put_back(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
+def load_snapshot(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
     """Writes values in place, so that stores and optimisers keep their tensors."""
     for name, value in tensors_of(model, y).items():
         value.copy_(state[name])
@@ -191,13 +191,13 @@ class Medians:
         nodes: Any = getattr(guide.prototype_trace, "nodes", {})
         self._supports = {name: nodes[name]["fn"].support for name in guide.layout.other_latents}
 
-    def put_back(self, state: dict[str, Tensor]) -> None:
+    def load_snapshot(self, state: dict[str, Tensor]) -> None:
         """Writes what has been learned back into the model."""
-        put_back(self.model, self.y, state)
+        load_snapshot(self.model, self.y, state)
 
     def scorer(self, state: dict[str, Tensor]) -> LogJoint:
         """The scorer of states under a model that has learned this."""
-        self.put_back(state)
+        self.load_snapshot(state)
         values = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
         return self.guide.log_joint_of(self.y, values=values)
 
@@ -209,7 +209,9 @@ class Medians:
     def state(self, beside: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model's parameters and the medians of a guide's state."""
         free = {name: biject_to(support)(beside[_LOC.format(name)]) for name, support in self._supports.items()}
-        return copies(self.model, self.y) | {_MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()}
+        return snapshot(self.model, self.y) | {
+            _MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()
+        }
 
     def learned(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What may change places: parameters and medians, but no buffers."""

@@ -36,7 +36,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.decoders import fit_decoder
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
+from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_companion_guides
 from pyro_truncated.training.model_parameters import least_size, prior_draw, rate_of
 from pyro_truncated.training.passes import parts_of
 from pyro_truncated.training.relocation import Relocations
@@ -214,7 +214,7 @@ class Run:
                 group["lr"] *= rate / self._rate
         self._rate = rate
 
-    def look_closely(self) -> bool:
+    def intensify_search(self) -> bool:
         """Searches more thoroughly from now on, and says whether it does.
 
         It does not where you have named the search.
@@ -240,7 +240,7 @@ class Run:
             # In a single posterior a round may find nothing by chance.
             are_apart = num_posteriors(self.truncated, y) == total_rows(y)
             least = _HARDLY_MORE if are_apart else -math.inf
-            if self.look_closely() and are_apart and self.truncated.space.is_binary:
+            if self.intensify_search() and are_apart and self.truncated.space.is_binary:
                 self._elbo.search = CombinedFlips()
             with torch.no_grad(), poutine.block():
                 for _ in range(_LOOKING):
@@ -262,7 +262,7 @@ def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -
     """Returns a model's guide, its truncated part, and the state space."""
     truncated = settings.guide_for(model, y)
     layout = truncated.layout
-    if not has_others_beside(model, layout):
+    if not has_companion_guides(model, layout):
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
     # Earlier guides keep their parameters; this one begins anew.
@@ -311,7 +311,7 @@ def default_search(model: Any, space: StateSpace, num_states: int) -> Search:
 
 
 @torch.no_grad()
-def offer(run: Run, y: Tensor, states: Tensor) -> None:
+def insert_states(run: Run, y: Tensor, states: Tensor) -> None:
     """Merges states, repetitions allowed, into a new guide's populations."""
     guide = run.truncated
     if guide is None:

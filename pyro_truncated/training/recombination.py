@@ -17,7 +17,7 @@ from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_late
 from pyro_truncated.training.model_kinds import ConditionalModel
 from pyro_truncated.training.model_parameters import Medians, layers_of
 from pyro_truncated.training.model_runs import Settings, default_search
-from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
+from pyro_truncated.training.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
 _FILLING, _ADAPTING = 8, 2
@@ -75,7 +75,7 @@ class Recombination:
     In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
     matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
     to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
-    largest loss in the other, see :func:`~pyro_truncated.training.redundancy.losses_without`.
+    largest loss in the other, see :func:`~pyro_truncated.training.redundancy.deletion_losses`.
 
     Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
@@ -142,7 +142,7 @@ class Recombination:
         moved = self.latents.replaced(member.parameters, here, member.parameters, there)
         return self.member(self.latents.disturbed(moved, here, _APART, generator), near=member)
 
-    def untangled(self, member: Member) -> Member:
+    def resolve_difference_codes(self, member: Member) -> Member:
         """Resolves difference codes; returns the model itself if none gains.
 
         A latent active only beside another one takes over their sum.
@@ -182,7 +182,7 @@ class Recombination:
         new = [latent for latent in mostly if not any(_are_off_together(each[:, latent], other) for other in known)]
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
-    def turned(self, member: Member, latent: int) -> Member:
+    def complement(self, member: Member, latent: int) -> Member:
         """Returns a model with a binary latent complemented in all states.
 
         States keep their ranks; parameters do not fit them yet.
@@ -219,13 +219,13 @@ class Recombination:
 
     def are_spare(self, member: Member) -> Tensor:
         """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
-        return is_spare(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
+        return is_redundant(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
     def _losses(self, member: Member) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
         if self.latents.num_values:
-            return losses_without_values(member.population, self.latents.latents.start, self.latents.num_values)
-        return losses_without(member.population, self._learned.scorer(member.parameters))[self.latents.latents]
+            return deletion_losses_of_values(member.population, self.latents.latents.start, self.latents.num_values)
+        return deletion_losses(member.population, self._learned.scorer(member.parameters))[self.latents.latents]
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
         """Returns correlations ``(H, H)`` of two models' latents, and partners."""

@@ -18,7 +18,7 @@ _OFTEN = 0.1
 _AT_A_TIME = 2**16
 
 
-def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
+def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
     r"""Returns deletion losses: best log joints lost without each latent.
 
     Up to ``depth`` other latents may substitute for it.
@@ -41,7 +41,7 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
 
 @torch.no_grad()
 def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
-    """Returns :func:`losses_without`, and the share of each substitute.
+    """Returns :func:`deletion_losses`, and the share of each substitute.
 
     Args:
         population: populations of a batch of data points.
@@ -93,7 +93,7 @@ def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
     return torch.tensor(chosen, device=losses.device)
 
 
-def losses_without_values(population: Population, latent: int, num_values: int) -> Tensor:
+def deletion_losses_of_values(population: Population, latent: int, num_values: int) -> Tensor:
     """Returns deletion losses of a latent's values, ``(V,)`` in float64.
 
     Other states are those of the populations; of a data point that holds none without the value the loss is infinite.
@@ -109,7 +109,7 @@ def losses_without_values(population: Population, latent: int, num_values: int) 
     return (log_joint.amax(1, keepdim=True) - without).sum(0)
 
 
-def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
+def is_redundant(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
     """Returns which latents are redundant, ``(H,)``.
 
     Their deletion loss is below twice the penalty of the Bayesian information criterion.
@@ -117,7 +117,7 @@ def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
     Twice, because of two that share a component the one that stays would move half of the way to the other.
 
     Args:
-        losses: what the data would lose without each latent, ``(H,)``, see :func:`losses_without`.
+        losses: what the data would lose without each latent, ``(H,)``, see :func:`deletion_losses`.
         num_parameters: how many parameters a latent has.
         num_data: number of data points.
     """
@@ -132,11 +132,11 @@ def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> flo
     Of two spare latents that share a component one has such parameters: half of them count.
 
     Args:
-        losses: what the data would lose without each latent, ``(H,)``, see :func:`losses_without`.
+        losses: what the data would lose without each latent, ``(H,)``, see :func:`deletion_losses`.
         num_parameters: how many parameters a latent has.
         num_data: number of data points.
     """
-    num_spare = int(is_spare(losses, num_parameters, num_data).sum())
+    num_spare = int(is_redundant(losses, num_parameters, num_data).sum())
     return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import Reached, vary
+from pyro_truncated.training.agreement import FreeEnergyEstimate, vary
 from pyro_truncated.training.convergence import fixed, of_restart, train
-from pyro_truncated.training.model_kinds import starts_near_the_end
-from pyro_truncated.training.model_parameters import Medians, copies, draw_start, draws_starts, forgetting_guides, is_a_network, put_back
-from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
+from pyro_truncated.training.model_kinds import has_informed_init
+from pyro_truncated.training.model_parameters import (
+    Medians,
+    draw_start,
+    draws_starts,
+    forgetting_guides,
+    is_a_network,
+    load_snapshot,
+    snapshot,
+)
+from pyro_truncated.training.model_runs import Run, Settings, insert_states, num_posteriors
 from pyro_truncated.training.recombination import Member
 from pyro_truncated.utils.annealing import Temperature
 
@@ -32,7 +40,7 @@ class Start(NamedTuple):
             of networks do not match.
     """
 
-    reached: Reached
+    reached: FreeEnergyEstimate
     parameters: dict[str, Tensor]
     states: Tensor | None
     beside: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
@@ -66,10 +74,11 @@ def start(
     with forgetting_guides(model, y):
         run = Run(model, y, settings, temperature)
         if states is not None:
-            offer(run, y, states.unsqueeze(1))
+            insert_states(run, y, states.unsqueeze(1))
         reached = train(run, y, of_restart(run, model, temperature, steps, tolerance))
-        if starts_near_the_end(model):
-            return Start(reached, copies(model, y), None if run.truncated is None or run.truncated.product is not None else states_of(run))
+        if has_informed_init(model):
+            is_product = run.truncated is not None and run.truncated.product is not None
+            return Start(reached, snapshot(model, y), None if is_product else states_of(run))
     found = start_of(run, model, y, reached)
     if run.truncated is None or run.truncated.product is not None:
         return found
@@ -80,10 +89,10 @@ def start(
     return found._replace(states=states_of(run), probabilities=probabilities if is_code else None)
 
 
-def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:
+def start_of(run: Run, model: Any, y: Tensor, reached: FreeEnergyEstimate) -> Start:
     """What a run has learned, without its states."""
     if run.truncated is None or not run.beside:
-        return Start(reached, copies(model, y), None)
+        return Start(reached, snapshot(model, y), None)
     return Start(
         reached, Medians(model, y, run.truncated).state(run.beside), None, {name: value.clone() for name, value in run.beside.items()}
     )
@@ -99,7 +108,7 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
     """Trains briefly in ever smaller steps from a nearly final state."""
     with forgetting_guides(model, y):
         run = _run_from(model, y, settings.slowing(steps), member)
-        offer(run, y, member.population.states())
+        insert_states(run, y, member.population.states())
         return start_of(run, model, y, train(run, y, fixed(steps)))
 
 
@@ -122,7 +131,7 @@ class AsTheyAre(Search):
 
 
 def _run_from(model: Any, y: Tensor, settings: Settings, member: Member) -> Run:
-    put_back(model, y, member.parameters)
+    load_snapshot(model, y, member.parameters)
     run = Run(model, y, settings)
     if run.truncated is not None and member.beside:
         run.see(y)

@@ -1,4 +1,4 @@
-"""The number of restarts, and doubts about the best one."""
+"""The number of restarts, and disagreement about the best one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, share_most
+from pyro_truncated.training.agreement import FreeEnergyEstimate, are_alike, have_agreed, is_gain_below_error, share_most
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, have_found_the_same
-from pyro_truncated.training.growth import are_many
 from pyro_truncated.training.learn_report import Moves, Restart
-from pyro_truncated.training.model_kinds import ResizableModel, has_others_beside
+from pyro_truncated.training.model_kinds import ResizableModel, has_companion_guides
 from pyro_truncated.training.model_runs import Settings, layout_of
+from pyro_truncated.training.overcomplete import are_many
 from pyro_truncated.training.starts import Start
 
 # Most restarts; with exchange of latents; and where one costs as much as the training: more than
@@ -86,7 +86,7 @@ class Pool:
     """
 
     best: Start
-    apart: list[Reached] = dataclasses.field(default_factory=list)
+    apart: list[FreeEnergyEstimate] = dataclasses.field(default_factory=list)
     found: list[Start] = dataclasses.field(default_factory=list)
     assembly: Assembly | None = None
     decoded: Tensor | None = None
@@ -131,7 +131,7 @@ class StopRule:
         if isinstance(self._model, GibbsModel):
             return False
         layout = layout_of(self._model, self._y, self._settings)
-        if has_others_beside(self._model, layout):
+        if has_companion_guides(self._model, layout):
             return True
         if self._plan.is_product:
             return False
@@ -152,7 +152,7 @@ class StopRule:
         number = len(pool.energies)
         if number >= self._fewest:
             may_be_mended = pool.decoded is not None and number < _FEWEST_OF_CODES
-            if (can_complete(self._model) or pool.is_network) and not may_be_mended and hardly_pays(pool.apart):
+            if (can_complete(self._model) or pool.is_network) and not may_be_mended and is_gain_below_error(pool.apart):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.assembly is not None and pool.assembly.is_complete():
                 return "two restarts have found each latent of the best"
@@ -163,13 +163,13 @@ class StopRule:
         pool.gains_by_spare_latents()
         return "all restarts are made"
 
-    def doubts(self, pool: Pool) -> str | None:
+    def disagreement(self, pool: Pool) -> str | None:
         """Why the best restart may be a local optimum, if it may."""
         number = len(pool.energies)
         if number == 1 or self._have_agreed(pool):
             return None
         if pool.assembly is not None:
-            lonely = pool.assembly.num_lonely
+            lonely = pool.assembly.num_singletons
             return f"{lonely} latents of the best of {number} starts were found by fewer than two of them" if lonely else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._plan.is_shared else "per data point"

@@ -20,8 +20,8 @@ from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.decoders import observed_numbers
-from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
+from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, load_snapshot, parameters_of
+from pyro_truncated.training.model_runs import Run, Settings, insert_states, num_posteriors
 from pyro_truncated.training.starts import AsTheyAre, Start
 from pyro_truncated.utils.devices import device_of
 
@@ -62,10 +62,10 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
 def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, found: Start) -> Tensor:
     """Returns a linear model's likeliest state of each data point, ``(N, H)``."""
     assert found.states is not None
-    put_back(model, values, found.parameters)
+    load_snapshot(model, values, found.parameters)
     with forgetting_guides(model, values):
         run = Run(model, values, settings)
-        offer(run, values, found.states)
+        insert_states(run, values, found.states)
         assert run.truncated is not None
         return run.truncated.space.unpack(run.truncated.population().mode())
 
@@ -108,7 +108,7 @@ def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -
 class LinearCauses(torch.nn.Module):
     r"""Binary sparse coding with an offset, :math:`s_h \sim \mathrm{Bernoulli}(\pi)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    A minimal model for :class:`~pyro_truncated.training.several_starts.SeveralStarts`. Its data are complete, of size one about zero,
+    A minimal model for :class:`~pyro_truncated.training.multi_start.MultiStart`. Its data are complete, of size one about zero,
     and in one process.
 
     Args:

@@ -38,7 +38,7 @@ def list_of_guides() -> SVI:
     return SVI(rows_with_weights, guide, driver, Truncated_ELBO(EvolutionarySearch(3, 2)))
 
 
-def beside_others() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+def mixed_guides() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
     y = distributed.shard(data(17))
     svi = list_of_guides()
     losses = [svi.step(y) for _ in range(4)] + [svi.evaluate_loss(y) for _ in range(2)]
@@ -47,11 +47,11 @@ def beside_others() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]
 
 @pytest.mark.slow
 def test_guides_beside_others_are_trained_as_by_one_process(crew):
-    losses, parameters, words = beside_others()
+    losses, parameters, words = mixed_guides()
     # Draws differ from loss to loss.
     assert len(set(losses)) == len(losses)
     for number in (2, 3):
-        ranks = crew.results(number, beside_others)
+        ranks = crew.results(number, mixed_guides)
         for found, held, _ in ranks:
             assert found == pytest.approx(losses, rel=1e-12)
             for name, value in parameters.items():

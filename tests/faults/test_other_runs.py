@@ -17,7 +17,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Sample
 from pyro_truncated.models import BinarySparseCoding, MaximalCauses
 from pyro_truncated.training import fit
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
-from pyro_truncated.training.identity import describe, describe_arguments
+from pyro_truncated.training.fingerprint import describe, describe_arguments
 from tests.faults import runs
 
 

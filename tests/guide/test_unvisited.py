@@ -112,27 +112,27 @@ def clusters(y, batch_size=None):
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
-@pytest.mark.parametrize("beside_others", [False, True])
-def test_what_a_stock_elbo_has_trained_is_read_under_the_model_as_it_is(beside_others, batch_size):
+@pytest.mark.parametrize("mixed_guides", [False, True])
+def test_what_a_stock_elbo_has_trained_is_read_under_the_model_as_it_is(mixed_guides, batch_size):
     """The stock ELBO stores no scores: what is read must be the exact posterior of now, of all data points."""
     y = 3 * torch.randn(10, dtype=D64)
 
     def model(y, batch_size=None):
-        if beside_others:
+        if mixed_guides:
             return clusters(y, batch_size)
         at = pyro.param("at", torch.tensor([-1.0, 2.0], dtype=D64))
         return pyro.condition(clusters, data={"place": at})(y, batch_size)
 
     truncated = AutoTruncated(model, 2)
     guide = truncated
-    if beside_others:
+    if mixed_guides:
         guide = AutoGuideList(model)
         guide.append(AutoDelta(block(model, hide=["k"])))
         guide.append(truncated)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TraceEnum_ELBO(max_plate_nesting=1))
     for _ in range(3):
         svi.step(y, batch_size)
-        place = (guide.median()["place"] if beside_others else pyro.param("at")).detach()
+        place = (guide.median()["place"] if mixed_guides else pyro.param("at")).detach()
         log_odds = torch.tensor(0.3 / 0.7, dtype=D64).log() + ((y - place[0]).square() - (y - place.sum()).square()) / 2
         torch.testing.assert_close(truncated.marginals()["k"], log_odds.sigmoid(), rtol=1e-9, atol=1e-12)
     assert truncated.log_joint.isnan().all()

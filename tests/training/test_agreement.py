@@ -10,18 +10,25 @@ import torch
 from pyro_truncated import GPSelect, cooling, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
-from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, reached_on_a_curve, reached_on_average
-from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training import multi_start
+from pyro_truncated.training.agreement import (
+    FreeEnergyEstimate,
+    are_alike,
+    estimate_mean,
+    estimate_on_trend,
+    have_agreed,
+    is_gain_below_error,
+)
+from pyro_truncated.training.model_parameters import snapshot
 from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.several_starts import SeveralStarts
+from pyro_truncated.training.multi_start import MultiStart
 from pyro_truncated.training.starts import Start
 from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.console import progress_bar
 
 
-def start(each: torch.Tensor, **fields: float) -> Reached:
-    return Reached(float(each.mean()) + fields.pop("beside", 0.0), each=each, **fields)
+def start(each: torch.Tensor, **fields: float) -> FreeEnergyEstimate:
+    return FreeEnergyEstimate(float(each.mean()) + fields.pop("beside", 0.0), each=each, **fields)
 
 
 EACH = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -73,12 +80,12 @@ def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(
     assert have_agreed([start(EACH), start(one)], 0.05)
     assert are_alike(start(EACH), start(one), 0.05) == (number == 2 and are_compared)
     starts = iter([start(EACH), start(one), start(EACH - 5.0)])
-    monkeypatch.setattr(several_starts, "start", lambda model, y, *rest: Start(next(starts), copies(model, y), None))
+    monkeypatch.setattr(multi_start, "start", lambda model, y, *rest: Start(next(starts), snapshot(model, y), None))
     plan = Plan(3, 2, cooling(1.0, 2), 0.05, None, are_compared=are_compared)
-    found = SeveralStarts(causes, torch.randn(32, 2), Settings(None, 4, 0.1), plan)
+    found = MultiStart(causes, torch.randn(32, 2), Settings(None, 4, 0.1), plan)
     found.make(progress_bar(False))
     assert len(found.pool.energies) == number
-    assert (found.rule.doubts(found.pool) is None) == (number == 2)
+    assert (found.rule.disagreement(found.pool) is None) == (number == 2)
 
 
 def test_what_belongs_to_no_data_point_counts_in_full() -> None:
@@ -92,17 +99,17 @@ def test_what_both_may_have_gained_from_noise_does_not_count() -> None:
 
 
 def test_free_energies_that_are_not_known_by_data_point_are_compared_as_they_are() -> None:
-    assert have_agreed([Reached(-1.0), Reached(-1.04)], 0.05)
-    assert not have_agreed([Reached(-1.0), Reached(-1.06, each=EACH)], 0.05)
-    assert not have_agreed([Reached(-1.0, each=EACH), Reached(float("nan"), each=EACH)], 0.05)
+    assert have_agreed([FreeEnergyEstimate(-1.0), FreeEnergyEstimate(-1.04)], 0.05)
+    assert not have_agreed([FreeEnergyEstimate(-1.0), FreeEnergyEstimate(-1.06, each=EACH)], 0.05)
+    assert not have_agreed([FreeEnergyEstimate(-1.0, each=EACH), FreeEnergyEstimate(float("nan"), each=EACH)], 0.05)
 
 
 def test_means_over_draws_are_known_to_three_standard_errors() -> None:
-    reached = reached_on_average([1.0, 2.0, 3.0, 6.0])
+    reached = estimate_mean([1.0, 2.0, 3.0, 6.0])
     assert reached.free_energy == 3.0
     # Squared deviations 4 + 1 + 0 + 9 over three, and four values.
     assert reached.noise == pytest.approx(3 * (14 / 3 / 4) ** 0.5)
-    assert reached_on_average([2.0]).noise == 0.0
+    assert estimate_mean([2.0]).noise == 0.0
 
 
 def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,21 +118,21 @@ def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(mon
     torch.manual_seed(0)
     model = MaxSpikeSlabSparseCoding(16, 8)
     model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
-    best = Start(Reached(0.0), {name: value.clone() for name, value in model.state_dict().items()}, None)
-    monkeypatch.setattr(several_starts, "start", lambda *args: best)
+    best = Start(FreeEnergyEstimate(0.0), {name: value.clone() for name, value in model.state_dict().items()}, None)
+    monkeypatch.setattr(multi_start, "start", lambda *args: best)
     learn(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"), steps=1, starts=1, progress=False)
     assert matched_bars(model.weight, bars.components, 0.98) == 8
 
 
 def test_what_a_start_still_rises_by_is_no_noise() -> None:
-    reached = reached_on_a_curve([float(value) for value in range(10)])
+    reached = estimate_on_trend([float(value) for value in range(10)])
     assert (reached.free_energy, reached.noise) == (4.5, pytest.approx(0.0, abs=1e-9))
     assert not have_agreed([reached, reached._replace(free_energy=2.0)], 0.05)
     rising = [value + (-1) ** value for value in range(10)]
     # What alternates is hardly a curve: the residuals have a deviation of one, but for the degrees of freedom, of a cubic and of a line.
-    assert reached_on_a_curve(rising).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
-    assert reached_on_a_curve(rising[:8]).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
-    assert [reached_on_a_curve([1.0, 3.0][:number]).noise for number in (1, 2)] == [0.0, 0.0]
+    assert estimate_on_trend(rising).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
+    assert estimate_on_trend(rising[:8]).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
+    assert [estimate_on_trend([1.0, 3.0][:number]).noise for number in (1, 2)] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("bend", [1.0, 3.0, 6.0])
@@ -134,8 +141,8 @@ def test_the_bend_of_a_rise_is_no_noise(bend: float) -> None:
     rise = -torch.exp(-bend * torch.arange(10, dtype=torch.float64) / 10)
     line = torch.linalg.qr(torch.stack([torch.ones(10).double(), torch.arange(10).double()], 1)).Q
     around_a_line = 3 * float((rise - line @ (line.mT @ rise)).norm()) / (8 * 10) ** 0.5
-    assert reached_on_a_curve(rise.tolist()).noise < 0.7 * around_a_line
-    parabola = reached_on_a_curve([-1.8 * (1 - step / 10) ** 2 for step in range(10)])
+    assert estimate_on_trend(rise.tolist()).noise < 0.7 * around_a_line
+    parabola = estimate_on_trend([-1.8 * (1 - step / 10) ** 2 for step in range(10)])
     assert parabola.noise == pytest.approx(0.0, abs=1e-9)
     assert not have_agreed([parabola, parabola._replace(free_energy=parabola.free_energy - 1.8)], 0.05)
 
@@ -146,7 +153,7 @@ def test_errors_of_values_that_hang_together_are_larger() -> None:
     series = torch.randn(400, 60, generator=generator)
     for step in range(1, 60):
         series[:, step] += 0.6 * series[:, step - 1]
-    reached = [reached_on_a_curve(one[40:].tolist()) for one in series]
+    reached = [estimate_on_trend(one[40:].tolist()) for one in series]
     assert sum(abs(one.free_energy) <= one.noise for one in reached) >= 360
 
 
@@ -155,14 +162,14 @@ def test_another_start_pays_unless_its_expected_gain_is_less_than_chance_or_more
     apart = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     apart = 2 * (apart - apart.mean()) / apart.std()
 
-    def start(free_energy: float, sign: int, rise: float = 0.0) -> Reached:
-        return Reached(free_energy, each=free_energy + sign * apart / 2, rise=rise)
+    def start(free_energy: float, sign: int, rise: float = 0.0) -> FreeEnergyEstimate:
+        return FreeEnergyEstimate(free_energy, each=free_energy + sign * apart / 2, rise=rise)
 
     third = start(-9.0, 1)
-    assert hardly_pays([start(0.0, 1), start(-0.25, -1), third])
-    assert not hardly_pays([start(0.0, 1), start(-0.35, -1), third])
+    assert is_gain_below_error([start(0.0, 1), start(-0.25, -1), third])
+    assert not is_gain_below_error([start(0.0, 1), start(-0.35, -1), third])
     # Two may have missed something else each, unless both still rise.
-    assert not hardly_pays([start(0.0, 1), start(-0.1, -1)])
-    assert hardly_pays([start(0.0, 1, 0.6), start(-1.0, -1, 0.6)])
-    assert not hardly_pays([start(0.0, 1, 0.6), start(-1.0, -1, 0.1)])
-    assert not hardly_pays([start(0.0, 1, 9.0)])
+    assert not is_gain_below_error([start(0.0, 1), start(-0.1, -1)])
+    assert is_gain_below_error([start(0.0, 1, 0.6), start(-1.0, -1, 0.6)])
+    assert not is_gain_below_error([start(0.0, 1, 0.6), start(-1.0, -1, 0.1)])
+    assert not is_gain_below_error([start(0.0, 1, 9.0)])

@@ -28,10 +28,10 @@ from pyro_truncated.models import (
     SpikeSlabSparseCoding,
 )
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
-from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, several_starts
-from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.model_parameters import copies, least_size, rate_of
-from pyro_truncated.training.redundancy import gained_from_noise, least_missed, losses_and_stand_ins, losses_without
+from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, multi_start
+from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.model_parameters import least_size, rate_of, snapshot
+from pyro_truncated.training.redundancy import deletion_losses, gained_from_noise, least_missed, losses_and_stand_ins
 from pyro_truncated.training.starts import Start
 from tests.training.started_models import StartedAtRows
 
@@ -82,12 +82,12 @@ def test_losses_bound_what_enumeration_finds_and_equal_it_where_latents_do_not_i
     model = kind(6, 4, dtype=torch.float64)
     y = (torch.rand(30, 6, generator=generator()) < 0.5).double()
     population, log_joint = complete(model, y)
-    losses, exact = losses_without(population, log_joint, depth=3), exact_losses(population)
+    losses, exact = deletion_losses(population, log_joint, depth=3), exact_losses(population)
     assert (losses >= exact - 1e-9).all()
     if kind in (BinarySparseCoding, DiscreteSparseCoding):
         model.weight = 2 * torch.eye(6, dtype=torch.float64)[:, :4]
         population, log_joint = complete(model, y)
-        torch.testing.assert_close(losses_without(population, log_joint, depth=1), exact_losses(population))
+        torch.testing.assert_close(deletion_losses(population, log_joint, depth=1), exact_losses(population))
 
 
 def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_everything():
@@ -96,8 +96,8 @@ def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_ev
     model.weight, model.scale = bars.components, torch.tensor(0.5)
     model.prior = torch.tensor(0.25)
     doubled = model.with_latents(torch.tensor([0, 1, 2, 3, 4, 5, 5]))
-    losses = losses_without(*complete(doubled, bars.data))
-    single = losses_without(*complete(model, bars.data))
+    losses = deletion_losses(*complete(doubled, bars.data))
+    single = deletion_losses(*complete(model, bars.data))
     assert (losses[5:] < 1e-3 * single[5]).all()
     assert (single > 1000).all()
     # Either may go, and not both.
@@ -118,12 +118,12 @@ def test_losses_score_no_more_states_than_there_are_latents_that_are_on():
     population, log_joint = complete(model, states @ model.weight.mT)
     sizes, score = [], log_joint.score
     log_joint.score = lambda words, rows=None: sizes.append(words.shape[:2].numel()) or score(words, rows)
-    losses = losses_without(population, log_joint)
+    losses = deletion_losses(population, log_joint)
     torch.testing.assert_close(losses, exact_losses(population))
     # 65 latents are on: each is left out, and other ones tried in its place once, which raises nothing.
     assert sum(sizes) == 65 + 65 * 6
     nothing = complete(model, torch.zeros(10, 9, dtype=torch.float64))
-    assert torch.equal(losses_without(*nothing), torch.zeros(6, dtype=torch.float64))
+    assert torch.equal(deletion_losses(*nothing), torch.zeros(6, dtype=torch.float64))
 
 
 def test_every_data_point_counts_however_little_memory_there_is():
@@ -136,7 +136,7 @@ def test_every_data_point_counts_however_little_memory_there_is():
     for budget in (2**20, 2**28):
         guide = AutoTruncated(model, num_states=64, memory_budget=budget)
         log_joint = guide.log_joint_of(y)
-        losses.append(losses_without(guide.rescored(log_joint), log_joint))
+        losses.append(deletion_losses(guide.rescored(log_joint), log_joint))
         blocks = len(log_joint.row_blocks(3 * 6))
         assert (blocks > 1) == (budget == 2**20)
     torch.testing.assert_close(*losses)
@@ -150,7 +150,7 @@ def test_what_makes_up_for_a_latent_may_take_any_of_its_values():
     model.scale = torch.tensor(0.1, dtype=torch.float64)
     y = torch.tensor([[6.0, 6.0, 0.0, 0.0], [9.0, 9.0, 6.0, 6.0]], dtype=torch.float64)
     population, log_joint = complete(model, y)
-    losses = losses_without(population, log_joint)
+    losses = deletion_losses(population, log_joint)
     torch.testing.assert_close(losses, exact_losses(population))
     # The second data point needs both of them, three times the element; either of the first two dimensions would be off by 3.
     assert losses[:2].max() == pytest.approx(2 * 3**2 / 0.02, rel=0.1)
@@ -433,9 +433,9 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
         begun.append(pyro.param("own.loc").detach().clone())
         with torch.no_grad():
             pyro.get_param_store()["own.loc"].unconstrained().add_(3000.0)
-        return Start(Reached(float(len(begun))), copies(model, y), None)
+        return Start(FreeEnergyEstimate(float(len(begun))), snapshot(model, y), None)
 
-    monkeypatch.setattr(several_starts, "start", start)
+    monkeypatch.setattr(multi_start, "start", start)
     with pytest.warns(DisagreeingStartsWarning):
         learn(model, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
     # Where it was, and twice near that place, by noise as large as what was reached, which is 3000 away.
@@ -452,9 +452,9 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, 
 
     def start(model, y, *args):
         begun.append(0)
-        return Start(Reached(float(len(begun))), copies(model, y), None)
+        return Start(FreeEnergyEstimate(float(len(begun))), snapshot(model, y), None)
 
-    monkeypatch.setattr(several_starts, "start", start)
+    monkeypatch.setattr(multi_start, "start", start)
     pyro.set_rng_seed(0)
     learn(lambda y: own(y, rates), 50 * torch.rand(20, generator=generator()), starts=starts, steps=1, short_steps=1, progress=False)
     assert len(begun) == made
@@ -464,7 +464,7 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, 
 @pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 2)])
 def test_few_rows_have_eight_starts_even_if_two_agree(monkeypatch, rows, made):
     """Few: less than sixteen for each of three latents. Of enough the second agrees with the first."""
-    monkeypatch.setattr(several_starts, "start", lambda model, y, *_: Start(Reached(0.0), copies(model, y), None))
+    monkeypatch.setattr(multi_start, "start", lambda model, y, *_: Start(FreeEnergyEstimate(0.0), snapshot(model, y), None))
     pyro.set_rng_seed(0)
     guide = learn(
         lambda y: own(y, (0.1, 0.5, 0.9)), torch.rand(rows, generator=generator()), tolerance=0.1, steps=1, short_steps=1, progress=False

@@ -16,8 +16,8 @@ from sklearn.mixture import GaussianMixture as Reference
 
 from pyro_truncated import AutoTruncated, ClosedForm, DisagreeingStartsWarning, Truncated_ELBO, learn
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
-from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training import multi_start
+from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.model_kinds import is_mixture
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start
@@ -63,9 +63,9 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
         left = iter(heights)
 
         def begin(model: GaussianMixture, *_: Any, left: Iterator[float] = left) -> Start:
-            return Start(Reached(next(left)), several_starts.copies(model, y), None)
+            return Start(FreeEnergyEstimate(next(left)), multi_start.snapshot(model, y), None)
 
-        monkeypatch.setattr(several_starts, "start", begin)
+        monkeypatch.setattr(multi_start, "start", begin)
         warns = contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more")
         with warns:
             guide = learn(GaussianMixture(3, 2), y, starts=5, tolerance=tolerance, steps=1, progress=False)
@@ -78,7 +78,7 @@ def test_a_small_mixture_has_eight_starts_even_if_two_agree(
 ) -> None:
     """Small: values of the data times components are at most 50 000."""
     y = torch.randn(rows, 10)
-    monkeypatch.setattr(several_starts, "start", lambda model, *_: Start(Reached(0.0), several_starts.copies(model, y), None))
+    monkeypatch.setattr(multi_start, "start", lambda model, *_: Start(FreeEnergyEstimate(0.0), multi_start.snapshot(model, y), None))
     guide = learn(GaussianMixture(10, 4, covariance="spherical"), y, starts=starts, steps=1, progress=False)
     assert len(guide.starts) == number
 
@@ -89,7 +89,9 @@ def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(
 ) -> None:
     heights = iter([0.0] + [others] * 49)
     y = torch.randn(20, 1)
-    monkeypatch.setattr(several_starts, "start", lambda model, *_: Start(Reached(next(heights)), several_starts.copies(model, y), None))
+    monkeypatch.setattr(
+        multi_start, "start", lambda model, *_: Start(FreeEnergyEstimate(next(heights)), multi_start.snapshot(model, y), None)
+    )
     with contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more"):
         guide = learn(GaussianMixture(1, 2), y, starts=50, tolerance=0.01, steps=1, progress=False)
     assert len(guide.starts) == (8 if is_sure else 50)
@@ -108,9 +110,9 @@ def test_starts_have_data_for_what_they_learn(monkeypatch: pytest.MonkeyPatch, s
 
     def begin(model: GaussianMixture, y: torch.Tensor, *_: Any) -> Start:
         sizes.append(len(y))
-        return Start(Reached(0.0), several_starts.copies(model, y), None)
+        return Start(FreeEnergyEstimate(0.0), multi_start.snapshot(model, y), None)
 
-    monkeypatch.setattr(several_starts, "start", begin)
+    monkeypatch.setattr(multi_start, "start", begin)
     learn(GaussianMixture(shape[1], number), torch.randn(shape), starts=1, steps=1, progress=False)
     assert sizes == [rows]
 

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
-from pyro_truncated.training import DisagreeingStartsWarning, learning, several_starts
-from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.model_parameters import copies, disturb, layers_of
+from pyro_truncated.training import DisagreeingStartsWarning, learning, multi_start
+from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.model_parameters import disturb, layers_of, snapshot
 from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.recombination import recombinations_of
 from pyro_truncated.training.starts import Start
@@ -55,9 +55,9 @@ def perceptron() -> torch.nn.Module:
 def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_layer_have(make, exchanges):
     pyro.set_rng_seed(0)
     model, y = make(), torch.randn(10, 5, generator=generator())
-    first = copies(model, y)
+    first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert bool(recombinations_of(model, y, Settings(None, 4), 0.1, copies(model, y))) == exchanges
+    assert bool(recombinations_of(model, y, Settings(None, 4), 0.1, snapshot(model, y))) == exchanges
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
@@ -72,9 +72,9 @@ def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     alone = parametrize(torch.nn.Linear(2, 3, bias=False))
     assert layers_of(alone, y) == {name for name, _ in alone.named_parameters()} != set()
     # What is behind a network is not exchanged, as if its weights were its own.
-    first = copies(model, y)
+    first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert not recombinations_of(model, y, Settings(None, 4), 0.1, copies(model, y))
+    assert not recombinations_of(model, y, Settings(None, 4), 0.1, snapshot(model, y))
 
 
 @pytest.mark.parametrize(("unlike", "made"), [(1.0, 4), (0.0, 8)])
@@ -88,9 +88,9 @@ def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_be
         with torch.no_grad():
             network[0].weight.fill_(3000.0)
         each = len(begun) + 10 * unlike * torch.randn(len(y), dtype=torch.float64)
-        return Start(Reached(float(len(begun)), each=each), copies(model, y), None)
+        return Start(FreeEnergyEstimate(float(len(begun)), each=each), snapshot(model, y), None)
 
-    monkeypatch.setattr(several_starts, "start", start)
+    monkeypatch.setattr(multi_start, "start", start)
     with pytest.warns(DisagreeingStartsWarning):
         learn(behind(network), y, steps=1, short_steps=1, progress=False)
     assert len(begun) == made
@@ -137,7 +137,7 @@ def test_a_decoder_forgets_what_it_has_learned_and_a_seed_repeats_its_start():
     before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("network")}
     starts = []
     for seed in (1, 1, 2):
-        disturb(model, x, copies(model, x), generator())
+        disturb(model, x, snapshot(model, x), generator())
         assert model.initialize(x[8:], torch.Generator().manual_seed(seed)) is model
         starts.append(model.network[0].weight.detach().clone())
         for name, value in before.items():

@@ -105,7 +105,7 @@ def test_a_run_that_is_cut_off_warns_and_says_what_to_do():
     assert told[0].filename == __file__
     report = guide.learn_report
     assert isinstance(report, LearnReport)
-    assert (report.steps, report.reason, report.doubts, report.optimizer) == (6, "all restarts are made", None, "gradients")
+    assert (report.steps, report.reason, report.disagreement, report.optimizer) == (6, "all restarts are made", None, "gradients")
     assert len(report.restarts) == 1
     assert report.restarts[0].free_energy == guide.starts[0]
     assert 4 <= report.restarts[0].steps <= 16 * 4

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
-from pyro_truncated.training import waking
-from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.model_parameters import copies
-from pyro_truncated.training.model_runs import Settings, layout_of, num_posteriors
+from pyro_truncated.training import dead_latents
+from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.dead_latents import revive_dead_latents
+from pyro_truncated.training.model_parameters import snapshot
+from pyro_truncated.training.model_runs import Settings, num_posteriors
 from pyro_truncated.training.starts import Start
-from pyro_truncated.training.waking import woken
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:
@@ -65,7 +65,7 @@ def test_number_of_posteriors(is_shared: bool, expected: int):
             on = pyro.sample("on", dist.Bernoulli(0.5)) if shared is None else shared
             pyro.sample("y", dist.Normal(on, 1.0), obs=y)
 
-    assert num_posteriors(layout_of(model, y, Settings(None, 1)), y) == expected
+    assert num_posteriors(Settings(None, 1).guide_for(model, y), y) == expected
 
 
 WEIGHT = torch.tensor([2.0, 0.0, -3.0, 0.0, 0.0, 1.5])
@@ -93,8 +93,8 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     x = torch.randn(60, 6)
     y = x @ weight + 0.5 * torch.randn(60)
     model = selection(x, -weight)
-    off = Start(Reached(-1000.0), copies(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
-    found = woken(model, y, Settings(None, 8), off, tolerance=0.05, steps=30)
+    off = Start(FreeEnergyEstimate(-1000.0), snapshot(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
+    found = revive_dead_latents(model, y, Settings(None, 8), off, tolerance=0.05, steps=30)
     chosen = weight != 0
     rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
     truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
@@ -106,8 +106,8 @@ def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     pyro.set_rng_seed(4)
     x = torch.randn(10, 6)
     model, y = selection(x, WEIGHT), x @ WEIGHT
-    on = Start(Reached(0.0), copies(model, y), torch.eye(6, dtype=torch.uint8).unsqueeze(0))
-    assert woken(model, y, Settings(None, 6), on, tolerance=0.05, steps=1) is on
+    on = Start(FreeEnergyEstimate(0.0), snapshot(model, y), torch.eye(6, dtype=torch.uint8).unsqueeze(0))
+    assert revive_dead_latents(model, y, Settings(None, 6), on, tolerance=0.05, steps=1) is on
 
 
 def test_the_states_of_what_is_woken_at_once_have_a_bound(monkeypatch: pytest.MonkeyPatch):
@@ -115,10 +115,10 @@ def test_the_states_of_what_is_woken_at_once_have_a_bound(monkeypatch: pytest.Mo
     pyro.set_rng_seed(5)
     x = torch.randn(10, 6)
     model, y = selection(x, -WEIGHT), x @ WEIGHT
-    off = Start(Reached(0.0), copies(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
-    every = waking._asleep(model, y, Settings(None, 1), off)
+    off = Start(FreeEnergyEstimate(0.0), snapshot(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
+    every = dead_latents._asleep(model, y, Settings(None, 1), off)
     assert len(every) == 6
-    monkeypatch.setattr(waking, "_BYTES", 17)
-    some = waking._asleep(model, y, Settings(None, 1), off)
+    monkeypatch.setattr(dead_latents, "_BYTES", 17)
+    some = dead_latents._asleep(model, y, Settings(None, 1), off)
     assert len(some) == 2
     assert some[0] < some[1]

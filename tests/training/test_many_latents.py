@@ -19,7 +19,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.agreement import have_agreed
 from pyro_truncated.training.convergence import Schedule, by_gradients, finish, remaining_gain, to_convergence, train
-from pyro_truncated.training.model_kinds import starts_near_the_end
+from pyro_truncated.training.model_kinds import has_informed_init
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.relocation import Relocations
 from tests.training.started_models import StartedAtRows
@@ -45,7 +45,7 @@ def test_starts_see_fifty_data_points_per_latent(monkeypatch, model, number):
         seen.append(len(y))
         raise InterruptedError
 
-    monkeypatch.setattr(learning, "SeveralStarts", begin)
+    monkeypatch.setattr(learning, "MultiStart", begin)
     with pytest.raises(InterruptedError):
         learn(model, torch.randn(3000, 16, generator=generator()), progress=False)
     assert seen == [number]
@@ -108,14 +108,14 @@ def test_a_search_that_was_asked_for_stays():
     steps = []
     search.step = lambda batch: steps.append(1) or batch.population
     _, y, run = bars_at_truth(search)
-    run.look_closely()
+    run.intensify_search()
     run.step(y)
     assert steps
 
 
 def run_of(values, has_companion=False):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
-    run = SimpleNamespace(step=lambda y: values.pop(0), look_closely=lambda: None, end=lambda: None, truncated=guide, guide=guide)
+    run = SimpleNamespace(step=lambda y: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
     run.fit_decoder, run.has_companion, run.relocations = lambda y: None, has_companion, Relocations(None, None, None)
     return run
 
@@ -170,7 +170,7 @@ def test_what_remains_to_be_gained_is_told_from_noise():
 class Bars(StartedAtRows):
     """Linear bars with noise that is a latent itself, by gradients, which says all a model can say of its starts."""
 
-    starts_near_the_end = True
+    has_informed_init = True
 
     def forward(self, y):
         noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
@@ -180,8 +180,8 @@ class Bars(StartedAtRows):
 
 
 def test_only_models_with_m_steps_of_their_own_start_near_the_end():
-    assert starts_near_the_end(OcclusiveComponents(2, (6, 6), (3, 3)))
-    assert not starts_near_the_end(Bars(torch.randn(9, 4)))
+    assert has_informed_init(OcclusiveComponents(2, (6, 6), (3, 3)))
+    assert not has_informed_init(Bars(torch.randn(9, 4)))
 
 
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
@@ -211,7 +211,7 @@ def test_training_ends_at_convergence_and_with_a_thorough_search_if_a_step_is_le
     run = run_of(values)
     take = run.step
     run.step = lambda y: done.append("step") or take(y)
-    run.look_closely = lambda: done.append("look") or True
+    run.intensify_search = lambda: done.append("look") or True
     assert finish(run, None, steps, 0.001).steps == expected.count("step")
     assert done == expected
 

@@ -22,13 +22,13 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.states.population import Population
 from pyro_truncated.training import DisagreeingStartsWarning
-from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
-from pyro_truncated.training.model_parameters import Medians, copies, prior_draw
+from pyro_truncated.training.model_parameters import Medians, prior_draw, snapshot
 from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.recombination import Member, Recombination, recombinations_of
-from pyro_truncated.training.redundancy import losses_without_values
+from pyro_truncated.training.redundancy import deletion_losses_of_values
 from pyro_truncated.training.starts import Start, fitted, settled
 
 
@@ -171,10 +171,10 @@ def found(model: Any) -> list[Exchangeable]:
     guide.setup(y)
     learned = Medians(model, y, guide)
     state = learned.state(beside(model, y, guide))
-    before, random = copies(model, y), torch.get_rng_state()
+    before, random = snapshot(model, y), torch.get_rng_state()
     groups = exchangeable_latents(learned, state)
     assert torch.equal(torch.get_rng_state(), random)
-    after = copies(model, y)
+    after = snapshot(model, y)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     return groups
 
@@ -279,11 +279,11 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     tangled[:, 4] -= tangled[:, 1]
     crossing = recombination(bars.data)
     stuck = crossing.member({"weight": tangled, "rate": torch.full((6,), -0.1)})
-    found = crossing.untangled(stuck)
+    found = crossing.resolve_difference_codes(stuck)
     assert matched_bars(found.parameters["weight"], bars.components) == 6
     assert found.free_energy == pytest.approx(exact(found.parameters, bars.data), rel=1e-5)
     assert found.free_energy > stuck.free_energy + 0.1
-    assert crossing.untangled(found) is found
+    assert crossing.resolve_difference_codes(found) is found
     repeated = assembly_of(bars, stuck.parameters, stuck.parameters)
     assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
 
@@ -296,7 +296,7 @@ def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() ->
     tangled[:, 4] -= tangled[:, 1]
     rate[1] = -2.0
     crossing = recombination(bars.data)
-    found = crossing.untangled(crossing.member({"weight": tangled, "rate": rate}))
+    found = crossing.resolve_difference_codes(crossing.member({"weight": tangled, "rate": rate}))
     assert matched_bars(found.parameters["weight"], bars.components) == 6
     assert torch.equal(found.parameters["rate"], rate)
     assert found.free_energy == pytest.approx(exact({"weight": bars.components, "rate": rate}, bars.data), rel=1e-5)
@@ -344,16 +344,16 @@ def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> Assembly:
     """Starts that have ended with these parameters, which are left as they are."""
     assembly = Assembly([recombination(bars.data)], as_start, as_start)
     for value in parameters:
-        assembly.join(Start(Reached(0.0), value, None))
+        assembly.join(Start(FreeEnergyEstimate(0.0), value, None))
     return assembly
 
 
 def as_start(member: Member) -> Start:
-    return Start(Reached(member.free_energy), member.parameters, None)
+    return Start(FreeEnergyEstimate(member.free_energy), member.parameters, None)
 
 
 def as_start_with_continuous_latents(member: Member, less: float) -> Start:
-    return Start(Reached(member.free_energy - less), member.parameters, None, {"scale": torch.ones(())})
+    return Start(FreeEnergyEstimate(member.free_energy - less), member.parameters, None, {"scale": torch.ones(())})
 
 
 @pytest.mark.parametrize("is_better", [True, False])
@@ -380,33 +380,33 @@ def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None
     counts = torch.zeros(6)
     assembly = assembly_of(bars)
     for number, parameters in enumerate(starts):
-        assembly.join(Start(Reached(0.0), parameters, None))
+        assembly.join(Start(FreeEnergyEstimate(0.0), parameters, None))
         if number == 0:
             continue  # the best lacks bars as yet
         each = [exact_marginals(start, bars.data) for start in starts[: number + 1]]
         counts = sum((torch.corrcoef(torch.cat([together, one], 1).mT)[:6, 6:].diagonal().nan_to_num() > 0.9).int() for one in each)
         assert assembly.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
         assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
-        assert assembly.num_lonely == int((counts < 2).sum()) > 0
+        assert assembly.num_singletons == int((counts < 2).sum()) > 0
         assert not assembly.is_complete()
-    assembly.join(Start(Reached(0.0), whole(bars), None))
-    assembly.join(Start(Reached(0.0), whole(bars), None))
-    assert (assembly.num_lonely, assembly.is_complete()) == (0, True)
+    assembly.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
+    assembly.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
+    assert (assembly.num_singletons, assembly.is_complete()) == (0, True)
 
 
 def test_a_latent_that_two_starts_repeat_ends_nothing_and_is_not_missed() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     alike = assembly_of(not_showing(bars, 5), repeating(bars), repeating(bars))
-    assert alike.num_lonely == 0
+    assert alike.num_singletons == 0
     assert not alike.is_complete()
 
 
 def test_spare_latents_are_excused_while_there_are_no_more_of_them_than_of_others() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     few, many = without(bars, 5), without(bars, 0, 1, 2, 3)
-    assert assembly_of(not_showing(bars, 5), few, few).num_lonely == 0
+    assert assembly_of(not_showing(bars, 5), few, few).num_singletons == 0
     assert not assembly_of(not_showing(bars, 5), few, few).is_complete()
-    assert assembly_of(not_showing(bars, 0, 1, 2, 3), many, many).num_lonely == 4
+    assert assembly_of(not_showing(bars, 0, 1, 2, 3), many, many).num_singletons == 4
 
 
 def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
@@ -435,10 +435,10 @@ def test_nothing_is_complete_before_each_group_is() -> None:
     latents = recombination(bars.data)
     both = Assembly([latents, latents], as_start, as_start)
     for parameters in (whole(bars), without(bars, 5), without(bars, 5)):
-        both.join(Start(Reached(0.0), parameters, None))
-    assert (both.num_lonely, both.is_complete()) == (2, False)
-    both.join(Start(Reached(0.0), whole(bars), None))
-    assert (both.num_lonely, both.is_complete()) == (0, True)
+        both.join(Start(FreeEnergyEstimate(0.0), parameters, None))
+    assert (both.num_singletons, both.is_complete()) == (2, False)
+    both.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
+    assert (both.num_singletons, both.is_complete()) == (0, True)
 
 
 # --- components of a mixture ---
@@ -492,13 +492,15 @@ def estimated(y: Tensor, member: Member) -> Start:
     for _ in range(30):
         weight = component_joint(loc, y).softmax(-1).float()
         loc = (weight.mT @ y) / weight.sum(0).unsqueeze(-1)
-    return Start(Reached(0.0), {**member.parameters, "loc": loc}, None)
+    return Start(FreeEnergyEstimate(0.0), {**member.parameters, "loc": loc}, None)
 
 
 def test_a_component_that_all_starts_have_twice_goes_where_data_are_explained_worst() -> None:
     y = in_clusters()
     stuck = Start(
-        Reached(0.0), {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)}, None
+        FreeEnergyEstimate(0.0),
+        {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)},
+        None,
     )
     assembly = Assembly([crossing_of_clusters(y)], partial(estimated, y), as_start, generator())
     assembly.join(stuck)
@@ -516,11 +518,11 @@ def test_a_value_is_worth_what_the_best_states_lose_without_it() -> None:
     member = crossing_of_clusters(y).member({"loc": loc, "share": torch.zeros(4)})
     joint = component_joint(loc, y)
     expected = [(joint.amax(1) - joint[:, [k for k in range(4) if k != value]].amax(1)).sum() for value in range(4)]
-    torch.testing.assert_close(losses_without_values(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(deletion_losses_of_values(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
     # Two of four components are in these populations: what nothing else in them can replace is missed without end.
     narrow = Population(member.population.space, member.population.words[:, :2], member.population.log_joint[:, :2])
     has_value = (narrow.states()[..., :1] == torch.arange(4)).all(1).any(0)
-    assert torch.equal(losses_without_values(narrow, 0, 4).isinf(), has_value)
+    assert torch.equal(deletion_losses_of_values(narrow, 0, 4).isinf(), has_value)
 
 
 def above_an_offset(y: Tensor) -> None:
@@ -540,7 +542,7 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     (group,) = recombinations_of(above_an_offset, bars.data, settings, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
     settle, fit = (partial(method, above_an_offset, bars.data, settings, steps=40) for method in (settled, fitted))
     assembly = Assembly([group], settle, fit)
-    assembly.join(Start(Reached(0.0), turned, None))
+    assembly.join(Start(FreeEnergyEstimate(0.0), turned, None))
     # Of six latents with a probability of .2 one that is turned is on in .8 of the data points.
     assert group.member(turned).free_energy < group.member(right).free_energy - 0.5
     assert assembly.best.reached.free_energy > group.member(right).free_energy
@@ -564,7 +566,7 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     assembly = Assembly([group], as_start, lambda member: fits.append(member) or as_start(member))
     reached = []
     for part in (0.9, 0.95, 1.0):
-        assembly.join(Start(Reached(0.0), {"weight": part * weight}, None))
+        assembly.join(Start(FreeEnergyEstimate(0.0), {"weight": part * weight}, None))
         reached.append(assembly.best.reached.free_energy)
     assert reached[0] < reached[1] < reached[2]
     assert len(fits) == 6

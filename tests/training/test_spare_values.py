@@ -10,9 +10,9 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor
 
 from pyro_truncated import learn
-from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training import multi_start
+from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.model_parameters import snapshot
 from pyro_truncated.training.starts import Start
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
@@ -36,8 +36,8 @@ def test_a_component_that_explains_nothing_is_tried_elsewhere_whichever_start_co
 
     def start(model, y, *args):
         pyro.get_param_store()["loc"] = next(ends).clone()
-        return Start(Reached(-1000.0), copies(model, y), None)
+        return Start(FreeEnergyEstimate(-1000.0), snapshot(model, y), None)
 
-    monkeypatch.setattr(several_starts, "start", start)
+    monkeypatch.setattr(multi_start, "start", start)
     learn(mixture, y, starts=2, progress=False)
     assert float(torch.cdist(CENTRES, pyro.param("loc").detach()).amin(1).max()) < 1.0

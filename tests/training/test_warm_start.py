@@ -15,10 +15,10 @@ from pyro_truncated import AutoTruncated, learn
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
-from pyro_truncated.training import DisagreeingStartsWarning, several_starts
-from pyro_truncated.training.agreement import Reached, share_most
+from pyro_truncated.training import DisagreeingStartsWarning, multi_start
+from pyro_truncated.training.agreement import FreeEnergyEstimate, share_most
 from pyro_truncated.training.model_kinds import ResizableModel
-from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training.model_parameters import snapshot
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.warm_start import LinearCauses, decoded_values, shuffle, teach
@@ -162,17 +162,17 @@ def test_more_latents_are_copies_and_as_many_of_them_are_on():
 def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     model, y = Frozen(is_frozen=False), data()
     model.network[0].requires_grad_(False)
-    before = copies(model, y)
+    before = snapshot(model, y)
     shuffle(model, y, generator())
-    after = copies(model, y)
+    after = snapshot(model, y)
     assert torch.equal(after["network.0.weight"], before["network.0.weight"])
     assert not torch.equal(after["network.2.weight"], before["network.2.weight"])
     assert torch.equal(after["network.2.weight"].flatten().sort().values, before["network.2.weight"].flatten().sort().values)
-    shuffled = copies(model, y)
+    shuffled = snapshot(model, y)
     for name, value in model.state_dict().items():
         value.copy_(before[name])
     shuffle(model, y, generator())
-    assert all(torch.equal(value, shuffled[name]) for name, value in copies(model, y).items())
+    assert all(torch.equal(value, shuffled[name]) for name, value in snapshot(model, y).items())
 
 
 def test_weights_that_are_all_the_same_do_not_stay_so():
@@ -202,10 +202,10 @@ def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_
     def told(model, y, *args):
         made.append(-10.0 - 0.6 * len(made))
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
-        return Start(Reached(made[-1], each=each), copies(model, y), None, probabilities=code)
+        return Start(FreeEnergyEstimate(made[-1], each=each), snapshot(model, y), None, probabilities=code)
 
-    monkeypatch.setattr(several_starts, "start", told)
-    monkeypatch.setattr(several_starts.SeveralStarts, "_linear_code", lambda self, decoded: code.long())
+    monkeypatch.setattr(multi_start, "start", told)
+    monkeypatch.setattr(multi_start.MultiStart, "_linear_code", lambda self, decoded: code.long())
     with pytest.warns(DisagreeingStartsWarning, match="found the same latents, but free energies"):
         learn(model, y, steps=1, short_steps=1, starts=3, progress=False)
     assert len(made) == 3
@@ -241,9 +241,9 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(monk
     def told(model, y, *args):
         made.append(-10.0 - lead * len(made))
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
-        return Start(Reached(made[-1], each=each), copies(model, y), None, probabilities=code)
+        return Start(FreeEnergyEstimate(made[-1], each=each), snapshot(model, y), None, probabilities=code)
 
-    monkeypatch.setattr(several_starts, "start", told)
+    monkeypatch.setattr(multi_start, "start", told)
     model = BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
     if is_silent:
         learn(model, y, steps=1, short_steps=1, progress=False)

@@ -30,11 +30,11 @@ from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Tr
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.training import (
     assembly,
-    growth,
     learning,
     model_runs,
+    multi_start,
+    overcomplete,
     relocation,
-    several_starts,
     stop_rule,
 )
 from pyro_truncated.training.recombination import Recombination
@@ -354,25 +354,25 @@ def best_of(starts: Any) -> Any:
 
 
 MECHANISMS = {
-    "complement": Mechanism(((Recombination, "mostly_on", lambda *args: {}),), ((assembly.Assembly, "_turn"),)),
+    "complement": Mechanism(((Recombination, "mostly_on", lambda *args: {}),), ((assembly.Assembly, "_complement"),)),
     "use of redundant latents": Mechanism(
         ((assembly.Assembly, "use_spare_latents", lambda self: False),),
         ((assembly.Assembly, "use_spare_latents"),),
         lambda arguments, result: bool(result),
     ),
     "revival of dead latents": Mechanism(
-        ((several_starts, "woken", lambda *args: args[3]),),
-        ((several_starts, "woken"),),
+        ((multi_start, "revive_dead_latents", lambda *args: args[3]),),
+        ((multi_start, "revive_dead_latents"),),
         lambda arguments, result: result is not arguments[3],
     ),
     "replacement of difference codes": Mechanism(
-        ((Recombination, "untangled", lambda self, member: member),),
-        ((assembly.Assembly, "_untangle"), (growth, "mended")),
+        ((Recombination, "resolve_difference_codes", lambda self, member: member),),
+        ((assembly.Assembly, "_resolve_difference_codes"), (overcomplete, "mended")),
         lambda arguments, result: not any(result is one for one in arguments),
     ),
     "crossover, closed form": Mechanism(
-        ((several_starts, "completed", lambda *args: best_of(args[3])),),
-        ((several_starts, "completed"),),
+        ((multi_start, "completed", lambda *args: best_of(args[3])),),
+        ((multi_start, "completed"),),
         lambda arguments, result: result is not best_of(arguments[3]),
     ),
     "tolerance of networks per number": Mechanism(
@@ -390,7 +390,9 @@ MECHANISMS = {
         lambda arguments, result: not result,
     ),
     "end by expected gain": Mechanism(
-        ((stop_rule, "hardly_pays", lambda *args: False),), ((stop_rule, "hardly_pays"),), lambda arguments, result: bool(result)
+        ((stop_rule, "is_gain_below_error", lambda *args: False),),
+        ((stop_rule, "is_gain_below_error"),),
+        lambda arguments, result: bool(result),
     ),
     "split and merge": Mechanism(
         ((model_runs, "Relocations", _Still),), ((relocation.SplitAndMerge, "after"),), lambda arguments, result: result > 0
@@ -399,8 +401,8 @@ MECHANISMS = {
         ((model_runs, "fit_decoder", lambda *args: False),), ((model_runs, "fit_decoder"),), lambda arguments, result: bool(result)
     ),
     "linear start of networks": Mechanism(
-        ((several_starts, "decoded_values", lambda *args: None),),
-        ((several_starts, "decoded_values"),),
+        ((multi_start, "decoded_values", lambda *args: None),),
+        ((multi_start, "decoded_values"),),
         lambda arguments, result: result is not None,
     ),
     "crossover, gradients": Mechanism(
@@ -408,22 +410,24 @@ MECHANISMS = {
         ((assembly.Assembly, "_take"),),
         lambda arguments, result: bool(result),
     ),
-    "overcomplete start": Mechanism(((growth, "_GROWTH", 1),), ((several_starts, "grown_start"),), lambda arguments, result: True),
+    "overcomplete start": Mechanism(
+        ((overcomplete, "_GROWTH", 1),), ((multi_start, "start_overcomplete"),), lambda arguments, result: True
+    ),
     "overcomplete start and pruning": Mechanism(
         (
             (
-                several_starts,
-                "grown_start",
+                multi_start,
+                "start_overcomplete",
                 lambda model, y, settings, temperature, steps, generator, tolerance: start(
                     model, y, settings, temperature, steps, generator, None, tolerance
                 ),
             ),
         ),
-        ((several_starts, "grown_start"),),
+        ((multi_start, "start_overcomplete"),),
         lambda arguments, result: True,
     ),
     "annealing": Mechanism(
-        ((learning, "cooling", constant), (several_starts, "cooling", constant)),
+        ((learning, "cooling", constant), (multi_start, "cooling", constant)),
         ((learning, "cooling"),),
         lambda arguments, result: result(0) > 1.0,
     ),

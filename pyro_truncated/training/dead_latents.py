@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import by_gradients, fixed, train
-from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, offer
+from pyro_truncated.training.model_parameters import forgetting_guides, load_snapshot, parameters_of
+from pyro_truncated.training.model_runs import Run, Settings, insert_states
 from pyro_truncated.training.starts import AsTheyAre, Start, start_of
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -25,7 +25,7 @@ _MOST, _ROUNDS = 512, 4
 _BYTES = 2**28
 
 
-def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
+def revive_dead_latents(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
     r"""Revives dead binary latents that all data share, if that gains.
 
     With a posterior for each data point most latents are active somewhere, and their parameters are learned. In a single posterior a
@@ -50,7 +50,7 @@ def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: fl
         asleep = _asleep(model, y, settings, start)
         if not len(asleep):
             break
-        _fit_awake(model, y, settings, start, asleep, steps)
+        _fit_alive(model, y, settings, start, asleep, steps)
         child = _trained(model, y, settings, start, steps)
         if not child.reached.free_energy > start.reached.free_energy + tolerance:
             break
@@ -64,10 +64,10 @@ def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
     Of too many a random part.
     """
     assert start.states is not None
-    put_back(model, y, start.parameters)
+    load_snapshot(model, y, start.parameters)
     with forgetting_guides(model, y):
         run = Run(model, y, settings)
-        offer(run, y, start.states)
+        insert_states(run, y, start.states)
         run.step(y)
         assert run.truncated is not None
         population = run.truncated.population()
@@ -89,9 +89,9 @@ def _have_moved(after: Tensor, before: Tensor) -> bool:
     return bool((step.max() > 0) & (step >= step.max() / 2).all())
 
 
-def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:
+def _fit_alive(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:
     """Fits parameters to the likeliest states, with dead latents added in turn."""
-    put_back(model, y, start.parameters)
+    load_snapshot(model, y, start.parameters)
     with forgetting_guides(model, y):
         run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1 + len(asleep)), lambda _: _HOT)
         scorer, guide = run.scorer(y), run.truncated
@@ -111,7 +111,7 @@ def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int
     assert start.states is not None
     with forgetting_guides(model, y):
         run = Run(model, y, settings)
-        offer(run, y, start.states)
+        insert_states(run, y, start.states)
         run.find_states(y)
         reached = train(run, y, by_gradients(run, steps))
         assert run.truncated is not None

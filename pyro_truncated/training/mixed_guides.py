@@ -34,7 +34,7 @@ _PYRO_SAYS = (
 )
 
 
-class BesideOthers:
+class MixedGuides:
     """The loss and gradient of a guide with other parts, without search.
 
     It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. For models that do not take many states at once it is computed from

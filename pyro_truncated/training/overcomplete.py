@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.search.automatic import is_of_many
-from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.completion import can_complete, mended
 from pyro_truncated.training.convergence import to_convergence, train
-from pyro_truncated.training.model_parameters import copies, put_back, tensors_of
-from pyro_truncated.training.model_runs import Run, Settings, layout_of, offer
-from pyro_truncated.training.redundancy import gained_from_noise, is_spare, least_missed, losses_and_stand_ins
+from pyro_truncated.training.model_parameters import load_snapshot, snapshot, tensors_of
+from pyro_truncated.training.model_runs import Run, Settings, insert_states, layout_of
+from pyro_truncated.training.redundancy import gained_from_noise, is_redundant, least_missed, losses_and_stand_ins
 from pyro_truncated.training.starts import Start, start_of, states_of
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.parameter_store import empty_store
@@ -28,12 +28,12 @@ _SETTLING = 3
 _DEPTH = 8
 
 
-def grown_start(
+def start_overcomplete(
     model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None, tolerance: float
 ) -> Start:
     """Trains with surplus latents, then prunes the redundant ones.
 
-    Redundant latents (see :func:`~pyro_truncated.training.redundancy.is_spare`) fit noise, slowly and never alike. With closed-form
+    Redundant latents (see :func:`~pyro_truncated.training.redundancy.is_redundant`) fit noise, slowly and never alike. With closed-form
     M-steps they are removed too, before the run has converged. The free energy is that of the others alone. Parameters are those of all
     latents asked for; redundant ones are unchanged and inactive in all states.
 
@@ -58,7 +58,7 @@ def grown_start(
         if is_many:
             return shrinking.start(train(shrinking.run, y, to_convergence(shrinking.run, max(1, steps // 2), tolerance)))
         shrinking.to(model.num_latents)
-        asked = shrinking.start(Reached(-math.inf))
+        asked = shrinking.start(FreeEnergyEstimate(-math.inf))
         if not can_complete(model):
             reached = train(shrinking.run, y, to_convergence(shrinking.run, steps, tolerance))
             noise = gained_from_noise(shrinking.losses()[0], shrinking.num_parameters, total_rows(y))
@@ -85,7 +85,7 @@ class _Shrinking:
         self._y, self._settings = y, settings
         self.num_parameters = _num_parameters_of_one(model, y)
 
-    def start(self, reached: Reached) -> Start:
+    def start(self, reached: FreeEnergyEstimate) -> Start:
         """What has been learned, with its states."""
         return start_of(self.run, self.model, self._y, reached)._replace(states=states_of(self.run))
 
@@ -112,7 +112,7 @@ class _Shrinking:
         kept = torch.arange(self.model.num_latents)
         while len(kept) > 1:
             losses, stand_ins = self.losses()
-            num_spare = int(is_spare(losses, self.num_parameters, total_rows(self._y)).sum())
+            num_spare = int(is_redundant(losses, self.num_parameters, total_rows(self._y)).sum())
             if not num_spare:
                 break
             kept = kept[self._lose(least_missed(losses, stand_ins, min(max(1, num_spare // 3), len(kept) - 1))).to(kept.device)]
@@ -129,7 +129,7 @@ class _Shrinking:
         pyro.clear_param_store()
         before, self.run = self.run, Run(self.model, self._y, self._settings)
         self.run.take_over(before.beside, self._y)
-        offer(self.run, self._y, states)
+        insert_states(self.run, self._y, states)
         self.take(_SETTLING)
         return kept
 
@@ -144,8 +144,8 @@ def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) 
     number = asked.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
-    put_back(model, y, found.parameters)
-    parameters = copies(model.with_latents(place), y)
+    load_snapshot(model, y, found.parameters)
+    parameters = snapshot(model.with_latents(place), y)
     for name, value in parameters.items():
         # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed
-from pyro_truncated.training.growth import grown_start
+from pyro_truncated.training.dead_latents import revive_dead_latents
 from pyro_truncated.training.learn_report import LearnReport, Restart
-from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
+from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, has_informed_init
+from pyro_truncated.training.model_parameters import disturb, draws_starts, layers_of, load_snapshot, snapshot
 from pyro_truncated.training.model_runs import Settings, layout_of
+from pyro_truncated.training.overcomplete import start_overcomplete
 from pyro_truncated.training.recombination import recombinations_of
 from pyro_truncated.training.starts import Start, fitted, settled, start
 from pyro_truncated.training.stop_rule import Plan, Pool, StopRule
-from pyro_truncated.training.waking import woken
 from pyro_truncated.training.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.console import ProgressBar, progress_bar
@@ -34,7 +34,7 @@ _KEPT = 3
 _STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
 
 
-class SeveralStarts:
+class MultiStart:
     """What the starts of a model have reached.
 
     Attributes:
@@ -44,11 +44,11 @@ class SeveralStarts:
     """
 
     def __init__(self, model: Any, y: Tensor, settings: Settings, plan: Plan) -> None:
-        self.pool = Pool(Start(Reached(-math.inf), {}, None))
+        self.pool = Pool(Start(FreeEnergyEstimate(-math.inf), {}, None))
         self._model, self._y, self._plan = model, y, plan
         self._num_steps, settings = 0, dataclasses.replace(settings, watch=partial(self._count, settings.watch))
         self._first = None if draws_starts(model) else _first_place(model, y)
-        is_full = plan.starts == 1 or plan.is_product or (self._first is None and not starts_near_the_end(model))
+        is_full = plan.starts == 1 or plan.is_product or (self._first is None and not has_informed_init(model))
         self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self.rule = StopRule(model, y, self._settings, plan)
@@ -74,7 +74,7 @@ class SeveralStarts:
     def _start(self) -> Start:
         plan = self._plan
         if self._is_resized:
-            return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
+            return start_overcomplete(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
         if self.pool.decoded is None:
             return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, None, plan.tolerance)
         states = self._linear_code(self.pool.decoded)
@@ -86,7 +86,7 @@ class SeveralStarts:
         linear = LinearCauses(decoded.shape[1], layout_of(self._model, self._y, self._settings).space.num_latents).to(decoded.device)
         falling = cooling(_TEMPERATURE_OF_CODES, self._plan.steps)
         plan = Plan(None, self._plan.steps, falling, _TOLERANCE_OF_CODES, self._plan.generator, are_compared=True)
-        found = SeveralStarts(linear, decoded, settings := Settings(None, _STATES_OF_CODES), plan)
+        found = MultiStart(linear, decoded, settings := Settings(None, _STATES_OF_CODES), plan)
         with undriven(linear), progress_bar(False) as bar:
             found.make(bar)
             found.complete()
@@ -102,13 +102,13 @@ class SeveralStarts:
             self.pool.best = completed(self._model, self._y, self._settings, self.pool.found, self._plan.tolerance, self._plan.steps)
             self.pool.moves.count("crossover", self.pool.best is not best)
 
-    def report(self, doubts: str | None, last: Reached, settings: dict[str, Any]) -> LearnReport:
+    def report(self, disagreement: str | None, last: FreeEnergyEstimate, settings: dict[str, Any]) -> LearnReport:
         """Returns what was done, given how the training after it ended."""
         assert self.reason is not None
         kinds = {GibbsModel: "Gibbs sampling", ClosedFormModel: "closed-form M-steps"}
         optimizer = next((name for kind, name in kinds.items() if isinstance(self._model, kind)), "gradients")
         return LearnReport(
-            tuple(self.pool.restarts), dict(self.pool.moves), self.reason, doubts, last.steps, last.remaining, optimizer, settings
+            tuple(self.pool.restarts), dict(self.pool.moves), self.reason, disagreement, last.steps, last.remaining, optimizer, settings
         )
 
     def _begin(self, number: int) -> None:
@@ -120,7 +120,7 @@ class SeveralStarts:
             self.pool.is_network = self.pool.assembly is None and bool(layers_of(self._model, self._y))
             self.pool.decoded = decoded_values(self._model, self._y, self._settings) if self.pool.is_network else None
         if self.pool.decoded is not None:
-            put_back(self._model, self._y, self._first)
+            load_snapshot(self._model, self._y, self._first)
             shuffle(self._model, self._y, self._plan.generator)
             return
         self._disturb(self._first)
@@ -133,7 +133,7 @@ class SeveralStarts:
         return "these with noise" if self.pool.restarts else "parameters of the model"
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
-        put_back(self._model, self._y, parameters)
+        load_snapshot(self._model, self._y, parameters)
         disturb(self._model, self._y, self.pool.best.parameters, self._plan.generator)
 
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
@@ -142,7 +142,7 @@ class SeveralStarts:
         Random parameters show whether they are.
         """
         self._disturb(first)
-        state = {**self.pool.best.parameters, **copies(self._model, self._y)}
+        state = {**self.pool.best.parameters, **snapshot(self._model, self._y)}
         recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance, state)
         if not recombinations:
             return None
@@ -155,7 +155,7 @@ class SeveralStarts:
     def _end(self, found: Start, steps: int) -> None:
         if self._plan.is_shared:
             before = found
-            found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
+            found = revive_dead_latents(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self.pool.moves.count("revival of dead latents", found is not before)
         if can_complete(self._model) or found.probabilities is not None:
             self.pool.found = sorted([*self.pool.found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
@@ -174,4 +174,4 @@ def _first_place(model: Any, y: Tensor) -> dict[str, Tensor]:
     """
     if hasattr(model, "initialize"):
         model.initialize(y)
-    return copies(model, y)
+    return snapshot(model, y)
