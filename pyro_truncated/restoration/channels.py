@@ -23,7 +23,8 @@ MAX_CHANNELS_OF_SIGNAL = 32
 # Most bands of an image without a word; slices of a volume have equal noise, bands differ by more than this ratio.
 MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
 # Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
-MIN_CORRELATION, MAX_LAG = 0.5, 64
+# It must also exceed so many deviations of correlations by chance, but for correlations above the second.
+MIN_CORRELATION, MAX_CORRELATION, NUM_DEVIATIONS, MAX_LAG = 0.5, 0.9, 3.0, 64
 # Noise below this share of a slice's deviation is not told from a smooth slice.
 MIN_SHARE_OF_NOISE = 0.01
 
@@ -142,12 +143,17 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
     """Returns groups of channels that say something of each other.
 
     Constant channels, as of an image that is opaque everywhere, are in none. Channels of a signal, ``(N, C)``, are alone if their
-    correlations with all others are low at all small lags. Bands of images are never parted otherwise: edges lie at the same places.
+    correlations with all others are low at all small lags, or as by chance. Bands of images are never parted otherwise: edges lie
+    at the same places.
 
     Args:
         image: the array, channels last; what is missing is NaN.
         num_dims: dimensions without channels.
         levels: the noise, which is left out of variances.
+
+    Reference:
+        Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
+        Society 98, 1935.
     """
     rows = image.flatten(0, -2).double()
     varies = _varying(rows.mT)
@@ -161,7 +167,11 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
         lagged = torch.fft.irfft(spectra.unsqueeze(1).conj() * spectra.unsqueeze(2), dim=0)[: MAX_LAG + 1].abs().amax(0)
         noise = torch.as_tensor(levels).double().square() * (~rows.isnan()).sum(0)
         power = (above.square().sum(0) - noise).clamp(min=torch.finfo(torch.float64).tiny)
-        related = lagged.maximum(lagged.mT) > MIN_CORRELATION * (power.unsqueeze(0) * power.unsqueeze(1)).sqrt()
+        # By chance (Bartlett): slow channels have few independent entries.
+        own = torch.fft.irfft(spectra.abs().square(), 2 * len(above), dim=0)
+        by_chance = (own.mT @ own).clamp(min=0.0) / (power.unsqueeze(0) * power.unsqueeze(1)) / len(above)
+        least = (NUM_DEVIATIONS * by_chance.sqrt()).clamp(MIN_CORRELATION, MAX_CORRELATION)
+        related = lagged.maximum(lagged.mT) > least * (power.unsqueeze(0) * power.unsqueeze(1)).sqrt()
         is_related |= both & related.cpu()
     group = connected_components(is_related.numpy(), directed=False)[1]
     groups = [np.flatnonzero(group == one).tolist() for one in range(group.max() + 1)]

@@ -24,13 +24,13 @@ LEAST_RATIO = 1e-6
 
 
 def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Averages a restored image, in large holes, with surfaces.
+    r"""Averages a restored image, in large holes, with a membrane.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
-    truth than a :func:`surface`. The hole is moved to several places where the image is seen, as far
-    from the border as it is, and all of them are filled in at once. Restored image, membrane and
-    smooth surface get the weights that are best there (:func:`.stacking_weights`). Every moved hole
-    counts as one datum, as its pixels err together: errors are divided by the least root mean square.
+    truth than a :func:`membrane`. The hole is moved to several places where the image is seen, as far
+    from the border as it is, and all of them are filled in at once. Both get the weights
+    that are best there (:func:`.stacking_weights`). Every moved hole counts as one datum, as its
+    pixels err together: errors are divided by the root mean square of the better one's.
 
     The average counts fully from seven pixels off what is seen on, and not at all up to three.
 
@@ -49,10 +49,10 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
         return restored
     everywhere = torch.stack(moved).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
-    candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
+    candidates, counts = torch.stack([restore(hidden), _membranes(hidden)]), _share(everywhere | is_hole)
     arrays, truths = zip(*(_datum(candidates, image, counts * one) for one in moved), strict=True)
     weights = stacking_weights(torch.cat(arrays, 1), torch.cat(truths), SHRINKAGE)
-    found = torch.tensordot(weights.to(restored), torch.stack([restored, *_surfaces(image)]), 1)
+    found = torch.tensordot(weights.to(restored), torch.stack([restored, _membranes(image)]), 1)
     return torch.lerp(restored, found, _over(share.to(restored), image))
 
 
@@ -115,45 +115,39 @@ def _transposed(is_hole: Tensor) -> Tensor:
     return found
 
 
-def _surfaces(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a membrane and a smooth surface of each channel."""
+def _membranes(image: Tensor) -> Tensor:
+    """Returns a membrane in each channel."""
     planes = image.unsqueeze(-1) if image.dim() == 2 else image
-    membrane, smooth = (torch.stack([surface(plane, order) for plane in planes.unbind(-1)], -1) for order in (1, 2))
-    return membrane.reshape(image.shape), smooth.reshape(image.shape)
+    return torch.stack([membrane(plane) for plane in planes.unbind(-1)], -1).reshape(image.shape)
 
 
-def surface(image: Tensor, order: int) -> Tensor:
-    r"""Fills in what makes the sum of squared differences least.
+def membrane(image: Tensor) -> Tensor:
+    r"""Fills in what makes :math:`\sum |\nabla u|^2` least.
 
-    Of the first order, :math:`\sum |\nabla u|^2`, it is a membrane: the best linear prediction where power
-    falls with the square of the frequency, as it does in photographs. Of the second order,
-    :math:`\sum (\Delta u)^2`, it is smooth. Differences across the border are left out.
+    It is the best linear prediction where power falls with the square of the frequency, as it does in photographs.
+    Differences across the border are left out.
 
     Args:
         image: ``(height, width)``; what is missing is NaN.
-        order: 1 for a membrane, 2 for a smooth surface.
 
-    References:
+    Reference:
         Field, "Relations between the statistics of natural images and the response properties of cortical cells", Journal of the
-        Optical Society of America A 4, 1987. Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions:
-        numerical aspects", International Journal of Mathematics and Mathematical Sciences, 2018.
+        Optical Society of America A 4, 1987.
     """
     values = image.double().cpu().numpy()
     unknown = np.isnan(values).ravel()
     if not unknown.any():
         return image
-    rows, columns = (_differences(size, order) for size in values.shape)
+    rows, columns = map(_differences, values.shape)
     along = (sparse.kron(rows, sparse.eye_array(values.shape[1])), sparse.kron(sparse.eye_array(values.shape[0]), columns))
-    differences = (sparse.vstack(along) if order == 1 else along[0] + along[1]).tocsc()
+    differences = sparse.vstack(along).tocsc()
     inner, outer = differences[:, np.flatnonzero(unknown)], differences[:, np.flatnonzero(~unknown)]
     solution = values.ravel().copy()
     solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ solution[~unknown]))
     return torch.from_numpy(solution.reshape(values.shape)).to(image)
 
 
-def _differences(size: int, order: int) -> sparse.csr_array:
-    """Returns differences of neighbours ``(size, size)``, zero at borders."""
-    inner = np.r_[np.zeros(order - 1), np.ones(max(0, size - order)), 0.0][:size]
-    if order == 1:
-        return sparse.csr_array(sparse.diags_array([-inner, inner[:-1]], offsets=[0, 1], shape=(size, size)))
-    return sparse.csr_array(sparse.diags_array([inner[1:], -2 * inner, inner[:-1]], offsets=[-1, 0, 1], shape=(size, size)))
+def _differences(size: int) -> sparse.csr_array:
+    """Returns differences of neighbours, ``(size - 1, size)``."""
+    ones = np.ones(size - 1)
+    return sparse.csr_array(sparse.diags_array([-ones, ones], offsets=[0, 1], shape=(size - 1, size)))

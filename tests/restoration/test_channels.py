@@ -146,3 +146,13 @@ def test_gaps_of_channels_in_other_units_are_filled_alike():
 def test_noise_of_other_channels_is_refused(shape, noise, named):
     with pytest.raises(ValueError, match=named):
         denoise(torch.randn(shape), noise)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slow_channels_that_are_alike_by_chance_are_unrelated(seed):
+    generator = torch.Generator().manual_seed(seed)
+    steps, noise = torch.randn(2, 700, 3, generator=generator, dtype=torch.float64)
+    walks = steps.cumsum(0) + noise
+    assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0], [1], [2]]
+    walks[:, 1] = walks[:, 0].roll(5) + noise[:, 2]
+    assert sorted(related_channels(walks, 1, torch.ones(3))) == [[0, 1], [2]]
