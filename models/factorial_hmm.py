@@ -134,6 +134,7 @@ class FactorialHMM(UniqueModule):
         return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(self, posterior: ChainPosterior, y: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
         """Sums over all steps that :meth:`maximize` needs.
 
@@ -147,7 +148,9 @@ class FactorialHMM(UniqueModule):
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
         y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
-        observed = next(steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind))
+        observed = next((steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None)
+        if observed is None:
+            raise ValueError(f"posterior must be of these sequences, {tuple(y.shape)}; its steps are others: make it anew")
         is_part = (observed.kind >= 0).flatten()
         population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
         part = Population(population.space, population.words[is_part], population.log_joint[is_part])
@@ -225,7 +228,9 @@ def _lengths(y: Tensor) -> Tensor:
 
 def _all_steps(y: Tensor) -> ObservedSteps:
     """The steps up to the last observation, as the program has them."""
-    return ObservedSteps.of(torch.arange(y.shape[1], device=y.device) < _lengths(y).unsqueeze(1))
+    step = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
+    kind = (step > 0).long().masked_fill(step >= _lengths(y).unsqueeze(1), -1)
+    return ObservedSteps(step, kind, (0,), (1,))
 
 
 def _observed(y: Tensor) -> ObservedSteps:

@@ -172,9 +172,13 @@ class PoissonMixture(LinearMixture):
 
 
 def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
-    """Returns log probabilities ``(N, K)`` of counts ``(N, D)`` under all components."""
-    counts = y.to(rate)
-    return counts @ rate.log().mT - rate.sum(1) - (counts + 1).lgamma().sum(1, keepdim=True)
+    """Returns log probabilities ``(N, K)`` of counts ``(N, D)`` under all components.
+
+    Terms of large counts cancel, so they are taken in float64.
+    """
+    counts, exact = y.double(), rate.double()
+    found = counts @ exact.log().mT - exact.sum(1) - (counts + 1).lgamma().sum(1, keepdim=True)
+    return found.to(torch.promote_types(rate.dtype, y.dtype))
 
 
 def _least_loss(features: Tensor) -> Tensor:

@@ -230,9 +230,12 @@ def _linear_steps(scorer: ChainScorer) -> LinearGaussianSteps | None:
     Its one observed site is a :class:`.LinearSuperposition` of the very chains; ``None`` stands for other programs.
     """
     site = scorer.product.site.name
-    (node, *others) = (scorer.nodes[name] for name in scorer.product.dependents - {site} - scorer.uncovered)
+    names = (scorer.product.dependents - {site} - scorer.uncovered) & scorer.nodes.keys()
+    if len(names) != 1:
+        return None
+    node = scorer.nodes[next(iter(names))]
     fn = getattr(node["fn"], "base_dist", None)
-    if others or not isinstance(fn, LinearSuperposition) or node["fn"].reinterpreted_batch_ndims != 1:
+    if not isinstance(fn, LinearSuperposition) or node["fn"].reinterpreted_batch_ndims != 1:
         return None
     is_shared = fn.weight.dim() == 2 and fn.scale.dim() <= 1 and fn.bias.dim() == 1
     is_whole = node["mask"] is None and bool(torch.as_tensor(node["scale"] == scorer.scale).all())

@@ -17,6 +17,8 @@ from torch.nn.functional import logsigmoid
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
+# Sites with more entries gain nothing by being stacked, and take memory.
+_MAX_STACKED_ENTRIES = 4096
 # Terms with their factors.
 _Terms = list[tuple[float, Tensor]]
 
@@ -97,7 +99,13 @@ class _Site:
             given = vars(base)["_param"]
             names = [name for name in names if vars(base)[name] is given]
         value: Tensor = node["value"]
+        if num_summed and value.shape[-num_summed:] != base.batch_shape[-num_summed:]:
+            return None
         parameters = {name: vars(base)[name] if type(base) in _OF_VECTORS else once(vars(base)[name]) for name in names}
+        # Numbers without dimensions adapt to the type and the device of tensors, but not when they are stacked.
+        is_number = value.dim() == 0 and value.is_floating_point()
+        if any(value.device != one.device or (is_number and value.dtype != one.dtype) for one in parameters.values()):
+            return None
         return cls(type(base), num_summed, parameters, value, base.batch_shape)
 
     @property
@@ -123,7 +131,9 @@ def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Ten
         if (site := _Site.of(node)) is not None:
             alike.setdefault(site.kind, []).append((place, site))
     for members in alike.values():
-        if len(members) > 1:
+        site = members[0][1]
+        shape = broadcast_shape(site.batch_shape, site.value.shape)
+        if len(members) > 1 and math.prod(shape) <= _MAX_STACKED_ENTRIES:
             places, sites = zip(*members, strict=True)
             for place, table in zip(places, _together(sites, of_one), strict=True):
                 found[place] = table

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import drawn_rows, own_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
@@ -176,6 +177,8 @@ def learn(
     posteriors = total_rows(y) if guide is None else num_posteriors(guide, y)
     # Sets of nodes: rows of data may be steps of one sequence.
     is_product = guide is not None and guide.product is not None
+    if guide is not None and isinstance(guide.product, ChainLayout) and temperature not in (None, 1.0):
+        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
     is_shared = posteriors < total_rows(y) and not is_product
     is_all = is_shared or is_product or total_rows(y) <= number
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)

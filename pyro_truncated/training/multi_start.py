@@ -164,7 +164,8 @@ class MultiStart:
         if self.pool.assembly is not None:
             self.pool.assembly.join(found)
             found = self.pool.assembly.best
-        self.pool.best = max(self.pool.best, found, key=lambda one: one.reached.free_energy)
+        candidates = [self.pool.best, found] if self.pool.best.parameters else [found]
+        self.pool.best = max(candidates, key=lambda one: one.reached.free_energy if math.isfinite(one.reached.free_energy) else -math.inf)
 
 
 def _first_place(model: Any, y: Tensor) -> dict[str, Tensor]:

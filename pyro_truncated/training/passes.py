@@ -97,7 +97,9 @@ def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[]
     Programs whose parts differ from all data are trained on all at once. They hold other data beside these rows, look at neighbours, or
     observe something of no data point, which would count once for each part.
     """
-    if not isinstance(guide, AutoTruncated) or isinstance(model, ClosedFormModel) or guide.conditional is not None:
+    if not isinstance(guide, AutoTruncated) or isinstance(model, ClosedFormModel):
+        return None
+    if guide.conditional is not None or guide.product is not None:
         return None
     number = min(_MOST, len(y) // _ROWS)
     is_whole = guide.layout.num_data == len(y) == total_rows(y) and getattr(y, "file", None) is None

@@ -181,3 +181,15 @@ def test_the_check_says_what_the_sets_lack():
         assert bool((lower <= upper + 1e-9).all())
     assert bool((report.free_energy <= report.certified).all())
     assert bool((report.certified <= report.exact + 1e-9).all())
+
+
+@pytest.mark.filterwarnings("ignore:AutoTruncated sees no observed site")
+def test_chains_without_observations_have_their_prior():
+    def model(y):
+        with pyro.plate("sequences", len(y)):
+            pyro.sample("s", BinaryChains(torch.full((2,), 0.4, dtype=DOUBLE), SWITCH.repeat(2, 1, 1), num_steps=3))
+
+    guide = AutoTruncated(model, num_states=4)
+    y = torch.zeros(2, 3)
+    assert Truncated_ELBO().loss(model, guide, y) == pytest.approx(0.0, abs=1e-10)
+    torch.testing.assert_close(guide.marginals()["s"][:, 0], torch.full((2, 2), 0.4, dtype=DOUBLE))

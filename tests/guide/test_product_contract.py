@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 
 import pyro
@@ -15,6 +16,7 @@ from pyro.infer import SVI, Predictive, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
+from torch import nn
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, check_truncation, fit, learn
 
@@ -178,6 +180,29 @@ def test_restarts_converge_before_they_are_compared():
     for _ in range(100):
         svi.step(y)
     assert best > -Truncated_ELBO().loss(levels, other, y) - 0.5
+
+
+NETWORK = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def decoded(y):
+    """A chain in a plate, whose states a network decodes."""
+    network = pyro.module("network", NETWORK)
+    with pyro.plate("data", len(y)):
+        state = 0
+        for t in pyro.markov(range(2)):
+            state = pyro.sample(f"z_{t}", dist.Categorical(torch.tensor([[0.8, 0.2], [0.3, 0.7]])[state]))
+            mean = network(nn.functional.one_hot(state.long(), 2).float()).squeeze(-1)
+            pyro.sample(f"y_{t}", dist.Normal(mean, 1.0), obs=y[:, t])
+
+
+@pytest.mark.filterwarnings("ignore::pyro_truncated.DisagreeingStartsWarning")
+def test_learn_takes_networks_of_many_rows_on_product_sets():
+    torch.manual_seed(0)
+    y = torch.randn(320, 2)
+    guide = learn(decoded, y, num_states=2, starts=2, short_steps=2, steps=2, progress=False)
+    assert guide.learn_report.steps == 2
+    assert all(math.isfinite(restart.free_energy) for restart in guide.learn_report.restarts)
 
 
 def test_whole_states_are_refused_with_advice(y):

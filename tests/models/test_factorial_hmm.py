@@ -124,6 +124,19 @@ def test_closed_form_steps_maximise_the_expected_log_joint(batch_size: int | Non
         torch.testing.assert_close(dict(model.named_parameters())[name], value, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_sequences_that_all_end_early_are_learned(batch_size: int | None) -> None:
+    y, _ = draw(2, 3, 20, 4)
+    y[:, 15:] = math.nan
+    model = FactorialHMM(3, 2, dtype=DOUBLE).initialize(y, torch.Generator().manual_seed(1))
+    svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO())
+    loss = svi.step(y.numpy(), batch_size)
+    assert math.isfinite(loss)
+    posterior = model.posterior(y[:, :10])
+    with pytest.raises(ValueError, match="posterior must be of these sequences"):
+        model.sufficient_statistics(posterior, y)
+
+
 def test_differences_are_a_sparse_ternary_code() -> None:
     """Causes that change one at a time, with little noise, are found from differences alone."""
     y, weight = draw(5, 10, 800, 1, 0.2)

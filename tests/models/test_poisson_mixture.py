@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Poisson
 
+from pyro_truncated import AutoTruncated
 from pyro_truncated.models import PoissonMixture
 from pyro_truncated.states import Population
 from tests.models.enumeration import generate
@@ -65,3 +66,16 @@ def test_dimensions_without_counts_can_be_counted_later() -> None:
     model = PoissonMixture(NUM_OBSERVED, 7, dtype=torch.float64).initialize(y)
     assert (model.rate > 0).all()
     assert (model.weights > 0).all()
+
+
+def test_large_counts_in_single_precision() -> None:
+    """Terms of the density that are millions cancel; data of one component at a time are told apart."""
+    generator = torch.Generator().manual_seed(0)
+    exact = PoissonMixture(200, 3, dtype=torch.float64)
+    exact.rate = 50_000 * (1 + 0.01 * torch.rand(3, 200, dtype=torch.float64, generator=generator))
+    single = PoissonMixture(200, 3)
+    single.rate = exact.rate.detach().float()
+    exact.rate = single.rate.detach().double()
+    y = torch.poisson(exact.rate.detach()[torch.arange(30) % 3], generator=generator)
+    posteriors = [AutoTruncated(model, num_states=3).infer(y.to(model.rate.dtype)).marginals()["z"] for model in (single, exact)]
+    torch.testing.assert_close(posteriors[0].double(), posteriors[1], rtol=0.0, atol=0.01)

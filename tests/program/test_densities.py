@@ -61,6 +61,8 @@ def test_sites_of_one_kind_are_computed_together():
         (lambda a: dist.Categorical(logits=a * x[:3]), one_of_three.view(4, 1)),
         (lambda a: dist.Categorical((a * x[:1]).expand(3)), one_of_three),
         (lambda a: dist.Laplace(a * x, 1.0), torch.tensor(0.3, dtype=torch.float64)),
+        (lambda a: dist.Normal(a * x[0], 1.0).expand([5]).to_event(1), torch.tensor(0.3, dtype=torch.float64)),
+        (lambda a: dist.Normal(a * x.mean(), torch.ones(80, 1, dtype=torch.float64)), COUNT.view(-1)[:1].expand(80, 60)),
     ]
     with pyro.validation_enabled(False):
         sites = [{"fn": make(a), "value": value, "args": (), "kwargs": {}} for a in (0.5, 0.7, 0.9) for make, value in makes]
