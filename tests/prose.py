@@ -1,17 +1,14 @@
 """The rules of the prose that `make lint` keeps: pages, changelog and docstrings.
 
 A sentence has at most 30 words, the first line of a docstring 12, the README 80 lines. A number begins with a digit. Only the changelog and
-the results speak of what was. Pages keep all rules. Docstrings break them at most as often as `tests/prose.json` records for each
-folder; `python tests/prose.py --record` lowers the numbers there and never raises one.
+the results speak of what was.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,45 +103,20 @@ def page_findings(root: Path) -> Iterator[str]:
             yield f"{name}: longer than {LONGEST_README} lines"
 
 
-def docstring_findings(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields everything that breaks a rule in a docstring, with its folder."""
+def docstring_findings(root: Path) -> Iterator[str]:
+    """Yields everything that breaks a rule in a docstring."""
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        folder = "/".join(name.split("/")[:2]) if name.count("/") > 1 else name.split("/")[0]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
                 line = 1 if isinstance(node, ast.Module) else node.lineno
-                yield from ((folder, f"{name}:{line}: {what}") for what in docstring_rules(docstring))
+                yield from (f"{path.relative_to(root).as_posix()}:{line}: {what}" for what in docstring_rules(docstring))
 
 
 def findings(root: Path) -> Iterator[str]:
-    """Yields what breaks a rule on pages, and folders whose docstrings break more than recorded."""
+    """Yields what breaks a rule on pages and in docstrings."""
     yield from page_findings(root)
-    recorded = json.loads((root / "tests" / "prose.json").read_text())
-    found = list(docstring_findings(root))
-    for folder, number in Counter(folder for folder, _ in found).items():
-        if number > recorded.get(folder, 0):
-            allowed = recorded.get(folder, 0)
-            yield f"{folder}: docstrings break {number} rules, {allowed} are recorded; python tests/prose.py {folder} lists them"
-
-
-def record(root: Path) -> None:
-    """Lowers the recorded numbers to what is found."""
-    path = root / "tests" / "prose.json"
-    recorded = json.loads(path.read_text()) if path.exists() else {}
-    found = Counter(folder for folder, _ in docstring_findings(root))
-    lowered = {folder: min(number, recorded.get(folder, number)) for folder, number in found.items()}
-    path.write_text(json.dumps(dict(sorted(lowered.items())), indent=2) + "\n")
-
-
-def main(arguments: list[str]) -> str | int:
-    """Returns what is wrong, or 0; with the name of a folder, what its docstrings break."""
-    if "--record" in arguments:
-        record(ROOT)
-    if arguments and not arguments[0].startswith("-"):
-        return "\n".join(what for folder, what in docstring_findings(ROOT) if folder == arguments[0]) or 0
-    return "\n".join(findings(ROOT)) or 0
+    yield from docstring_findings(root)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit("\n".join(findings(ROOT)) or 0)
