@@ -60,7 +60,9 @@ class DataKernel(UniqueModule, Parameterized):
     def __init__(self, num_data: int) -> None:
         super().__init__()
         if num_data < 1:
-            raise ValueError("a kernel needs at least one input (a row, a histogram or an object); got none")
+            raise ValueError(
+                "a kernel needs at least one training input (inputs, histograms, features, objects or rows of a matrix); got none"
+            )
         self.num_data = num_data
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
