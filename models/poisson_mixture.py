@@ -177,7 +177,7 @@ def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
     Terms of large counts cancel, so they are taken in float64.
     """
     counts, exact = y.double(), rate.double()
-    found = counts @ exact.log().mT - exact.sum(1) - (counts + 1).lgamma().sum(1, keepdim=True)
+    found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - (counts + 1).lgamma().sum(1, keepdim=True)
     return found.to(torch.promote_types(rate.dtype, y.dtype))
 
 
