@@ -10,7 +10,6 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch
 from pyro_truncated import models as library
@@ -28,10 +27,10 @@ def means_of_states(row: Configuration, model: Any, y: Tensor) -> Tensor:
     values = states.unsqueeze(1).expand(-1, len(y), -1)
     values = values if row.site == "s" else values.squeeze(-1)
     conditioned = poutine.condition(model, data={row.site: values})
+    if isinstance(model, library.CategoricalMixture):
+        probs: Tensor = model.probs.detach()[values]
+        return probs
     likelihood: Any = poutine.trace(conditioned).get_trace(y).nodes["y"]["fn"]
-    if isinstance(getattr(likelihood, "base_dist", None), Categorical):
-        probs: Tensor = likelihood.base_dist.probs
-        return probs.detach().expand(len(states), *y.shape, -1)
     means = likelihood.mean.detach().expand(len(states), *y.shape)
     signal: Tensor = means + shift_of_integrated(model, values, means, y)
     return signal
