@@ -179,7 +179,6 @@ def kernels():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.xfail(reason="the warm-up does not reach two kernels: the largest functions and the flips", strict=False)
 def test_warming_up_compiles_every_kernel_and_leaves_no_trace():
     state = torch.get_rng_state()
     warmup.warm_up(progress=False)
