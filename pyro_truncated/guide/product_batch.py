@@ -77,10 +77,10 @@ class ProductBatch:
 
     def sets(self) -> list[Tensor]:
         """The words ``(rows, S, num_words)`` of each group, with what is known put in."""
-        stored = self._store()
+        stored = self._take_stored()
         return [self.scorer.insert_known(population.words, number) for number, population in enumerate(stored)]
 
-    def _store(self) -> list[Population]:
+    def _take_stored(self) -> list[Population]:
         return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
 
     def outside(self) -> Tensor:
@@ -105,7 +105,7 @@ class ProductBatch:
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
         product, scorer = self.scorer.product, self.scorer
         beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
-        for number, (population, words) in enumerate(zip(self._store(), sets, strict=True)):
+        for number, (population, words) in enumerate(zip(self._take_stored(), sets, strict=True)):
             sizes = scorer.sizes_of(product.groups[number].nodes[0])
             added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
             log_q = added + weights - total

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
-# Sites with more entries gain nothing by being stacked, and take memory.
+# Larger sites are computed one by one: a stack of all of them takes memory.
 _MAX_STACKED_ENTRIES = 4096
 # Terms with their factors.
 _Terms = list[tuple[float, Tensor]]
@@ -118,8 +118,7 @@ class _Site:
 def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor] = log_density) -> list[Tensor]:
     """Returns the log densities of sample sites at their values.
 
-    Sites of one family and of one shape are computed together, as one distribution with stacked parameters: a program of a thousand
-    steps takes no thousand small operations.
+    Small sites of one family and shape are computed together, as one distribution with stacked parameters.
 
     Args:
         nodes: the sites.

@@ -16,6 +16,7 @@ from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
 from pyro_truncated.program.call import Call
+from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
@@ -78,7 +79,8 @@ def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search
     """
     call, scorer = batch.scorer.call, batch.scorer
     with poutine.block():
-        posterior = batch.posterior() if search is None else batch.improved_(search, search_steps)
+        # No search step scores the sets and keeps their log joints.
+        posterior = batch.improved_(AutomaticSearch(), 0) if search is None else batch.improved_(search, search_steps)
         loss = -float(scorer.scale * posterior.free_energy().sum() + batch.outside())
         new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
     closed_form.collect(new, None, scorer.chosen, scorer.full_size, scale=scorer.full_size / scorer.num_data)
