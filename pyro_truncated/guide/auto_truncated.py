@@ -399,6 +399,27 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """
         return self.scored(indices).marginals()  # type: ignore[no-any-return]
 
+    def pairwise_marginals(self, first: str, second: str, indices: Tensor | None = None) -> Tensor:
+        r"""Returns the joint marginals :math:`q(s_a = v, s_b = w)` of two discrete sites.
+
+        Data points come first, then the other plates of the sites, which they share or not, then
+        the entries of both events, then both values: ``(N, *plates, *event of first, *event of second, V, W)``.
+
+        Example::
+
+            both = guide.pairwise_marginals("z_3", "z_4")  # (N, K, K) along a chain of K classes
+
+        Args:
+            first: name of a site.
+            second: name of a site, which may be the same one: pairs of the entries of its event.
+            indices: data points, as in :meth:`marginals`.
+
+        Raises:
+            ValueError: if there is no such site.
+            NotImplementedError: where each node has its own set, for sites that no density joins; and for sites of chains.
+        """
+        return self.scored(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
+
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The most probable joint state by site, ``(N, *site shape)``."""
         return self.scored(indices).mode()  # type: ignore[no-any-return]

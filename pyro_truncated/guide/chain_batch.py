@@ -277,6 +277,13 @@ class ChainReadings(SetReadings):
         """The probability that each chain is on, ``(*plates, T, M)``."""
         return self._named(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
+    def pairwise_marginals(self, first: str, second: str) -> Tensor:
+        """Refused by name: a site of chains is one site."""
+        raise NotImplementedError(
+            f"'{self.batches[0].scorer.product.site.name}' holds all chains: estimate joint probabilities of its entries from "
+            "guide.sample_posterior(num_samples)"
+        )
+
     def mode(self) -> dict[str, Tensor]:
         """Returns the best path of each sequence, ``(*plates, T, M)``.
 

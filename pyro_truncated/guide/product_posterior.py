@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.guide.pairwise_marginals import product_pairs
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.ops.elimination import Messages
 from pyro_truncated.states.population import Population
@@ -79,6 +80,10 @@ class ProductPosterior(SetReadings):
             own = table[..., : max(site.cardinalities)]
             found[name] = self._by_data(name, own[..., 1] if site.kind == "boolean" else own)
         return found
+
+    def pairwise_marginals(self, first: str, second: str) -> Tensor:
+        """Joint marginals of two sites, see :meth:`AutoTruncated.pairwise_marginals`."""
+        return torch.stack([product_pairs(batch, first, second) for batch in self.batches]).mean(0)
 
     def free_energy(self) -> Tensor:
         """Returns the evidence of each data point, ``(N,)`` in float64.

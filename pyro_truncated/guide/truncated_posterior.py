@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.guide.pairwise_marginals import population_pairs
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population
 
@@ -44,6 +45,10 @@ class TruncatedPosterior:
             start += site.num_latents
             result[name] = own[..., 1].reshape(-1, *site.shape) if site.kind == "boolean" else own.reshape(-1, *site.shape, own.shape[-1])
         return result
+
+    def pairwise_marginals(self, first: str, second: str) -> Tensor:
+        """Joint marginals of two sites, see :meth:`AutoTruncated.pairwise_marginals`."""
+        return population_pairs(self.population, self.layout, first, second)
 
     def mode(self) -> dict[str, Tensor]:
         """The most probable joint state, ``(N, *site shape)``."""
