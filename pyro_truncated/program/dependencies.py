@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer.inspect import TrackProvenance
-from pyro.ops.provenance import detach_provenance, get_provenance, track_provenance
+from pyro.ops.provenance import extract_provenance, get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
@@ -24,8 +24,6 @@ _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__inde
 _LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
 # Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
 _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
-
-_detached: Callable[[Any], Any] = detach_provenance
 
 
 class Dependencies:
@@ -182,18 +180,18 @@ class PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        sources: set[str] = set()
+        plain, named = _without_provenance(args, sources), _without_provenance(kwargs or {}, sources)
         if name in _LEAKS:
-            self._note(get_provenance([args, kwargs or {}]), name in _READS)
+            self._note(frozenset(sources), name in _READS)
+        results = func(*plain, **named)
         if name == "new":
-            # Pyro turns the shape, a torch.Size, into a tuple, which `new` takes for numbers (as in torch's Geometric).
-            return func(_detached(args[0]), *args[1:], **(kwargs or {}))
+            return results
         if name not in _KEEP_OWN_VALUES:
-            return func(*args, **(kwargs or {}))
-        plain = _detached([args, kwargs or {}])
-        results = func(*plain[0], **plain[1])
+            return track_provenance(results, frozenset(sources)) if sources else results
         if isinstance(results, (tuple, list)):
-            sources = args[0] if isinstance(args[0], (tuple, list)) else args
-            return type(results)(track_provenance(value, get_provenance(own)) for value, own in zip(results, sources, strict=True))
+            own = args[0] if isinstance(args[0], (tuple, list)) else args
+            return type(results)(track_provenance(value, get_provenance(one)) for value, one in zip(results, own, strict=True))
         return track_provenance(results, get_provenance(args[0]))
 
     def _note(self, names: frozenset[str], is_read: bool) -> None:
@@ -201,6 +199,20 @@ class PythonReads(TorchFunctionMode):
         if is_read and names:
             self.stack = self.stack or traceback.extract_stack()
             self.read |= names
+
+
+def _without_provenance(value: Any, found: set[str]) -> Any:
+    """Returns arguments without their provenance, which is added to a set."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_without_provenance(part, found) for part in value])
+    if kind is dict:
+        return {key: _without_provenance(part, found) for key, part in value.items()}
+    if kind is torch.Tensor or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
+        return value
+    plain, names = extract_provenance(value)
+    found |= names
+    return plain
 
 
 class _Marks(Messenger):

@@ -444,7 +444,7 @@ class ProductScorer(Probe):
 
     def _agree(self, scope: tuple[int, ...], table: Tensor, expected: Tensor, places: Mapping[int, Tensor], dtype: torch.dtype) -> bool:
         tree = self.product.tree
-        others = {tree.dim(node) for node in self.product.tree.order} - {tree.dim(node) for node in scope}
+        others = set(range(-tree.num_dims, -tree.depth)) - {tree.dim(node) for node in scope}
         if table.dim() != tree.num_dims or any(table.shape[dim] != 1 for dim in others):
             return False
         for node in scope:
@@ -452,8 +452,7 @@ class ProductScorer(Probe):
                 table = torch.take_along_dim(table, places[node], dim=tree.dim(node))
         finite = expected[expected.isfinite()].abs()
         tolerance = 1e3 * torch.finfo(dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
-        shape = torch.broadcast_shapes(table.shape, expected.shape)
-        return torch.allclose(table.expand(shape), expected.expand(shape), rtol=0.0, atol=tolerance)
+        return bool(((table - expected).abs() <= tolerance).all())
 
     # --- sites that depend on no discrete latent ---
 
