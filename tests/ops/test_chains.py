@@ -126,6 +126,42 @@ def test_compiled_kernels_equal_vectorised_ones(num_latents: int) -> None:
         torch.testing.assert_close(compiled, vectorised, rtol=1e-10, atol=1e-10)
 
 
+def test_all_states_by_kronecker_products_equal_sums_over_pairs() -> None:
+    """Of all states in their order transitions are Kronecker products; in another order pairs of states are summed."""
+    num_latents, lengths = 4, [9, 5, 1, 9]
+    words = StateSpace([2] * num_latents).enumerate().expand(len(lengths), 9, -1, -1)
+    moves = transitions(num_latents, lengths, 9)
+    unary = torch.randn(words.shape[:3], dtype=torch.float64) * 40
+    unary[0, 3, 2:], unary[3, 6] = -math.inf, -math.inf
+    order = torch.argsort(torch.rand(words.shape[:3]), -1)
+    shuffled = words.gather(2, order.unsqueeze(-1)), unary.gather(2, order)
+    sums, others = chains.messages(words, unary, moves), chains.messages(*shuffled, moves)
+    is_part = moves.kind >= 0
+    torch.testing.assert_close(sums.log_norm, others.log_norm, **CLOSE)
+    for one, other in ((sums.forward, others.forward), (sums.backward, others.backward)):
+        torch.testing.assert_close(one.gather(2, order)[is_part], other[is_part], rtol=1e-10, atol=1e-10)
+    weight = torch.rand(len(lengths), dtype=torch.float64)
+    counts = [chains.expected_transitions(*held, moves, found, weight) for held, found in (((words, unary), sums), (shuffled, others))]
+    torch.testing.assert_close(*counts, **CLOSE)
+
+
+@pytest.mark.parametrize("num_latents", [6, 30, 70])
+def test_rare_transitions_lose_nothing(num_latents: int) -> None:
+    """Products of chances that vanish in float64 are summed by their logarithms."""
+    words, unary, _ = problem(num_latents, [8, 8])
+    probability = 10.0 ** -torch.randint(1, 40, (1, num_latents, 2), dtype=torch.float64)
+    flips = torch.stack([probability, 1 - probability], -1)
+    log_prob = torch.where(torch.rand(1, num_latents, 1, 1) < 0.5, flips, flips.flip(-1)).log().nan_to_num(neginf=-80.0)
+    moves = Transitions(log_prob, torch.zeros(2, 8, dtype=torch.int64))
+    results = []
+    for name in ("compiled", "vectorised"):
+        with ops.use_backend(name):
+            sums = chains.messages(words, 100 * unary, moves)
+            results.append([*sums, chains.expected_transitions(words, 100 * unary, moves, sums)])
+    for compiled, vectorised in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, vectorised, rtol=1e-9, atol=1e-9)
+
+
 def test_gradients_are_expectations(kind: str) -> None:
     words, unary, moves = problem()
     unary, log_prob = unary.requires_grad_(), moves.log_prob.clone().requires_grad_()

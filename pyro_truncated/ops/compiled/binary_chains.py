@@ -21,18 +21,21 @@ from pyro_truncated.ops.pair_terms import pair_terms
 
 # Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
 _LOST_NATS = 45.0
+# Products of float64 numbers that are larger than exp of minus this many nats lose nothing that counts.
+_SAFE_NATS = 660.0
 
 
 class _Tables(NamedTuple):
     """Terms of transitions by the octets of a state.
 
-    Masks tell which are forbidden.
+    Masks tell which are forbidden. Sums of products are trusted from ``smallest`` on.
     """
 
     constant: np.ndarray  # (K,)
+    smallest: np.ndarray  # (K,)
     previous: np.ndarray  # (K, octets, 256)
     current: np.ndarray
-    both: np.ndarray
+    both: np.ndarray  # (K, 2, octets, 256): terms, and their exponentials
     forbidden: np.ndarray  # (K, 4, W): from 0 to 0, 0 to 1, 1 to 0, 1 to 1
 
 
@@ -52,7 +55,11 @@ def _tables(log_prob: Tensor, num_words: int) -> _Tables:
     forbidden = np.packbits(flags, axis=-1, bitorder="little").view(np.int64)
     if not forbidden.any():
         forbidden = np.zeros((num_kinds, 0, num_words), np.int64)
-    return _Tables(terms.constant.numpy(), by_octet(terms.previous), by_octet(terms.current), by_octet(terms.both), forbidden)
+    both = by_octet(terms.both)
+    with np.errstate(over="ignore"):
+        smallest, factor = np.exp(both.max(-1).sum(-1) - _SAFE_NATS), np.exp(both)
+    pairs = np.stack([both, factor], 1)
+    return _Tables(terms.constant.numpy(), smallest, by_octet(terms.previous), by_octet(terms.current), pairs, forbidden)
 
 
 def _arrays(*tensors: Tensor) -> list[np.ndarray]:
@@ -63,8 +70,21 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
     """See :func:`pyro_truncated.ops.binary_chains.forward_messages` and :func:`pyro_truncated.ops.binary_chains.backward_messages`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
     log_norm = torch.zeros(kind.shape, dtype=torch.float64)
+    if _is_full(words, log_prob):
+        chances = log_prob.double().exp()
+        arguments = _arrays(*_likelihood(unary), kind, chances if forward else chances.mT)
+        _full_messages(*arguments, forward, out.numpy(), log_norm.numpy())
+        return out.log_(), log_norm
     _messages(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), forward, out.numpy(), log_norm.numpy())
     return out, log_norm
+
+
+def _is_full(words: Tensor, log_prob: Tensor) -> bool:
+    """Whether every step has all states in their order, and no transition is so rare that its products vanish."""
+    size = words.shape[2]
+    if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
+        return False
+    return bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS) and bool((words[..., 0] == torch.arange(size)).all())
 
 
 def select(
@@ -87,6 +107,9 @@ def expected_pairs(
     number = torch.zeros(len(kind), num_kinds, dtype=torch.float64)
     previous, current, both = torch.zeros(3, len(kind), num_kinds, num_latents, dtype=torch.float64)
     sums = (number.numpy(), previous.numpy(), current.numpy(), both.numpy())
+    if _is_full(words, log_prob):
+        _full_expected_pairs(*_arrays(forward.exp(), _likelihood(onward)[0], kind, weight), as_array(log_prob.double().exp()), *sums)
+        return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
     _expected_pairs(*_arrays(words, forward, onward, kind, weight), *_tables(log_prob, words.shape[-1]), *sums)
     return number.sum(0), previous.sum(0), current.sum(0), both.sum(0)
 
@@ -128,21 +151,23 @@ def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward
 def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
     out = torch.empty(unary.shape, dtype=torch.float64)
-    _block_posteriors(*_arrays(_likelihood(unary), kind, block), as_array(log_prob.double().exp()), out.numpy())
+    chances = log_prob.double().exp()
+    _block_posteriors(*_arrays(_likelihood(unary)[0], kind, block, chances, chances.mT), out.numpy())
     return (out / out.sum(-1, keepdim=True)).log().nan_to_num(nan=-torch.inf)
 
 
 def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_blocks`."""
     out = torch.zeros(kind.shape, dtype=torch.int64)
-    _draw_blocks(*_arrays(_likelihood(unary), kind, block), as_array(log_prob.double().exp()), as_array(uniform), out.numpy())
+    _draw_blocks(*_arrays(_likelihood(unary)[0], kind, block), as_array(log_prob.double().exp()), as_array(uniform), out.numpy())
     return out
 
 
-def _likelihood(unary: Tensor) -> Tensor:
-    """Likelihoods of a block's configurations relative to the largest one."""
+def _likelihood(unary: Tensor) -> tuple[Tensor, Tensor]:
+    """Likelihoods relative to the largest of their step, and its logarithm."""
     best = unary.amax(-1, keepdim=True)
-    return (unary - torch.where(best > -torch.inf, best, 0.0)).exp_()
+    likelihood = (unary - torch.where(best > -torch.inf, best, 0.0)).exp_()
+    return likelihood, best.squeeze(-1)
 
 
 @njit(cache=True, nogil=True)
@@ -167,17 +192,36 @@ def _is_forbidden(masks, previous, current):
 
 
 @njit(cache=True, nogil=True)
-def _log_pairs(both, masks, forward, near, others, state, out):
-    """Adds terms of a state and each of the others to ``near``.
+def _weigh_pairs(both, masks, forward, near, others, state, out):
+    """Writes the weight of each of the others times its factor with a state.
 
-    They are the terms that both have in common; the largest sum is returned.
-
-    Going forward the others are of the step before.
+    The factor is of what both have in common; the sum is returned. Going forward the others are of the step before.
     """
-    best = -np.inf
-    num_words, num_octets = others.shape[1], both.shape[0]
+    total = 0.0
+    num_words, num_octets = others.shape[1], both.shape[1]
     for j in range(others.shape[0]):
-        x = near[j]
+        x = near[1, j]
+        if x > 0.0:
+            if masks.shape[0] > 0 and (_is_forbidden(masks, others[j], state) if forward else _is_forbidden(masks, state, others[j])):
+                x = 0.0
+            else:
+                for w in range(num_words):
+                    common = others[j, w] & state[w]
+                    for octet in range(8 * w, min(8 * w + 8, num_octets)):
+                        x *= both[1, octet, common & 255]
+                        common >>= 8
+        out[j] = x
+        total += x
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _log_pairs(both, masks, forward, near, others, state, out):
+    """Writes the logarithms of the same, and returns the largest."""
+    best = -np.inf
+    num_words, num_octets = others.shape[1], both.shape[1]
+    for j in range(others.shape[0]):
+        x = near[0, j]
         if x > -np.inf:
             if masks.shape[0] > 0 and (_is_forbidden(masks, others[j], state) if forward else _is_forbidden(masks, state, others[j])):
                 x = -np.inf
@@ -185,7 +229,7 @@ def _log_pairs(both, masks, forward, near, others, state, out):
                 for w in range(num_words):
                     common = others[j, w] & state[w]
                     for octet in range(8 * w, min(8 * w + 8, num_octets)):
-                        x += both[octet, common & 255]
+                        x += both[0, octet, common & 255]
                         common >>= 8
         out[j] = x
         best = max(best, x)
@@ -205,12 +249,32 @@ def _log_sum(values, best):
 
 
 @njit(cache=True, nogil=True)
-def _log_factor(both, masks, forward, near, others, state, scratch):
+def _log_factor(smallest, both, masks, forward, near, others, state, scratch):
     """Returns the log of a sum over weights times transition probabilities.
 
     The weights are those of the others; what depends on ``state`` alone is left out.
     """
-    return _log_sum(scratch, _log_pairs(both, masks, forward, near, others, state, scratch))
+    total = _weigh_pairs(both, masks, forward, near, others, state, scratch)
+    if smallest <= total < np.inf:
+        return np.log(total)
+    best = _log_pairs(both, masks, forward, near, others, state, scratch)
+    return _log_sum(scratch[: others.shape[0]], best)
+
+
+@njit(cache=True, nogil=True)
+def _share_pairs(smallest, both, masks, forward, near, others, state, shares):
+    """Writes the share of each of the others in that sum."""
+    total = _weigh_pairs(both, masks, forward, near, others, state, shares)
+    if not smallest <= total < np.inf:
+        best = _log_pairs(both, masks, forward, near, others, state, shares)
+        total = 0.0
+        for j in range(others.shape[0]):
+            below = shares[j] - best
+            shares[j] = np.exp(below) if below > -_LOST_NATS else 0.0
+            total += shares[j]
+    if total > 0.0:
+        for j in range(others.shape[0]):
+            shares[j] /= total
 
 
 @njit(cache=True, nogil=True)
@@ -234,31 +298,39 @@ def _set_first(values):
 
 @njit(cache=True, nogil=True)
 def _near(others, message, terms, constant, near):
-    """Writes weights of the members of a neighbouring step.
+    """Writes log weights of the members of a neighbouring step, and weights.
 
-    They include the terms of the transition that depend on these members alone.
+    They include the terms of the transition that depend on these members alone, and are relative to the largest, which is returned.
     """
+    best = -np.inf
     for j in range(others.shape[0]):
-        near[j] = message[j] + constant + _by_octets(terms, others[j])
+        near[0, j] = message[j] + constant + _by_octets(terms, others[j])
+        best = max(best, near[0, j])
+    if best == -np.inf:
+        best = 0.0
+    for j in range(others.shape[0]):
+        near[0, j] -= best
+        near[1, j] = np.exp(near[0, j])
+    return best
 
 
 @njit(cache=True, nogil=True)
-def _message(states, own, terms, both, masks, forward, near, others, scratch, out):
+def _message(states, own, terms, smallest, both, masks, forward, near, best, others, scratch, out):
     """Writes what members of a neighbouring step send to states.
 
-    ``own`` is added; impossible states get minus infinity.
+    ``own`` is added; impossible states get minus infinity. The log weights of the members are relative to ``best``.
     """
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
-            out[i] += _by_octets(terms, states[i]) + _log_factor(both, masks, forward, near, others, states[i], scratch)
+            out[i] += _by_octets(terms, states[i]) + best + _log_factor(smallest, both, masks, forward, near, others, states[i], scratch)
 
 
 @parallel_kernel(cost=HEAVY)
-def _messages(words, unary, kind, constant, previous, current, both, forbidden, forward, out, log_norm):
+def _messages(words, unary, kind, constant, smallest, previous, current, both, forbidden, forward, out, log_norm):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
-        near, scratch, onward = np.zeros(size), np.empty(size), np.zeros(size)
+        near, scratch, onward = np.zeros((2, size)), np.empty(size), np.zeros(size)
         zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
         for step in range(num_steps):
             t = step if forward else num_steps - 1 - step
@@ -267,18 +339,19 @@ def _messages(words, unary, kind, constant, previous, current, both, forbidden, 
             elif forward:
                 k = kind[n, t]
                 others, message = (words[n, t - 1], out[n, t - 1]) if t > 0 else (zero_state, zero)
-                _near(others, message, previous[k], constant[k], near)
-                states = words[n, t]
+                best = _near(others, message, previous[k], constant[k], near)
                 _message(
-                    states,
+                    words[n, t],
                     unary[n, t],
                     current[k],
+                    smallest[k],
                     both[k],
                     forbidden[k],
                     True,
-                    near[: len(others)],
+                    near,
+                    best,
                     others,
-                    scratch[: len(others)],
+                    scratch,
                     out[n, t],
                 )
                 log_norm[n, t] = _normalize(out[n, t])
@@ -288,9 +361,121 @@ def _messages(words, unary, kind, constant, previous, current, both, forbidden, 
                 k, others = kind[n, t + 1], words[n, t + 1]
                 for j in range(size):
                     onward[j] = unary[n, t + 1, j] + out[n, t + 1, j]
-                _near(others, onward, current[k], constant[k], near)
-                _message(words[n, t], zero, previous[k], both[k], forbidden[k], False, near, others, scratch, out[n, t])
+                best = _near(others, onward, current[k], constant[k], near)
+                _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, out[n, t])
                 log_norm[n, t] = _normalize(out[n, t])
+
+
+@njit(cache=True, nogil=True)
+def _step_one(vector, bit, off_off, off_on, on_off, on_on):
+    """Takes one chain a step on, in place.
+
+    Each chance is that of the second value at the far end, given the first one here.
+    """
+    for first in range(0, vector.shape[0], 2 * bit):
+        for c in range(first, first + bit):
+            off, on = vector[c], vector[c + bit]
+            vector[c] = off * off_off + on * on_off
+            vector[c + bit] = off * off_on + on * on_on
+
+
+@njit(cache=True, nogil=True)
+def _step(vector, chances, block):
+    """Takes all chains of a block one step on, in place."""
+    for i in range(block.shape[0]):
+        m = block[i]
+        _step_one(vector, 1 << i, chances[m, 0, 0], chances[m, 0, 1], chances[m, 1, 0], chances[m, 1, 1])
+
+
+@njit(cache=True, nogil=True)
+def _multiply(vector, likelihood, out):
+    """Multiplies a vector by likelihoods to a sum of one, in place, and writes it; the logarithm of the sum is returned."""
+    total = 0.0
+    for c in range(vector.shape[0]):
+        vector[c] *= likelihood[c]
+        total += vector[c]
+    scale = 1.0 / total if total > 0.0 else 0.0
+    for c in range(vector.shape[0]):
+        vector[c] *= scale
+        out[c] = vector[c]
+    return np.log(total) if total > 0.0 else -np.inf
+
+
+@parallel_kernel(cost=HEAVY)
+def _full_messages(likelihood, best, kind, chances, forward, out, log_norm):
+    """Messages, not their logarithms, where every step has all states: transitions are Kronecker products.
+
+    Backward the chances are those of the way back.
+    """
+    num_data, num_steps, size = likelihood.shape
+    for n in prange(num_data):
+        vector, block, flat = np.zeros(size), np.arange(chances.shape[1]), np.ones(size)
+        vector[0] = 1.0
+        for step in range(num_steps):
+            t = step if forward else num_steps - 1 - step
+            if kind[n, t] < 0:
+                out[n, t] = 0.0
+                out[n, t, 0] = 1.0
+            elif forward:
+                _step(vector, chances[kind[n, t]], block)
+                log_norm[n, t] = best[n, t] + _multiply(vector, likelihood[n, t], out[n, t])
+            elif t + 1 == num_steps or kind[n, t + 1] < 0:
+                vector[:] = out[n, t] = 1.0
+            else:
+                total = best[n, t + 1] + _multiply(vector, likelihood[n, t + 1], out[n, t])
+                _step(vector, chances[kind[n, t + 1]], block)
+                log_norm[n, t] = total + _multiply(vector, flat, out[n, t])
+
+
+@parallel_kernel(cost=HEAVY)
+def _full_expected_pairs(forward, onward, kind, weight, chances, number, previous, current, both):
+    num_data, num_steps, size = forward.shape
+    num_latents = chances.shape[1]
+    for n in prange(num_data):
+        left, rights = np.empty(size), np.empty((num_latents, size))
+        for t in range(num_steps):
+            k = kind[n, t]
+            if k < 0 or weight[n] == 0.0:
+                continue
+            # To the right of each chain all later ones have made their step backward, to its left all earlier ones theirs forward.
+            rights[num_latents - 1] = onward[n, t]
+            for m in range(num_latents - 1, 0, -1):
+                rights[m - 1] = rights[m]
+                _step_one(rights[m - 1], 1 << m, chances[k, m, 0, 0], chances[k, m, 1, 0], chances[k, m, 0, 1], chances[k, m, 1, 1])
+            left[:] = 0.0
+            left[0] = 1.0
+            if t > 0:
+                left[:] = forward[n, t - 1]
+            for m in range(num_latents):
+                bit, off_on, on_off, on_on = 1 << m, chances[k, m, 0, 1], chances[k, m, 1, 0], chances[k, m, 1, 1]
+                neither, after, before, twice = _pair_sums(left, rights[m], bit)
+                neither, after, before, twice = neither * chances[k, m, 0, 0], after * off_on, before * on_off, twice * on_on
+                total = neither + after + before + twice
+                if total == 0.0:
+                    break
+                share = weight[n] / total
+                if m == 0:
+                    number[n, k] += weight[n]
+                previous[n, k, m] += share * (before + twice)
+                current[n, k, m] += share * (after + twice)
+                both[n, k, m] += share * twice
+                _step_one(left, bit, chances[k, m, 0, 0], off_on, on_off, on_on)
+
+
+@njit(cache=True, nogil=True)
+def _pair_sums(left, right, bit):
+    """Returns the weights of a chain's values before and after a step, without their chances.
+
+    They are those of off and off, off and on, on and off, on and on.
+    """
+    off_off = off_on = on_off = on_on = 0.0
+    for first in range(0, left.shape[0], 2 * bit):
+        for c in range(first, first + bit):
+            off_off += left[c] * right[c]
+            off_on += left[c] * right[c + bit]
+            on_off += left[c + bit] * right[c]
+            on_on += left[c + bit] * right[c + bit]
+    return off_off, off_on, on_off, on_on
 
 
 @njit(cache=True, nogil=True)
@@ -335,12 +520,12 @@ def _best_distinct(score, states, chosen, kept):
 
 
 @parallel_kernel(cost=HEAVY)
-def _select(words, unary, kind, ahead, constant, previous, current, both, forbidden, forward, chosen, out, log_norm):
+def _select(words, unary, kind, ahead, constant, smallest, previous, current, both, forbidden, forward, chosen, out, log_norm):
     num_data, num_steps, num_candidates, num_words = words.shape
     size, width = chosen.shape[2], ahead.shape[2]
     for n in prange(num_data):
         largest = max(size, width)
-        near, scratch, own = np.zeros(largest), np.empty(largest), np.zeros(largest)
+        near, scratch, own = np.zeros((2, largest)), np.empty(largest), np.zeros(largest)
         left, right, score = np.empty(num_candidates), np.empty(num_candidates), np.empty(num_candidates)
         kept, before, zero_state = (
             np.zeros((size, num_words), np.int64),
@@ -364,9 +549,8 @@ def _select(words, unary, kind, ahead, constant, previous, current, both, forbid
             else:
                 others = words[n, t - 1, :width]
                 own[:width] = ahead[n, t - 1]
-            num = others.shape[0]
-            _near(others, own, previous[k], constant[k], near)
-            _message(words[n, t], unary[n, t], current[k], both[k], forbidden[k], True, near[:num], others, scratch[:num], left)
+            best = _near(others, own, previous[k], constant[k], near)
+            _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[k], True, near, best, others, scratch, left)
             right[:] = 0.0
             if t + 1 < num_steps and kind[n, t + 1] >= 0:
                 k = kind[n, t + 1]
@@ -378,10 +562,9 @@ def _select(words, unary, kind, ahead, constant, previous, current, both, forbid
                     for i in range(size):
                         c = chosen[n, t + 1, i]
                         own[i] = unary[n, t + 1, c] + out[n, t + 1, i] if c >= 0 else -np.inf
-                num = others.shape[0]
-                _near(others, own, current[k], constant[k], near)
+                best = _near(others, own, current[k], constant[k], near)
                 score[:] = 0.0
-                _message(words[n, t], score, previous[k], both[k], forbidden[k], False, near[:num], others, scratch[:num], right)
+                _message(words[n, t], score, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
             score[:] = left + right
             _best_distinct(score, words[n, t], chosen[n, t], kept)
             message = left if forward else right
@@ -393,39 +576,64 @@ def _select(words, unary, kind, ahead, constant, previous, current, both, forbid
 
 
 @njit(cache=True, nogil=True)
-def _posterior_pairs(others, near, states, own, terms, both, masks, pairs):
+def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
     """Writes the posterior of pairs of states into ``pairs (S, S')``.
 
     A pair is a state and one of the step before. Returns whether any is possible.
     """
-    num = others.shape[0]
-    best = -np.inf
-    for i in range(states.shape[0]):
-        pairs[i] = -np.inf
-        alone = own[i] + _by_octets(terms, states[i])
-        if alone > -np.inf:
-            _log_pairs(both, masks, True, near[:num], others, states[i], pairs[i, :num])
-            pairs[i] += alone
-            best = max(best, pairs[i].max())
-    if best == -np.inf:
+    num, highest, total = others.shape[0], alone.max(), 0.0
+    if highest == -np.inf:
         return False
-    total = 0.0
+    for i in range(states.shape[0]):
+        weight = np.exp(alone[i] - highest)
+        if weight > 0.0:
+            total += weight * _weigh_pairs(both, masks, True, near, others, states[i], pairs[i])
+        for j in range(num):
+            pairs[i, j] = weight * pairs[i, j] if weight > 0.0 else 0.0
+    if not smallest <= total < np.inf:
+        total = _log_posterior_pairs(others, near, states, alone, both, masks, pairs)
+    if total > 0.0:
+        pairs[:, :num] /= total
+    return total > 0.0
+
+
+@njit(cache=True, nogil=True)
+def _log_posterior_pairs(others, near, states, alone, both, masks, pairs):
+    """The same by logarithms, which never vanish; returns the sum."""
+    num, best, total = others.shape[0], -np.inf, 0.0
+    for i in range(states.shape[0]):
+        best = max(best, alone[i] + _log_pairs(both, masks, True, near, others, states[i], pairs[i]))
+    if best == -np.inf:
+        return 0.0
     for i in range(states.shape[0]):
         for j in range(num):
-            below = pairs[i, j] - best
+            below = alone[i] + pairs[i, j] - best
             pairs[i, j] = np.exp(below) if below > -_LOST_NATS else 0.0
             total += pairs[i, j]
-    pairs /= total
-    return True
+    return total
 
 
 @parallel_kernel(cost=HEAVY)
 def _expected_pairs(
-    words, forward, onward, kind, weight, constant, previous_terms, current_terms, both_terms, forbidden, number, previous, current, both
+    words,
+    forward,
+    onward,
+    kind,
+    weight,
+    constant,
+    smallest,
+    previous_terms,
+    current_terms,
+    both_terms,
+    forbidden,
+    number,
+    previous,
+    current,
+    both,
 ):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
-        near, zero, pairs = np.zeros(size), np.zeros(size), np.empty((size, size))
+        near, zero, alone, pairs = np.zeros((2, size)), np.zeros(size), np.empty(size), np.empty((size, size))
         zero_state = np.zeros((1, num_words), np.int64)
         for t in range(num_steps):
             k = kind[n, t]
@@ -433,7 +641,9 @@ def _expected_pairs(
                 continue
             others, message = (words[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
             _near(others, message, previous_terms[k], constant[k], near)
-            if not _posterior_pairs(others, near, words[n, t], onward[n, t], current_terms[k], both_terms[k], forbidden[k], pairs):
+            for i in range(size):
+                alone[i] = onward[n, t, i] + _by_octets(current_terms[k], words[n, t, i])
+            if not _posterior_pairs(others, near, words[n, t], alone, smallest[k], both_terms[k], forbidden[k], pairs):
                 continue
             number[n, k] += weight[n]
             for i in range(size):
@@ -464,10 +674,10 @@ def _add_bits(sums, w, word, share):
 
 
 @parallel_kernel(cost=HEAVY)
-def _best_path(words, unary, kind, constant, previous, current, both, forbidden, path, value):
+def _best_path(words, unary, kind, constant, smallest, previous, current, both, forbidden, path, value):
     num_data, num_steps, size, num_words = words.shape
     for n in prange(num_data):
-        near, scratch, message, zero = np.zeros(size), np.empty(size), np.zeros(size), np.zeros(size)
+        near, scratch, message, zero = np.zeros((2, size)), np.empty(size), np.zeros(size), np.zeros(size)
         zero_state = np.zeros((1, num_words), np.int64)
         origin = np.zeros((num_steps, size), np.int32)
         last = -1
@@ -478,14 +688,14 @@ def _best_path(words, unary, kind, constant, previous, current, both, forbidden,
             last = t
             others, weights = (words[n, t - 1], message) if t > 0 else (zero_state, zero)
             num = others.shape[0]
-            _near(others, weights, previous[k], constant[k], near)
+            highest = _near(others, weights, previous[k], constant[k], near)
             for i in range(size):
-                best = _log_pairs(both[k], forbidden[k], True, near[:num], others, words[n, t, i], scratch[:num])
+                best = _log_pairs(both[k], forbidden[k], True, near, others, words[n, t, i], scratch)
                 for j in range(num):
                     if scratch[j] == best:
                         origin[t, i] = j
                         break
-                message[i] = unary[n, t, i] + _by_octets(current[k], words[n, t, i]) + best
+                message[i] = unary[n, t, i] + _by_octets(current[k], words[n, t, i]) + highest + best
         if last < 0:
             continue
         best_last = 0
@@ -498,75 +708,76 @@ def _best_path(words, unary, kind, constant, previous, current, both, forbidden,
             path[n, t - 1] = origin[t, path[n, t]]
 
 
+@njit(cache=True, nogil=True)
+def _place(weights, uniform):
+    """The position that a uniform number falls on, in proportion to weights."""
+    left = uniform * weights.sum()
+    place = 0
+    for c in range(weights.shape[0]):
+        if weights[c] > 0.0:
+            place = c
+            left -= weights[c]
+            if left < 0.0:
+                break
+    return place
+
+
 @parallel_kernel(cost=HEAVY)
-def _draw_paths(words, forward, kind, uniform, constant, previous, current, both, forbidden, path):
+def _draw_paths(words, forward, kind, uniform, constant, smallest, previous, current, both, forbidden, path):
     num_draws, num_data, num_steps = uniform.shape
     size = words.shape[2]
     for n in prange(num_data):
-        near, scratch = np.zeros(size), np.empty(size)
+        near, chances = np.zeros((2, size)), np.empty(size)
         for r in range(num_draws):
             following = -1
             for t in range(num_steps - 1, -1, -1):
                 if kind[n, t] < 0:
                     continue
                 if following < 0:
-                    scratch[:] = forward[n, t]
+                    chances[:] = np.exp(forward[n, t])
                 else:
                     k = kind[n, t + 1]
                     _near(words[n, t], forward[n, t], previous[k], constant[k], near)
-                    _log_pairs(both[k], forbidden[k], True, near, words[n, t], words[n, t + 1, following], scratch)
-                _normalize(scratch)
-                left = uniform[r, n, t]
-                following = 0
-                for i in range(size):
-                    chance = np.exp(scratch[i])
-                    if chance > 0.0:
-                        following = i
-                        left -= chance
-                        if left < 0.0:
-                            break
+                    _share_pairs(smallest[k], both[k], forbidden[k], True, near, words[n, t], words[n, t + 1, following], chances)
+                following = _place(chances, uniform[r, n, t])
                 path[r, n, t] = following
 
 
 @parallel_kernel(cost=HEAVY)
-def _masses(words, unary, members, forward, onward, kind, constant, previous, current, both, forbidden, out):
+def _masses(words, unary, members, forward, onward, kind, constant, smallest, previous, current, both, forbidden, out):
     num_data, num_steps, num_candidates, num_words = words.shape
     size = members.shape[2]
     for row in prange(num_data * num_steps):
         n, t = row // num_steps, row % num_steps
-        near, scratch, right, zero = np.zeros(size), np.empty(size), np.zeros(num_candidates), np.zeros(max(size, num_candidates))
+        near, scratch = np.zeros((2, size)), np.empty(size)
+        right, zero = np.zeros(num_candidates), np.zeros(max(size, num_candidates))
         k = kind[n, t]
         if k < 0:
             _set_first(out[n, t])
             continue
         zero_state = np.zeros((1, num_words), np.int64)
         others, message = (members[n, t - 1], forward[n, t - 1]) if t > 0 else (zero_state, zero)
-        num = others.shape[0]
-        _near(others, message, previous[k], constant[k], near)
-        _message(words[n, t], unary[n, t], current[k], both[k], forbidden[k], True, near[:num], others, scratch[:num], out[n, t])
+        best = _near(others, message, previous[k], constant[k], near)
+        _message(words[n, t], unary[n, t], current[k], smallest[k], both[k], forbidden[k], True, near, best, others, scratch, out[n, t])
         k = kind[n, t + 1] if t + 1 < num_steps else -1
         if k >= 0:
-            _near(members[n, t + 1], onward[n, t + 1], current[k], constant[k], near)
-            _message(words[n, t], zero, previous[k], both[k], forbidden[k], False, near, members[n, t + 1], scratch, right)
+            others = members[n, t + 1]
+            best = _near(others, onward[n, t + 1], current[k], constant[k], near)
+            _message(words[n, t], zero, previous[k], smallest[k], both[k], forbidden[k], False, near, best, others, scratch, right)
             out[n, t] += right
 
 
 @njit(cache=True, nogil=True)
-def _chance_on(others, scratch, best, on):
+def _chance_on(others, shares, on):
     """Writes the probability that each latent is on into ``on``.
 
-    It is that of a neighbouring step, given the weights of its members.
+    It is that of a neighbouring step, given the shares of its members.
     """
     on[:] = 0.0
-    total = 0.0
     for j in range(others.shape[0]):
-        below = scratch[j] - best
-        if below > -_LOST_NATS:
-            share = np.exp(below)
-            total += share
+        if shares[j] > 0.0:
             for w in range(others.shape[1]):
-                _add_bits(on, w, others[j, w], share)
-    on /= total
+                _add_bits(on, w, others[j, w], shares[j])
 
 
 @njit(cache=True, nogil=True)
@@ -580,14 +791,13 @@ def _ratio(on, from_off, from_on, value):
 
 
 @njit(cache=True, nogil=True)
-def _times_ratios(near, others, state, both, masks, forward, chances, scratch, on, ratio):
+def _times_ratios(near, others, state, smallest, both, masks, forward, chances, scratch, on, ratio):
     """Multiplies ratios ``(M,)`` by what each flip changes.
 
     A flip of a state changes its sum over a neighbouring step.
     """
-    num = others.shape[0]
-    best = _log_pairs(both, masks, forward, near[:num], others, state, scratch[:num])
-    _chance_on(others, scratch[:num], best, on)
+    _share_pairs(smallest, both, masks, forward, near, others, state, scratch)
+    _chance_on(others, scratch, on)
     for m in range(ratio.shape[0]):
         value = (state[m >> 6] >> (m & 63)) & 1
         if forward:
@@ -637,7 +847,23 @@ def _keep_best(i, states, weights, gain, ratio, score, member, latent, kept, sta
 
 @parallel_kernel(cost=HEAVY)
 def _flips(
-    words, log_weight, gain, forward, onward, kind, constant, previous, current, both, forbidden, chances, first, member, latent, score
+    words,
+    log_weight,
+    gain,
+    forward,
+    onward,
+    kind,
+    constant,
+    smallest,
+    previous,
+    current,
+    both,
+    forbidden,
+    chances,
+    first,
+    member,
+    latent,
+    score,
 ):
     _, num_steps, size, num_words = words.shape
     num_rows, num_latents, num_kept = member.shape[0], gain.shape[2], member.shape[1]
@@ -646,7 +872,7 @@ def _flips(
         k, following = kind[n, t], kind[n, t + 1] if t + 1 < num_steps else -1
         if k < 0:
             continue
-        left, right, scratch = np.zeros(size), np.zeros(size), np.empty(size)
+        left, right, scratch = np.zeros((2, size)), np.zeros((2, size)), np.empty(size)
         on, ratio = np.zeros(num_latents), np.ones(num_latents)
         kept, state = np.zeros((num_kept, num_words), np.int64), np.zeros(num_words, np.int64)
         zero_state, zero = np.zeros((1, num_words), np.int64), np.zeros(size)
@@ -659,27 +885,23 @@ def _flips(
                 continue
             one = words[n, t, i]
             ratio[:] = 1.0
-            _times_ratios(left, before, one, both[k], forbidden[k], True, chances[k], scratch, on, ratio)
+            _times_ratios(left, before, one, smallest[k], both[k], forbidden[k], True, chances[k], scratch, on, ratio)
             if following >= 0:
                 after = words[n, t + 1]
-                _times_ratios(right, after, one, both[following], forbidden[following], False, chances[following], scratch, on, ratio)
+                _times_ratios(
+                    right,
+                    after,
+                    one,
+                    smallest[following],
+                    both[following],
+                    forbidden[following],
+                    False,
+                    chances[following],
+                    scratch,
+                    on,
+                    ratio,
+                )
             _keep_best(i, words[n, t], log_weight[n, t], gain[row, i], ratio, score[row], member[row], latent[row], kept, state)
-
-
-@njit(cache=True, nogil=True)
-def _step(vector, chances, block):
-    """Takes all chains of a block one step on, in place.
-
-    ``chances[m, i, j]`` is that of ``j`` at the far end, given ``i`` here.
-    """
-    for i in range(block.shape[0]):
-        chance, bit = chances[block[i]], 1 << i
-        off_off, off_on, on_off, on_on = chance[0, 0], chance[0, 1], chance[1, 0], chance[1, 1]
-        for first in range(0, vector.shape[0], 2 * bit):
-            for c in range(first, first + bit):
-                off, on = vector[c], vector[c + bit]
-                vector[c] = off * off_off + on * on_off
-                vector[c + bit] = off * off_on + on * on_on
 
 
 @njit(cache=True, nogil=True)
@@ -723,20 +945,6 @@ def _filter_block(likelihood, kind, block, chances, vector, out):
     return last
 
 
-@njit(cache=True, nogil=True)
-def _place(weights, uniform):
-    """The position that a uniform number falls on, in proportion to weights."""
-    left = uniform * weights.sum()
-    place = 0
-    for c in range(weights.shape[0]):
-        if weights[c] > 0.0:
-            place = c
-            left -= weights[c]
-            if left < 0.0:
-                break
-    return place
-
-
 @parallel_kernel(cost=HEAVY)
 def _draw_blocks(likelihood, kind, block, chances, uniform, out):
     num_data, num_steps, size = likelihood.shape
@@ -758,7 +966,7 @@ def _draw_blocks(likelihood, kind, block, chances, uniform, out):
 
 
 @parallel_kernel(cost=HEAVY)
-def _block_posteriors(likelihood, kind, block, chances, out):
+def _block_posteriors(likelihood, kind, block, chances, returns, out):
     num_data, _, size = likelihood.shape
     for n in prange(num_data):
         vector = np.empty(size)
@@ -767,6 +975,6 @@ def _block_posteriors(likelihood, kind, block, chances, out):
         for t in range(last, -1, -1):
             if t < last:
                 _times(vector, likelihood[n, t + 1], vector)
-                _step(vector, chances[kind[n, t + 1]].transpose(0, 2, 1), block[n])
+                _step(vector, returns[kind[n, t + 1]], block[n])
             for c in range(size):
                 out[n, t, c] *= vector[c]
