@@ -80,7 +80,10 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
 
 
 def _is_full(words: Tensor, log_prob: Tensor) -> bool:
-    """Whether every step has all states in their order, and no transition is so rare that its products vanish."""
+    """Whether every step has all states in their order.
+
+    No transition may be so rare that its products vanish.
+    """
     size = words.shape[2]
     if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
         return False
@@ -193,7 +196,7 @@ def _is_forbidden(masks, previous, current):
 
 @njit(cache=True, nogil=True)
 def _weigh_pairs(both, masks, forward, near, others, state, out):
-    """Writes the weight of each of the others times its factor with a state.
+    """Writes weights of the others times their factors with a state.
 
     The factor is of what both have in common; the sum is returned. Going forward the others are of the step before.
     """
@@ -389,7 +392,10 @@ def _step(vector, chances, block):
 
 @njit(cache=True, nogil=True)
 def _multiply(vector, likelihood, out):
-    """Multiplies a vector by likelihoods to a sum of one, in place, and writes it; the logarithm of the sum is returned."""
+    """Multiplies a vector by likelihoods to a sum of one, in place.
+
+    The result is written, too; the logarithm of the sum is returned.
+    """
     total = 0.0
     for c in range(vector.shape[0]):
         vector[c] *= likelihood[c]
@@ -403,9 +409,9 @@ def _multiply(vector, likelihood, out):
 
 @parallel_kernel(cost=HEAVY)
 def _full_messages(likelihood, best, kind, chances, forward, out, log_norm):
-    """Messages, not their logarithms, where every step has all states: transitions are Kronecker products.
+    """Writes messages, not their logarithms, where steps have all states.
 
-    Backward the chances are those of the way back.
+    Transitions are Kronecker products. Backward the chances are those of the way back.
     """
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
@@ -464,8 +470,9 @@ def _full_expected_pairs(forward, onward, kind, weight, chances, number, previou
 
 @njit(cache=True, nogil=True)
 def _pair_sums(left, right, bit):
-    """Returns the weights of a chain's values before and after a step, without their chances.
+    """Returns weights of a chain's values before and after a step.
 
+    Their chances are left out.
     They are those of off and off, off and on, on and off, on and on.
     """
     off_off = off_on = on_off = on_on = 0.0
