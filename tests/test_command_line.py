@@ -38,7 +38,7 @@ def test_version_and_unknown_commands(capsys):
     assert "invalid choice: 'restore'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_learns_and_check_reads_what_it_wrote(tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path), "--images", "200"]) == 0
     assert "10 bars found" in capsys.readouterr().out

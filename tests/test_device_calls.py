@@ -178,6 +178,7 @@ def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[flo
     return [step() for _ in range(steps)], step, guide
 
 
+@pytest.mark.nightly(keep=11)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
     case = CASES[name]

@@ -71,7 +71,7 @@ def collect() -> dict[str, tuple[str, str]]:
 
 EXAMPLES = collect()
 SESSIONS = {name: (docstring, part) for name, docstring, part in docstrings() if ">>>" in docstring}
-SLOW = {"AutoTruncated.infer", "GatedDecoder", "fit", "learn", "to_arviz"}
+LONG = {"AutoTruncated.infer", "GatedDecoder", "SASDecoder", "SASDecoder.reconstruct", "SpikeSlabMRD 1", "fit", "learn"}
 
 
 def causes(num_data: int = 12) -> dict[str, Any]:
@@ -245,7 +245,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXAMPLES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in EXAMPLES])
 def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""
     code, part = EXAMPLES[name]

@@ -177,7 +177,7 @@ def kernels():
                 yield f"{path}.{name}", value.compiled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.xfail(reason="the warm-up does not reach all kernels, where no other test has compiled them", strict=False)
 def test_warming_up_compiles_every_kernel_and_leaves_no_trace():
@@ -226,7 +226,7 @@ def run(tmp_path, *arguments, configure=""):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiling_is_announced_in_one_line_once_per_installation(tmp_path):
     first = run(tmp_path)
     assert first.stdout == "4.0 6.0\n"
@@ -235,7 +235,7 @@ def test_compiling_is_announced_in_one_line_once_per_installation(tmp_path):
     assert run(tmp_path).stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_are_silent_and_so_is_numba(tmp_path):
     assert run(tmp_path, "worker").stderr == ""
     debug = run(tmp_path, configure="logging.basicConfig(level=logging.DEBUG)").stderr

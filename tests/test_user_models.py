@@ -97,6 +97,7 @@ def test_fewer_states_bound_the_evidence(source):
     assert loss > exact
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @models
 def test_training_ends_where_enumeration_ends(source):
@@ -123,6 +124,7 @@ def test_training_ends_where_enumeration_ends(source):
     assert finals[0] == pytest.approx(finals[1], rel=1e-7)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [gaussian_mixture, topics, music, annotation], ids=lambda source: source.__name__.rpartition(".")[-1])
 def test_minibatches_and_evolutionary_search_improve_the_full_loss(source):

@@ -51,6 +51,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
@@ -191,7 +192,7 @@ def batch_of(guide, y) -> SearchBatch:
         return SearchBatch(guide.posterior(y), log_joint.score)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_best_start_keeps_the_best_of_its_runs():
     bars = noisy_or_bars(400, 4, generator=torch.Generator().manual_seed(0))
     model = NoisyOr(16, 8)
@@ -226,6 +227,7 @@ def test_best_start_by_gibbs_sampling():
         best_start(model, y, ExhaustiveSearch())
 
 
+@pytest.mark.nightly
 def test_training_goes_on_from_a_best_start_by_gibbs_sampling():
     """A first M-step of chains that had just begun lost all bars and thirty nats per data point."""
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))

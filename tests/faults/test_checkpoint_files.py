@@ -66,7 +66,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path):
     flip_bits(tmp_path, 30)
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_none_of_a_thousand_flipped_bits_goes_unnoticed(tmp_path):
     flip_bits(tmp_path, 1000)
 
@@ -287,7 +287,7 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_on_one_checkpoint(tmp_path):
     path = tmp_path / "run.pt"
     svi, args = runs.make("full")

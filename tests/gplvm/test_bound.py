@@ -61,6 +61,7 @@ def evidence(model, views, degree):
     return exact.log_evidence(centred, kernels, noises, model.prior, degree)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kernel", ["rbf", "linear"])
 @pytest.mark.parametrize(("num_observed", "num_latents", "missing"), [((3,), 1, 0.0), ((3,), 1, 0.3), ((2, 3), 1, 0.0), ((3,), 2, 0.0)])
 def test_bound_stays_below_the_exact_evidence(kernel, num_observed, num_latents, missing):
@@ -144,6 +145,7 @@ def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missin
     assert float(explicit.bound(views).detach()) <= best + 1e-8
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 @pytest.mark.parametrize("missing", [0.0, 0.3])
@@ -307,7 +309,7 @@ def test_svi_raises_the_bound(collapsed):
     assert {f"{name}.{own}" for own in ("loc", "scale", "logits", "views.0.noise")} <= set(pyro.get_param_store().keys())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
     """Two views of two of three signals each, the last of them shared; a fourth dimension is of no use."""
     generator = torch.Generator().manual_seed(0)

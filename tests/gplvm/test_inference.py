@@ -158,7 +158,7 @@ def test_long_length_scales_at_first_leave_kernels_as_they_were():
     torch.testing.assert_close(model.state_dict(), before, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dimensions_that_stand_for_bends_are_removed():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 2, generator=generator, dtype=DOUBLE)
@@ -285,7 +285,7 @@ def test_arviz_holds_switches_and_latents():
         to_arviz(model, views, dims={"x": ["a"]})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_patterns_of_switches_convert_with_the_librarys_own_function():
     model = random_model(5, (3,), 2)
     views = random_views(model)

@@ -102,6 +102,7 @@ def log_evidence(model, y, degree):
     return float(torch.stack(total).logsumexp(0))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [BernoulliLabels(), CategoricalLabels(2), PoissonCounts()])
 def test_bound_stays_below_the_exact_evidence(likelihood):
@@ -130,6 +131,7 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
         assert float(gradient.abs().max()) < 1e-4
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_stock_elbo_estimates_the_bound(collapsed):
@@ -181,7 +183,7 @@ def test_data_points_without_a_view_have_no_part_in_it():
     assert float(nothing.detach()) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_labels_are_carried_over_by_the_other_view():
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (150, 1), generator=generator)

@@ -92,6 +92,7 @@ def test_divergences_carry_the_weights_of_their_points(generator):
     assert TraceMeanField_ELBO().loss(decoder.model, decoder.guide, x, split) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("bayesian", [False, True])
 @pytest.mark.parametrize("kind", ["free", "point", "active"])
 def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, generator):

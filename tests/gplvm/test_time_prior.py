@@ -77,6 +77,7 @@ def test_without_correlations_it_is_the_model_of_independent_latents():
     torch.testing.assert_close(model.bound(views), other.bound(views), rtol=1e-9, atol=1e-8)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
 def test_bound_stays_below_the_exact_evidence(num_observed):
@@ -114,7 +115,7 @@ def sequence(num=60, seed=0):
     return times, clean, clean + 0.1 * torch.randn(num, 20, generator=generator, dtype=DOUBLE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frames_that_were_held_out_are_filled_in_from_their_times():
     times, clean, frames = sequence()
     held = torch.zeros(60, dtype=torch.bool)

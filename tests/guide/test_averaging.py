@@ -83,6 +83,7 @@ def y():
     return 1.5 * torch.randn(7)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "batch_size"), [(model, None), (model, 3), (with_local_latents, 3)])
 def test_weights_are_averages_over_draws(program, batch_size, y):

@@ -124,6 +124,7 @@ def test_plain_call_gives_model_shaped_values(make):
         assert value.dtype == trace.nodes[name]["value"].dtype
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("parallel", [False, True])
 @cases
 def test_predictive(make, parallel):
@@ -183,6 +184,7 @@ def global_and_local(y, batch_size=None):
         pyro.sample("y", dist.Normal(loc[..., z] if loc.dim() == 1 else loc.squeeze(-2).gather(-1, z), 0.5), obs=y[index])
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("part", [AutoDelta, AutoNormal])

@@ -82,7 +82,7 @@ def test_fewer_states_are_a_bound_that_searches_raise_to_that_of_the_best() -> N
             assert (found > best - 1e-9).double().mean() > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_size", [None, 10])
 def test_learns_what_generated_the_data(batch_size: int | None) -> None:
     truth = make_model()

@@ -161,7 +161,7 @@ def test_arguments_are_checked() -> None:
         FactorialHMM(3, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_causes_are_found() -> None:
     """No run of four misses more than one of eight causes; six of six other runs missed none."""
     complete = 0

@@ -93,7 +93,7 @@ def test_free_energy_is_the_enumerated_evidence_given_the_active_set(generator):
     assert loss == pytest.approx(-float(expected), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parts_of_new_signals_are_found(generator):
     """Which of three parts are there: at least 95 % of 120 switches right; guessing gives one half."""
     x, switches, poses = data(100, generator)

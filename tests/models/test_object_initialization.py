@@ -118,7 +118,7 @@ def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     assert bool(guide.population().log_joint.isfinite().all())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learn_ends_where_two_starts_agree_and_little_rises() -> None:
     objects = generated_objects(4, 5, torch.Generator().manual_seed(0))
     y = occluded_scenes(objects, 100, (10, 10), presence=0.3, noise=0.15, wrap=True, generator=torch.Generator().manual_seed(1)).data

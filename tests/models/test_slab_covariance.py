@@ -77,6 +77,7 @@ def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> Non
         assert gradient.abs().max() < 1e-3
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("rarely", [0.6, 0.15])
 def test_a_correlated_slab_is_found(rarely: float) -> None:

@@ -113,6 +113,7 @@ def test_gradient_steps_raise_the_evidence(name: str) -> None:
     assert row.log_joint(model, y).logsumexp(-1).sum().item() > before
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("start", ["random", "data"])
 @pytest.mark.parametrize(("name", "with_missing"), [(name, missing) for name, missing in WITH_MISSING if name in CLOSED_FORM])
 def test_em_never_lowers_the_free_energy(name: str, with_missing: bool, start: str) -> None:
@@ -229,6 +230,7 @@ def test_one_data_point(name: str) -> None:
     assert all(math.isfinite(svi.step(y, 1)) for _ in range(3))
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("unit", [1e-12, 7e-6, 1e12])
 @pytest.mark.parametrize("name", WITH_UNITS)
 def test_free_energies_in_another_unit_differ_by_its_logarithm(name: str, unit: float) -> None:
@@ -237,6 +239,7 @@ def test_free_energies_in_another_unit_differ_by_its_logarithm(name: str, unit: 
     torch.testing.assert_close(other + y.numel() * math.log(unit), own, atol=1e-6, rtol=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 @pytest.mark.parametrize("name", WITH_UNITS)
 def test_units_in_single_precision(name: str, unit: float) -> None:

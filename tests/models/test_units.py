@@ -127,6 +127,7 @@ def odd_data() -> dict[str, Tensor]:
     return odd
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the data lie on a background")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

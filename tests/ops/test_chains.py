@@ -71,6 +71,7 @@ def paths(words: Tensor, unary: Tensor, moves: Transitions, n: int) -> tuple[lis
     return found, torch.tensor(log_joints, dtype=torch.float64)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("forbidden", [0.0, 0.4])
 def test_messages_are_sums_over_all_paths(kind: str, forbidden: float) -> None:
     words, unary, moves = problem(forbidden=forbidden)

@@ -42,6 +42,7 @@ def best(a: Tensor, lj_a: Tensor, b: Tensor, lj_b: Tensor, size: int) -> list[li
     return result
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("num_words", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 20, 23])

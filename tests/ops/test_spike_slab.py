@@ -50,6 +50,7 @@ def conditioned(state: Tensor, value: Tensor, weight: Tensor, precision: Tensor,
     return first, prior - gain @ weight @ prior
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("num_latents", [1, 5, 64, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, with_missing: bool) -> None:
@@ -61,6 +62,7 @@ def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, 
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("num_latents", [1, 5, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("per_datum", [False, True])

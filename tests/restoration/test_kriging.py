@@ -110,6 +110,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     assert errors[0] < 0.9 * errors[1]  # .85, .54 and .50
 
 
+@pytest.mark.nightly
 def test_a_long_signal_has_few_places():
     # Of 50 000 entries there would be 125, each of which weighs all entries.
     signal = (0.3 * torch.arange(50_000.0)).sin()
@@ -175,6 +176,7 @@ def test_without_missing_entries_nothing_is_done():
     assert predicted(image, 2, 0.5) is image
 
 
+@pytest.mark.nightly
 def test_colours_that_are_missing_by_themselves_come_back_in_painting():
     texture = waves(32).unsqueeze(-1) * torch.tensor([1.0, -0.5, 0.8])
     damaged = with_holes(texture, 0.7, 8)
@@ -189,6 +191,7 @@ def test_of_very_many_channels_neighbours_are_the_guess():
     assert torch.equal(predicted(image, 2, 0.1), filled(image, 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["channels apart", "trend", "step", "a channel in another unit"])
 def test_texture_beside_large_differences_is_no_noise(kind):
     steps = torch.arange(32.0)

@@ -79,6 +79,7 @@ def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
         assert groups.average_low_rank_groups(image, estimate, 1.0) is estimate
 
 
+@pytest.mark.nightly
 def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     image = stripes(40).float()
     y, errors = holed(image, 0.5), []

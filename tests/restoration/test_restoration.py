@@ -140,6 +140,7 @@ def test_another_model_learns_the_noise_too():
     assert len(restored.guide.population()) == len(restored.patches)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "passes"),
@@ -177,6 +178,7 @@ def test_models_of_other_patches_and_without_reconstructions_are_refused():
         denoise(picture(), model=MaxSpikeSlabSparseCoding(16, 4), side=4)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, spike_and_slab], ids=["mixtures", "spike and slab"])
 def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_nan(model):
@@ -258,6 +260,7 @@ def test_masks_that_do_not_say_what_is_seen_are_refused(mask, named):
         inpaint(torch.randn(3, 3), mask)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("shape", [(12, 14), (12, 14, 3), (60,)])
 def test_constant_arrays_stay_what_they_are(shape):
     image = torch.full(shape, 128.1)

@@ -82,6 +82,7 @@ def test_free_energy_never_falls_and_states_stay_distinct(name: str, toy: Toy) -
         batch = dataclasses.replace(batch, population=improved)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("name", SEARCHES)
 def test_finds_the_best_states(name: str, toy: Toy) -> None:
     search, batch = SEARCHES[name](), toy.batch(12)
@@ -181,6 +182,7 @@ def test_target_activity_is_learned_from_the_posterior() -> None:
     assert search._target(batch) == pytest.approx((2.25 + 1) / 2)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("options", [{"parents": 8}, {"crossover": True}, {"mutation": "sparseflips"}])
 @pytest.mark.parametrize("space", [StateSpace([5]), StateSpace([2, 2, 3])], ids=str)
 def test_few_states_or_latents(space: StateSpace, options: dict) -> None:

@@ -135,6 +135,7 @@ def appliances(num: int, noise: float, num_steps: int) -> tuple[LinearGaussianSt
     return LinearGaussianSteps(y, power, torch.tensor(noise)), prior.transitions()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_find_what_flips_do_not(seed: int) -> None:

@@ -26,6 +26,7 @@ def clusters(num: int = 60) -> np.ndarray:
     return places[random.integers(3, size=num)] + random.normal(size=(num, 3)) + 2
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("covariance", ["full", "diag", "tied"])
 def test_mixtures_know_no_units_of_columns(units, covariance):
@@ -36,6 +37,7 @@ def test_mixtures_know_no_units_of_columns(units, covariance):
     np.testing.assert_allclose(found.means_ / units, expected.means_, rtol=1e-6)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 @pytest.mark.parametrize("offset", [True, False])
@@ -52,6 +54,7 @@ def test_sparse_coding_knows_no_units_of_columns(units, family, offset):
     np.testing.assert_allclose(found.score_samples(units * X) + volume, expected.score_samples(X), rtol=1e-6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("units", UNITS[:2])
 @pytest.mark.parametrize(
     "space", [ActiveSetGPLVM(1, max_iter=2, random_state=0), SpikeSlabGPLVMTransformer(1, n_inducing=5, max_iter=2, random_state=0)]

@@ -79,7 +79,7 @@ def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
     np.testing.assert_array_equal(SparseCoding(3, family="bernoulli", binarize=5.0, **QUICK).fit(bars(40)).components_, coder.components_)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.DisagreeingStartsWarning")  # after ten steps starts need not agree
 def test_the_dictionary_is_the_one_that_learn_finds():
     y = bars()
@@ -138,7 +138,7 @@ def test_pipelines_grids_frames_and_pickles():
     np.testing.assert_array_equal(clone(pipeline).set_params(sparsecoding__n_components=4).fit(frame).transform(frame), codes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_lead_where_all_data_lead():
     y = bars(400)
     whole = SparseCoding(6, family="gaussian", random_state=0, max_iter=30).fit(y)
@@ -171,6 +171,7 @@ def test_missing_entries_are_filled_in():
     assert np.square(filled - y)[hole].mean() < 0.5 * np.square(means - y)[hole].mean()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_all_bars_are_found_with_the_defaults(family):

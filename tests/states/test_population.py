@@ -146,6 +146,7 @@ def test_order_of_states_does_not_matter() -> None:
     torch.testing.assert_close(first.marginals(), second.marginals())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.sampled_from([(2,) * 5, (2,) * 70, (3, 4, 2), (2, 300, 1, 5) * 12]), st.integers(1, 12), st.integers(0, 2**31))

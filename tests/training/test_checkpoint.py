@@ -77,6 +77,7 @@ def train(svi: SVI, y: torch.Tensor, steps: int, kind: str) -> list[float]:
     return [svi.step(y, *batch) for _ in range(steps)]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
@@ -130,7 +131,7 @@ save_checkpoint(path, svi, history=history + train(svi, y, steps, "gradient"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adam_goes_on_in_another_process_to_the_very_same_bits(tmp_path):
     path = str(tmp_path / "run.pt")
     for steps, goes_on in ((4, "off"), (3, "on")):

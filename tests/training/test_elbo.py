@@ -110,6 +110,7 @@ def subsampled(y, batch_size=None, scale=1.0):
         pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y[index])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("elbo", [Truncated_ELBO(ExhaustiveSearch()), TraceEnum_ELBO(max_plate_nesting=1)], ids=["truncated", "stock"])

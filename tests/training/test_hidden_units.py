@@ -23,7 +23,7 @@ def made_by(network: torch.nn.Sequential, rest: float = 0.0) -> Targets:
         return Targets(states, weights, network(states).double(), rest)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_network_as_narrow_as_the_one_that_made_the_data_finds_its_units(dtype):
     """Which L-BFGS alone does not: it leaves more than a hundredth of the squares in each of three starts."""
@@ -41,6 +41,7 @@ def test_a_network_as_narrow_as_the_one_that_made_the_data_finds_its_units(dtype
         assert FittedUnits(decoder(network), targets).square_error() - targets.rest < 0.005 * total
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shallow", "deep", "no offsets"])
 def test_the_square_error_never_rises_and_seeds_reproduce(kind):

@@ -49,6 +49,7 @@ def test_parameters_of_an_earlier_function_are_named_where_they_do_not_fit(y, us
     use(causes(5, priors=False), y)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("priors", "most", "ends"), [(False, 100, [0.1]), (True, 80, [0.3, 0.09, 0.027, 0.0081])])
 def test_training_ends_in_small_steps_and_beside_continuous_latents_at_convergence(y, monkeypatch, priors, most, ends):
     rates: dict[Run, list[float]] = {}

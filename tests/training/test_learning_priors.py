@@ -83,7 +83,7 @@ def plain(model: Any, y: Tensor, discrete: str) -> Any:
     return guide
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "make", "discrete"), [(sticks, clusters, "z"), (shares, clusters, "z"), (factors, rows, "s")])
 def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     """By at most the tolerance, 0.5 nats or 0.01 for each data point, and three standard errors of both bounds."""

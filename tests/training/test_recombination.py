@@ -585,7 +585,7 @@ def six_bars(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight.mT, 2.0).to_event(1), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() -> None:
     bars = linear_bars(100, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)

@@ -139,6 +139,7 @@ def test_a_latent_that_is_never_on_keeps_its_element():
     assert not torch.allclose(model.weight[:, 0], before[:, 0], atol=1e-2)
 
 
+@pytest.mark.nightly
 def test_steps_of_the_linear_model_never_lower_its_free_energy_and_its_causes_are_found():
     pyro.set_rng_seed(0)
     bars = linear_bars(400, 3, mean_active=1.5, generator=generator())
@@ -254,7 +255,7 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(monk
     assert len(made) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     """The first one, from the network's own weights, ends more than three nats below the truth, and `learn` warns.
 

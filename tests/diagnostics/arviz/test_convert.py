@@ -112,6 +112,7 @@ def test_log_likelihood_sums_the_states_out(model: Callable[..., None], data: Te
     np.testing.assert_allclose(likelihood.values, np.broadcast_to(expected, (1, 4, NUM_DATA)), rtol=1e-10)
 
 
+@pytest.mark.nightly
 def test_log_densities_of_the_draws(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
     idata = to_arviz(model, fitted(model, data, num_states=5), data, num_samples=20)
     drawn = torch.from_numpy(get_dataset(idata, "posterior")["s"].values[0]).double()

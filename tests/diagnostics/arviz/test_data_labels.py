@@ -181,7 +181,7 @@ def test_columns_that_are_no_numbers_are_refused_by_name(frame: pd.DataFrame) ->
         to_arviz(model, guide, xr.DataArray(np.array(["a", "b"])), num_samples=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neither_package_is_imported_with_the_library() -> None:
     code = "import sys, pyro_truncated.utils.arrays; assert not {'pandas', 'xarray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -162,7 +162,7 @@ def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_p
     assert get_dataset(idata, "marginal_predictive")["y"].shape == (4, 1, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_enumerated_guides_and_truncated_ones_of_all_states_agree(y):
     stock = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
     truncated = AutoGuideList(mixture)
@@ -311,7 +311,7 @@ def test_subsamples_are_refused(y):
     assert get_dataset(to_arviz(model, guide, y, num_samples=2), "log_likelihood")["y"].shape == (4, 2, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arviz_and_the_verdict_take_any_guide(inputs, y, capsys):
     guide = trained(regression, AutoMultivariateNormal(regression, init_scale=0.1), inputs, y=y)
     idata = to_arviz(regression, guide, inputs, y=y, seed=0)

@@ -236,7 +236,7 @@ def test_of_restarts_with_point_estimates_the_best_counts(generator):
     np.testing.assert_allclose(table["missing_nats"], 0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latents_of_data_points_make_no_posterior_of_the_parameters(generator):
     y = draw(20, generator)
 

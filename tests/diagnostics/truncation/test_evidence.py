@@ -86,7 +86,7 @@ def test_estimates_are_unbiased_and_intervals_bracket_the_truth(sparse, generato
     assert lower >= float(result.free_energy.sum())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "widest"), [(0.7, 1.35), (1.5, math.inf)])
 def test_the_interval_of_the_total_holds_what_it_says(spread, widest, generator):
     """Log-normal weights, half of them zero where they are skewed, whose mean is twice the population's mass: 150 sets of 100 data points.

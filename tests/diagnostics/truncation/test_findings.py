@@ -54,6 +54,7 @@ def counts(place):
     return dist.Poisson(0.5 + 20.0 * place.double())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("transition", [LEFT_TO_RIGHT, MIXING], ids=["left to right", "mixing"])
 @pytest.mark.parametrize("emission", [gaussian, counts])
 def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emission, generator):

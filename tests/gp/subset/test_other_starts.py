@@ -21,6 +21,7 @@ def few_relevant(n, dim=16, seed=0):
     return x, y
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("size", [None, 24])
 def test_inputs_among_many_irrelevant_ones_are_found(size):
     x, y = few_relevant(900)
@@ -43,6 +44,7 @@ def test_noise_stays_noise():
     assert value > 0.48 * 300
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_noise_that_looks_explained_by_chance_is_noise(seed):
     # Two of eight draws of which predictions, even from the others' targets, account for more than a fiftieth of the variance.
