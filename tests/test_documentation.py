@@ -43,16 +43,18 @@ def literal_blocks(docstring: str) -> list[str]:
 
 
 def documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """The docstrings inside a file, by qualified name."""
+    """The docstrings inside a file that hold code, by qualified name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             qualified = f"{name}.{child.name}".lstrip(".")
-            yield qualified, ast.get_docstring(child) or ""
+            docstring = ast.get_docstring(child, clean=False) or ""
+            if ">>>" in docstring or "::" in docstring:
+                yield qualified, inspect.cleandoc(docstring)
             yield from documented(child, qualified)
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:
-    """Every docstring by its name, with the part of the library whose names its examples know, such as ``pyro_truncated.gp``."""
+    """Every docstring with code by its name, with the part of the library whose names its examples know, such as ``pyro_truncated.gp``."""
     for path in sorted(path for folder in ("pyro_truncated", "models") for path in (ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).parts
         part = "pyro_truncated.models" if parts[0] == "models" else ".".join(parts[:2]).removesuffix(".py")
@@ -62,15 +64,16 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
 def collect() -> dict[str, tuple[str, str]]:
     """Every example of a docstring that is a block of code, with the part of the library whose names it knows."""
     examples = {}
-    for name, docstring, part in docstrings():
+    for name, docstring, part in DOCSTRINGS:
         blocks = literal_blocks(docstring)
         for number, code in enumerate(blocks):
             examples[name if len(blocks) == 1 else f"{name} {number + 1}"] = code, part
     return examples
 
 
+DOCSTRINGS = list(docstrings())
 EXAMPLES = collect()
-SESSIONS = {name: (docstring, part) for name, docstring, part in docstrings() if ">>>" in docstring}
+SESSIONS = {name: (docstring, part) for name, docstring, part in DOCSTRINGS if ">>>" in docstring}
 LONG = {"AutoTruncated.infer", "GatedDecoder", "SASDecoder", "SASDecoder.reconstruct", "SpikeSlabMRD 1", "fit", "learn"}
 
 
