@@ -255,7 +255,6 @@ def test_covariance_at_other_parameters(data: tuple[Tensor, Tensor]) -> None:
         ({"inputs": torch.full((3, 2), torch.nan)}, ValueError, "inputs must be finite"),
         ({"kernel": "cubic"}, ValueError, "kernel must be one of 'linear', 'rbf', 'composition', or a kernel of .*; got 'cubic'"),
         ({"kernel": 3}, TypeError, "kernel must be a name or a kernel of pyro.contrib.gp.kernels; got int"),
-        ({"rank": 0}, ValueError, "rank must be a positive integer; got 0"),
         ({"noise": 0.0}, ValueError, "noise must be a positive variance; got 0.0"),
         ({"fitc": True}, ValueError, "fitc=True needs a rank"),
         ({"pivots": "best"}, ValueError, 'pivots must be "variance" or "targets"'),

@@ -205,8 +205,6 @@ def test_complete_populations_are_left_alone(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parents": 0}, "parents must be a positive integer; got 0"),
-        ({"generations": 0}, "generations must be a positive integer; got 0"),
         ({"selection": "best"}, "selection must be 'fitparents' or 'randparents'; got 'best'"),
         ({"mutation": "none"}, "mutation must be 'randflips' or 'sparseflips'; got 'none'"),
         ({"parents": 1, "crossover": True}, "at least 2 parents; got 1"),
