@@ -26,7 +26,7 @@ def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.F
         yield from (variants[-(-i * len(variants) // keep)] for i in range(min(keep, len(variants))))
         return
     used: Counter[tuple[str, int]] = Counter()
-    values = {variant: list(variant.callspec.indices.items()) for variant in variants}
+    values = {variant: [(name, id(value)) for name, value in variant.callspec.params.items()] for variant in variants}
     while missing := {value for some in values.values() for value in some} - set(used):
         # The diagonal of a product: as many new values as can be, and of the old ones those that came up least.
         best = min(variants, key=lambda variant: (-len(missing.intersection(values[variant])), sum(used[v] for v in values[variant])))

@@ -13,7 +13,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -74,7 +74,19 @@ def collect() -> dict[str, tuple[str, str]]:
 DOCSTRINGS = list(docstrings())
 EXAMPLES = collect()
 SESSIONS = {name: (docstring, part) for name, docstring, part in DOCSTRINGS if ">>>" in docstring}
-LONG = {"AutoTruncated.infer", "GatedDecoder", "SASDecoder", "SASDecoder.reconstruct", "SpikeSlabMRD 1", "fit", "learn"}
+LONG = {
+    "AutoTruncated.infer",
+    "DisagreeingStartsWarning",
+    "GatedDecoder",
+    "LinearMixture.likeliest_components",
+    "SASDecoder",
+    "SASDecoder.reconstruct",
+    "SpikeSlabMRD 1",
+    "fit",
+    "learn",
+    "plot_covered_mass",
+    "plot_gap",
+}
 
 
 def causes(num_data: int = 12) -> dict[str, Any]:
@@ -248,7 +260,12 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in EXAMPLES])
+def with_marks(names: Iterable[str]) -> list[Any]:
+    """What takes seconds runs at night."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in names]
+
+
+@pytest.mark.parametrize("name", with_marks(EXAMPLES))
 def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""
     code, part = EXAMPLES[name]
@@ -263,7 +280,7 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize("name", with_marks(SESSIONS))
 def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeypatch):
     """It knows the names of the face, of the models and data sets, of Pyro and of its own part of the library."""
     docstring, part = SESSIONS[name]

@@ -210,6 +210,7 @@ def test_best_start_keeps_the_best_of_its_runs():
     assert max(reached) <= -loss / 400 < max(reached) + 0.3
 
 
+@pytest.mark.nightly
 def test_best_start_by_gibbs_sampling():
     torch.manual_seed(3)
     components = 8 * bar_components(3)

@@ -246,7 +246,7 @@ def test_natural_steps_raise_the_explicit_bound(missing):
     assert all(b > a for a, b in itertools.pairwise(bounds))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_come_close_to_the_collapsed_bound():
     y, _ = curve(60)
     model = SpikeSlabGPLVM(60, 6, 2, kernel="linear", collapsed=False)

@@ -155,7 +155,7 @@ def test_points_need_one_draw(y):
     assert 0 < len(runs) < 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_out_of_reach_are_said_to_be_of_one_draw(y):
     def create_plates(y, batch_size, positions, size):
         return pyro.plate("data", size, subsample=positions)

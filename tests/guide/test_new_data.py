@@ -166,7 +166,7 @@ def test_arviz_data_of_new_data_hold_the_posterior_of_the_trained_list():
     assert idata["posterior"]["s"].shape[-1] == len(NEW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marginals_of_new_data_are_averages_over_the_trained_list():
     guide = trained(AutoNormal)
     loc, scale = loc_and_scale(guide)

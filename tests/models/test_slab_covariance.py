@@ -65,6 +65,7 @@ def test_log_prob_is_the_integral_over_the_slabs() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
@@ -77,8 +78,7 @@ def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> Non
         assert gradient.abs().max() < 1e-3
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rarely", [0.6, 0.15])
 def test_a_correlated_slab_is_found(rarely: float) -> None:
     # Of N N's that are active together the correlation has standard error (1 - .64) / sqrt(n): with 4000 data points .01 and .04.

@@ -99,6 +99,7 @@ def test_windows_of_small_arrays_are_small(shape, most):
     assert float(torch.stack(errors).mean()) < most
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     photograph = torch.from_numpy(load_sample_image("china.jpg")[60 + 90 * seed : 110 + 90 * seed, 200:250, 1].copy()).float()

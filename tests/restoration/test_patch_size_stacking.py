@@ -170,6 +170,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
     assert [is_known for _, is_known in asked] == [True, True, False]
 
 
+@pytest.mark.nightly
 def test_seeds_reproduce_the_choice(monkeypatch):
     monkeypatch.setattr(patch_size, "_LEAST_EXTENT", 20)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))

@@ -184,6 +184,7 @@ def test_completion_leaves_out_one_object_at_most_and_adds_the_best_others_in_al
         assert len({tuple(state) for state in found[n].tolist()}) == 2 ** len(absent)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("in_depth", [False, True])
 @pytest.mark.parametrize("wrap", [False, True])
 def test_each_move_does_what_it_says(in_depth: bool, wrap: bool) -> None:

@@ -92,6 +92,7 @@ def test_the_dictionary_is_the_one_that_learn_finds():
     np.testing.assert_allclose(coder.starts_, np.array(guide.starts) - np.log(y.std(0)).sum(), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     y = torch.tensor(bars(100, size=5))
     y = (y - y.mean(0)) / y.std(0, correction=0)
@@ -103,6 +104,7 @@ def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     assert coder.score(y.numpy()) > float(evolved.mean()) - 1e-3
 
 
+@pytest.mark.nightly
 def test_what_is_said_of_a_data_point_does_not_depend_on_its_company():
     y = bars(50, size=5)
     coder = SparseCoding(12, n_states=10, **QUICK).fit(y)
@@ -171,8 +173,7 @@ def test_missing_entries_are_filled_in():
     assert np.square(filled - y)[hole].mean() < 0.5 * np.square(means - y)[hole].mean()
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_all_bars_are_found_with_the_defaults(family):
     y = linear_bars(250, size=5, mean_active=2.0, generator=torch.Generator().manual_seed(7)).data.numpy()

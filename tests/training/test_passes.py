@@ -232,6 +232,7 @@ def test_a_start_is_the_linear_model_that_explains_the_data_and_a_seed_repeats_i
     assert all(value.grad is None for value in model.parameters())
 
 
+@pytest.mark.nightly
 def test_a_start_leaves_layers_alone_that_take_no_gradients_and_refuses_bad_data_before_it_changes_any():
     y, _ = sums_of_bars(0, number=40)
     decode = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 16).requires_grad_(False)).eval()

@@ -122,6 +122,7 @@ def test_models_learn_from_what_is_not_masked():
         torch.testing.assert_close(scale(CONTAINERS["masked"]), scale(NAN))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("container", ["masked", "nullable", "attributes"])
 def test_estimators_take_what_is_masked_for_missing(container):
     def codes(X):

@@ -298,6 +298,7 @@ def test_exact_conditional(data: Tensor, weight: Tensor) -> None:
     assert get_dataset(idata, "posterior")["shift"].dims == ("chain", "draw", "data")
 
 
+@pytest.mark.nightly
 def test_several_sites_in_nested_plates(generator: torch.Generator) -> None:
     y = torch.randn(5, 2, generator=generator)
 

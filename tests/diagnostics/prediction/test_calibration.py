@@ -70,8 +70,7 @@ def shifted(y):
         pyro.sample("y", dist.Normal(s, 1.0), obs=y)
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spread", [0.5**0.5, 0.05])
 def test_global_latents(spread):
     """The posterior of the shift given x is N(x / 2, 1 / 2); a guide that is far too sure is found out."""

@@ -193,6 +193,7 @@ def test_bad_arguments_are_refused():
         estimate_evidence(guide, *case.args, exact_states={"s": torch.zeros(3, 5)})
 
 
+@pytest.mark.nightly
 def test_intervals_hold_what_they_say():
     # Six random models of sixty data points each; an interval of the normal approximation holds 86 % here, this one 95 %.
     hits = []

@@ -92,6 +92,7 @@ def test_draws_of_probability_zero_say_nothing():
     assert not diagnose(idata, warn=False).is_trusted
 
 
+@pytest.mark.nightly
 def test_draws_from_the_prior_keep_to_its_hard_constraints(generator):
     model, y, evidence = chain(LEFT_TO_RIGHT, gaussian, 12, generator)
     # All of the 78 paths that are possible, in a space of half a million.
