@@ -265,6 +265,7 @@ def with_marks(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_marks(EXAMPLES))
 def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""

@@ -120,6 +120,7 @@ def test_median_and_quantiles_without_arguments_are_those_of_all_data(y, kind):
     assert torch.equal(guide.quantiles([0.1, 0.9])[name], guide.quantiles([0.1, 0.9], y)[name])
 
 
+@pytest.mark.slow
 def test_median_without_arguments_of_a_list(y):
     def model(y):
         shift = pyro.sample("shift", dist.Normal(0.0, 1.0))

@@ -55,6 +55,7 @@ def evaluate(elbo: ELBO, model: Callable, guide: Callable, user: UserModel, **ba
     return loss, gradients
 
 
+@pytest.mark.slow
 @parts
 @models
 def test_losses_and_gradients_equal_model_side_enumeration(source, part):

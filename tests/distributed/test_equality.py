@@ -68,6 +68,7 @@ def test_a_minibatch_with_all_data_points_of_one_process_is_a_minibatch(minibatc
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["poisson", "bernoulli", "exponential", "gamma"])
 def test_rounding_of_sums_decides_nothing(family, monkeypatch):
     # Few data points in a minibatch, of which two causes win the same one alone, or leave the background next to nothing.

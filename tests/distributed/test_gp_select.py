@@ -62,6 +62,7 @@ def test_selections_are_those_of_one_process(rank, in_batches, flips, crew):
         assert torch.equal(torch.cat([own for _, _, own in found]), new)
 
 
+@pytest.mark.slow
 def test_whole_data_are_learned_from_as_a_shard_of_one_process():
     for expected, found in zip(selected(5, False, 3, is_shard=False), selected(5, False, 3), strict=True):
         assert expected == found if isinstance(expected, list) else torch.equal(expected, found)
@@ -126,6 +127,7 @@ def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
         assert torch.equal(torch.cat([own for _, own in found]), words)
 
 
+@pytest.mark.slow
 def test_places_of_whole_data_are_predicted_as_those_of_a_shard_of_one_process():
     assert scenes(True, None)[0] == scenes(True, None, is_shard=False)[0]
 

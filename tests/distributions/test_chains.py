@@ -81,6 +81,7 @@ def test_gradients_and_forbidden_transitions() -> None:
     assert bool(rigid.grad.isfinite().all())
 
 
+@pytest.mark.slow
 def test_transitions_sum_like_the_distribution() -> None:
     initial, transition = parameters()
     lengths = torch.tensor([3, 2])

@@ -66,6 +66,7 @@ def test_free_energy_never_falls_over_whole_runs(name, search, missing):
     assert svi.evaluate_loss(y) <= losses[-1] + 1e-8 * abs(losses[-1])
 
 
+@pytest.mark.slow
 def test_incremental_minibatches_never_lose_free_energy_and_reach_that_of_full_batches():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=256)
@@ -97,6 +98,7 @@ def expected_bound(model, guide, y) -> float:
     return float(-(weights * now).sum() - entropy)
 
 
+@pytest.mark.slow
 def test_streamed_statistics_equal_those_of_the_stored_populations():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
@@ -134,6 +136,7 @@ def test_full_batches_and_minibatches_mix():
             assert svi.optim.statistics["num_data"] == pytest.approx(150)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
 def test_online_minibatches_learn(name):
     model, y = problem(name)
@@ -289,6 +292,7 @@ def test_incremental_statistics_refuse_a_changing_temperature():
         train()
 
 
+@pytest.mark.slow
 def test_state_resumes():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
@@ -355,6 +359,7 @@ def test_online_statistics_are_blended_at_the_default_step_size():
             torch.testing.assert_close(closed_form.statistics[name], value)
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_is_and_goes_back_to_gradients_with_the_object():
     model, y = problem("bsc")
     before = dict(vars(model))

@@ -24,6 +24,7 @@ def test_there_are_enough_models_and_each_names_its_source():
 
 
 @pytest.mark.nightly(keep=30)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_loss_gradient_and_marginals_equal_brute_force(name):
     with as_a_new_user(name) as case:

@@ -27,6 +27,7 @@ def _in_double():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.slow
 def test_some_random_graphs_equal_brute_force():
     check_all(0, 3)
 

@@ -126,6 +126,7 @@ def curve(num_data=30, noise=0.05, seed=0):
     return t @ weight + noise * torch.randn(num_data, 6, generator=generator, dtype=DOUBLE), t
 
 
+@pytest.mark.slow
 def test_missing_outputs_are_filled_in():
     y, _ = curve(40)
     model = SpikeSlabGPLVM(30, 6, 3, kernel="linear")
@@ -191,6 +192,7 @@ def test_every_start_begins_with_the_same_length_scales(monkeypatch):
     assert not torch.equal(model.views[0].kernel.lengthscale.detach(), seen[0])
 
 
+@pytest.mark.slow
 def test_a_start_that_is_given_stays_as_it_is_and_serves_every_start():
     model = SpikeSlabGPLVM(8, 3, 2, num_inducing=3)
     (y,) = random_views(model)
@@ -203,6 +205,7 @@ def test_a_start_that_is_given_stays_as_it_is_and_serves_every_start():
     assert len(result.starts) == 2
 
 
+@pytest.mark.slow
 def test_training_with_missing_outputs_recovers_them():
     y, _ = curve(30)
     holes = torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.2

@@ -93,6 +93,7 @@ def test_divergences_carry_the_weights_of_their_points(generator):
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("bayesian", [False, True])
 @pytest.mark.parametrize("kind", ["free", "point", "active"])
 def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, generator):
@@ -146,6 +147,7 @@ def test_relocation_takes_the_best_of_own_and_active_latents_and_raises_the_obje
     assert objective_by_hand(decoder, x, active.tolist()) - objective == pytest.approx(gain, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_relocation_untangles_what_gradients_cannot(generator):
     """Latents start in random order along a circle of waves, so every point is among strangers."""
     x = circle(200, 8, generator)
@@ -173,6 +175,7 @@ def test_relocation_with_missing_data_conditions_on_complete_points(generator):
     assert int(complete.sum()) >= 10
 
 
+@pytest.mark.slow
 def test_an_encoder_starts_from_latents_given(generator):
     x = circle(60, 5, generator)
     latents = torch.randn(60, 2, generator=generator) @ torch.tensor([[1.0, 0.5], [0.0, 1.0]])

@@ -125,6 +125,7 @@ def test_plain_call_gives_model_shaped_values(make):
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 @cases
 def test_predictive(make, parallel):

@@ -118,6 +118,7 @@ def test_new_data_have_the_posterior_of_the_trained_list(batch_size):
     assert nodes["s"]["value"].shape == NEW.shape
 
 
+@pytest.mark.slow
 def test_losses_of_new_data_are_those_of_the_trained_list():
     guide = trained(AutoDelta)
     new = guide[-1].infer(NEW, SEARCH, steps=1)
@@ -131,6 +132,7 @@ def test_losses_of_new_data_are_those_of_the_trained_list():
     assert elbo.loss(located, new, NEW) == pytest.approx(moved, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_checks_of_new_data_are_those_of_the_trained_list():
     guide = trained(AutoNormal)
     new = guide[-1].infer(NEW, SEARCH, steps=1)

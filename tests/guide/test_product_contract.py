@@ -66,6 +66,7 @@ def assert_same_marginals(one, other):
         torch.testing.assert_close(value, other[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_copy_reads_the_same_and_trains_on(y):
     guide, _ = trained(y)
     twin = copy.deepcopy(guide)
@@ -97,6 +98,7 @@ def test_a_loaded_guide_asks_for_its_model_first(y):
     assert_same_marginals(guide.marginals(), other.marginals())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(y, tmp_path):
     def run(steps, checkpoint):
         pyro.set_rng_seed(1)

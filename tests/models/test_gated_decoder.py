@@ -49,6 +49,7 @@ def test_kernel_is_the_sum_over_shared_parts(generator):
     torch.testing.assert_close(kernel(X, diag=True).detach(), expected.diagonal(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reconstructions_are_posterior_means_over_switches_and_poses(generator):
     """One part, its pose by quadrature; draws from a network that knows nothing yet are off by less than 0.003 (one deviation)."""
     x, switches, poses = (part.double() for part in data(14, generator, noise=0.3))

@@ -102,6 +102,7 @@ def test_all_objects_are_there_at_the_start(noise: float) -> None:
     assert model.background_scale.item() == pytest.approx(max(noise, 0.15 * float(y.square().mean().sqrt())), rel=0.05)
 
 
+@pytest.mark.slow
 def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
     y, objects = scenes_in_noise(0.15)
     model = OcclusiveComponents(6, (14, 14), (5, 5))

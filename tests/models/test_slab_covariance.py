@@ -105,6 +105,7 @@ def test_steps_from_the_truth_only_gain() -> None:
     assert 0 < 2 * (values[-1] - values[0]) < 31 + 5 * math.sqrt(2 * 31)
 
 
+@pytest.mark.slow
 def test_a_trial_on_some_of_the_data_loses_nothing() -> None:
     # So many that a part of them nominates the step.
     truth = make_model(3, 0.7)
@@ -207,6 +208,7 @@ def test_slabs_from_their_exact_conditional_leave_bound_and_gradient_exact(with_
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_minibatches_learn() -> None:
     truth = make_model(3, 0.8)
     y = generate(truth, 1000)

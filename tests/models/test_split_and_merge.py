@@ -125,6 +125,7 @@ def test_gains_of_two_in_the_place_of_one_are_those_on_its_data(kind: str) -> No
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_states", [2, K])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_free_energy_never_falls_and_every_cluster_gets_a_component(kind: str, num_states: int) -> None:
@@ -182,6 +183,7 @@ def test_seeds_reproduce_and_others_do_not_matter() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatch", ["incremental", "online"])
 def test_training_goes_on_in_minibatches(minibatch: str) -> None:
     y = clusters()
@@ -223,6 +225,7 @@ def test_matches_are_disjoint_gain_and_leave_nothing(seed: int) -> None:
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diag", "low-rank"])
 def test_moves_are_the_same_on_a_device(kind: str) -> None:
     def moved(move: Callable[[Any], Any]) -> tuple[int, Tensor]:

@@ -31,6 +31,7 @@ def test_mixture_needs_a_nonlinear_selection():
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", gp_select.MODELS)
 @pytest.mark.parametrize("variant", gp_select.VARIANTS)
 def test_experiments_run(kind, variant):

@@ -95,6 +95,7 @@ def evaluated(elbo, model, guide) -> tuple[float, dict[str, Tensor]]:
     return loss, gradients
 
 
+@pytest.mark.slow
 @cases
 def test_loss_gradients_and_marginals_equal_brute_force(model, sites):
     joint = table(model, sites)

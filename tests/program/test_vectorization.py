@@ -306,6 +306,7 @@ def list_of(model: Callable, discrete: str, part: type, num_states: int, **optio
 
 
 @pytest.mark.nightly(keep=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [AutoNormal, AutoDelta, AutoMultivariateNormal])
 @pytest.mark.parametrize(
     ("slow", "fast", "discrete", "num_states"),

@@ -34,6 +34,7 @@ def test_components_double_once_and_with_channels_twice(shape, number, expected)
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "share"), [(1, 0.4), (2, 0.4), (3, 1.2), (4, 1.2), (5, 3.0), (6, 3.0)])
 @pytest.mark.parametrize(("shape", "first"), [((20, 20), 17**2 / 120), ((12, 12, 3), 9**2 / (20 * 48**0.5))])
 def test_in_painting_has_few_components_first(shape, first, number, share):
@@ -42,6 +43,7 @@ def test_in_painting_has_few_components_first(shape, first, number, share):
     assert inpaint(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == math.ceil(share * first)
 
 
+@pytest.mark.slow
 def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
     learned = recorded(monkeypatch, "_fit_mixture")
     image = noisy((16, 16), 8.0)
@@ -75,6 +77,7 @@ def noisy(shape, scale=20.0):
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "options", "averaged"),
     [(1, {}, 1), (2, {}, 1), (3, {}, 2), (3, {"num_components": 3}, 2), (1, {"num_components": 3}, 1)],
@@ -91,6 +94,7 @@ def test_where_entries_are_missing_rounds_are_averaged_if_the_last_two_have_as_m
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "scale", "number"), [((16, 16), 20.0, 1), ((16, 16), 8.0, 2), ((10, 10, 3), 8.0, 1)], ids=["one round", "two", "channels"]
 )
@@ -112,6 +116,7 @@ def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, 
     torch.testing.assert_close(restored.image, estimate + mean)
 
 
+@pytest.mark.slow
 def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     steps = recorded(monkeypatch, "_apply_mixture")
     image = noisy((14, 14))
@@ -141,6 +146,7 @@ def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "descriptions"), [((12, 13), ["restoring"]), ((104, 104), ["choosing sides", "restoring"])])
 def test_bars_are_full_when_the_work_is_done(monkeypatch, shape, descriptions):
     bars = []

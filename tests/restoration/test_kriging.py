@@ -60,6 +60,7 @@ def conditional_mean(rest, covariance, noise):
     return (covariance[:, seen] @ torch.linalg.solve(within, flat[seen])).reshape(rest.shape)
 
 
+@pytest.mark.slow
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
     monkeypatch.setattr(kriging, "_PART_OF_ALL", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
@@ -100,6 +101,7 @@ def test_windows_of_small_arrays_are_small(shape, most):
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     photograph = torch.from_numpy(load_sample_image("china.jpg")[60 + 90 * seed : 110 + 90 * seed, 200:250, 1].copy()).float()
@@ -120,6 +122,7 @@ def test_a_long_signal_has_few_places():
     assert float(errors.mean()) < 0.01 * float(signal.square().mean())
 
 
+@pytest.mark.slow
 def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(monkeypatch):
     image, places = torch.zeros(64, 64), torch.arange(64.0)
     for quarter, (angle, period) in enumerate([(0.0, 4.0), (0.8, 5.0), (1.6, 4.5), (2.4, 6.0)]):
@@ -138,6 +141,7 @@ def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(mo
     assert errors[0] < 0.75 * errors[1]
 
 
+@pytest.mark.slow
 def test_channels_tell_what_others_are():
     # Three channels of the same texture: of each three in five entries are missing.
     texture = torch.randn(48, 48, 1, generator=generator(3)).repeat(1, 1, 3)

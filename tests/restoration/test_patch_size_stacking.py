@@ -221,6 +221,7 @@ def test_no_more_is_given_back_than_is_expected_to_be_wrong():
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "flat", "most"),
     [(5.0, None, 0.0), (None, 6.0, math.inf), (None, 6.0, 0.0), (None, None, math.inf)],

@@ -45,6 +45,7 @@ def test_the_gain_of_counts_is_found(gain):
 
 
 @pytest.mark.nightly(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["grey", "colour", "missing", "integers", "signal"])
 def test_photon_counts_are_restored_in_their_unit(shape):
     truth = spots()

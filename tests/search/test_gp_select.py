@@ -95,6 +95,7 @@ def test_batches_equal_all_data_once_all_are_known() -> None:
         torch.testing.assert_close(affinity(toy.batch(rows)), whole[rows], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_data_that_come_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, sizes = Toy(), refits(monkeypatch)
     affinity = RegressionAffinity(refit_every=4)
@@ -194,6 +195,7 @@ def test_forgetting() -> None:
     EvolutionarySearch().forget()
 
 
+@pytest.mark.slow
 def test_a_search_used_for_the_start_is_as_new_for_all_data() -> None:
     _, y = bars(120)
     results = []
@@ -291,6 +293,7 @@ def bars(num_data: int = 200) -> tuple[Tensor, Tensor]:
     return states, states.double() @ images.flatten(1) + torch.randn(num_data, 16, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 30])
 def test_em_climbs_and_selects_the_active_latents(rank: int | None) -> None:
     _, y = bars()

@@ -83,6 +83,7 @@ def test_free_energy_never_falls_and_states_stay_distinct(name: str, toy: Toy) -
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHES)
 def test_finds_the_best_states(name: str, toy: Toy) -> None:
     search, batch = SEARCHES[name](), toy.batch(12)
@@ -152,6 +153,7 @@ def test_first_generation_differs_in_one_latent_from_a_parent() -> None:
     assert (distance == 1).any(-1).all()
 
 
+@pytest.mark.slow
 def test_parents_of_the_second_generation_are_children() -> None:
     # From the zero state alone, two generations of single flips lead to states with zero or two active latents.
     space = StateSpace([2] * 10)
@@ -183,6 +185,7 @@ def test_target_activity_is_learned_from_the_posterior() -> None:
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"parents": 8}, {"crossover": True}, {"mutation": "sparseflips"}])
 @pytest.mark.parametrize("space", [StateSpace([5]), StateSpace([2, 2, 3])], ids=str)
 def test_few_states_or_latents(space: StateSpace, options: dict) -> None:

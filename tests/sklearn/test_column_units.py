@@ -27,6 +27,7 @@ def clusters(num: int = 60) -> np.ndarray:
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("covariance", ["full", "diag", "tied"])
 def test_mixtures_know_no_units_of_columns(units, covariance):
@@ -38,6 +39,7 @@ def test_mixtures_know_no_units_of_columns(units, covariance):
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 @pytest.mark.parametrize("offset", [True, False])
@@ -83,6 +85,7 @@ def test_regressors_know_no_units_of_columns(regressor, units):
     np.testing.assert_allclose(predicted(units * X, 1e6 * y) / 1e6, predicted(X, y), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_single_columns_do_not_decide_what_fills_the_others():
     # A column in thousands beside shares: what is missing is filled in as well as of columns in their deviations.
     X = clusters(120) * [1e4, 1e-2, 1.0]

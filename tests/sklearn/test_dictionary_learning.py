@@ -54,6 +54,7 @@ def exact(coder: SparseCoding, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.numpy(), log_joint.logsumexp(-1).numpy() - volume
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_codes_and_scores_are_those_of_the_exact_posterior(family):
     y = bars(20)
@@ -66,6 +67,7 @@ def test_codes_and_scores_are_those_of_the_exact_posterior(family):
     np.testing.assert_allclose(coder.inverse_transform(codes), codes @ coder.components_ + coder.offset_, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
     y = (bars(40) > 5).astype(float)
     coder = SparseCoding(3, family="bernoulli", **QUICK).fit(y)
@@ -114,6 +116,7 @@ def test_what_is_said_of_a_data_point_does_not_depend_on_its_company():
     np.testing.assert_allclose(np.concatenate([coder.transform(y[n : n + 1]) for n in range(10)]), codes[:10], atol=1e-10)
 
 
+@pytest.mark.slow
 def test_neither_pyro_nor_torch_notice():
     y = bars()
     pyro.param("weight", torch.tensor(1.0))
@@ -157,12 +160,14 @@ def test_minibatches_lead_where_all_data_lead():
     assert whole.score(y) > before - 0.2
 
 
+@pytest.mark.slow
 def test_starts_are_one_by_default_where_entries_are_missing():
     damaged = np.random.default_rng(0).normal(size=(60, 4))
     damaged[::3, 1] = np.nan
     assert len(SparseCoding(3, max_iter=2, random_state=0).fit(damaged).starts_) == 1
 
 
+@pytest.mark.slow
 def test_missing_entries_are_filled_in():
     y = bars(200)
     damaged = np.where(np.random.default_rng(0).random(y.shape) < 0.2, np.nan, y)
@@ -197,6 +202,7 @@ def test_what_is_wrong_is_said_by_name(options, message):
         SparseCoding(**{**QUICK, **options}).fit(bars())
 
 
+@pytest.mark.slow
 def test_codes_of_another_width_are_refused():
     coder = SparseCoding(2, **QUICK).fit(bars())
     with pytest.raises(ValueError, match="X must have 2 columns, one per component; got 3"):

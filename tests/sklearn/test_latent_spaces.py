@@ -50,6 +50,7 @@ def test_it_is_the_librarys_model():
     np.testing.assert_array_equal(space.score_samples(y), (latents.bound - volume).numpy())
 
 
+@pytest.mark.slow
 def test_it_leaves_pyro_and_torch_alone_and_can_be_pickled():
     y = plane(20)
     pyro.param("noise", torch.tensor(1.0))

@@ -290,6 +290,7 @@ def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts(
     assert guide.marginals()["z"].shape == (150, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_continuous_latents_get_a_guide_of_their_own(caplog):
     def model(y):
@@ -307,6 +308,7 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
     assert set(guide(y)) >= {"loc", "z"}
 
 
+@pytest.mark.slow
 def test_parameters_learned_in_inference_mode_can_be_trained_on():
     model, y = BinarySparseCoding(4, 2), torch.randn(10, 4)
     with torch.inference_mode():
@@ -325,6 +327,7 @@ def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     assert guide.starts[0] == pytest.approx(guide.starts[1], abs=2e-3)  # a tenth of the tolerance; with spare latents more than all of it
 
 
+@pytest.mark.slow
 def test_steps_of_starts_are_shown(capsys):
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     learn(BinarySparseCoding(9, 6), y, **{**QUICK, "progress": True})
@@ -333,6 +336,7 @@ def test_steps_of_starts_are_shown(capsys):
     assert "training: 100%" in shown
 
 
+@pytest.mark.slow
 def test_starts_that_disagree_are_told():
     y = linear_bars(60, 5, mean_active=2.0, generator=generator()).data
     with pytest.warns(DisagreeingStartsWarning, match="local optimum") as told:
@@ -358,6 +362,7 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_changes(wrong, n
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_search_is_used_as_given():
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     seen = []

@@ -57,6 +57,7 @@ def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tu
         assert math.isfinite(SVI(model, guide, optim, Truncated_ELBO(model.default_search(2))).step(y))
 
 
+@pytest.mark.slow
 def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
     heights = [1.0, 1.9, 2.0, 1.7, 1.2]

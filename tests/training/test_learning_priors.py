@@ -99,6 +99,7 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     assert has_warned or learned > reference - max(0.5, 0.01 * len(y)) - 3 * (error**2 + other**2) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_warns_and_says_what_to_do():
     with pytest.warns(ConvergenceWarning, match="training has not converged in 6 steps.*Try more steps") as told:
         guide = learn(sticks, clusters(), starts=1, short_steps=4, steps=6, progress=False)

@@ -85,6 +85,7 @@ def selection(x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [WEIGHT, torch.tensor([2.0, 1.5, -3.0, 1.0, 2.5, 1.5])])
 def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     """Weights of the wrong sign: to have any predictor on makes the data less likely, so that nothing is learned of its weight.

@@ -187,6 +187,7 @@ def test_latents_are_the_same_in_any_order_and_turned_round():
     assert not share_most(on, other, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "is_code"), [(0.3, True), (1e-12, False)])
 def test_latents_that_are_never_on_are_no_code_that_starts_could_agree_on(rate, is_code):
     pyro.clear_param_store()

@@ -412,6 +412,7 @@ def test_netcdf_round_trip(model: Callable[..., None], data: Tensor, tmp_path: P
     assert get_dataset(loaded, "posterior")["s"].dtype == np.int8
 
 
+@pytest.mark.slow
 def test_arviz_reads_it(data: Tensor, weight: Tensor) -> None:
     model = global_model(weight)
     idata = to_arviz(model, fitted(model, data, guide=with_normal(model, "shift")), data, num_samples=60, seed=0)

@@ -148,6 +148,7 @@ def test_two_axes_of_one_name_are_two_dimensions(frame: pd.DataFrame) -> None:
     assert observed.dims == ("gene", "y_dim_0")
 
 
+@pytest.mark.slow
 def test_labels_that_files_cannot_hold_become_strings(frame: pd.DataFrame, tmp_path: Path) -> None:
     frame.columns = pd.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)])
     frame.index = DAYS.tz_localize("Europe/Berlin")

@@ -93,6 +93,7 @@ def normal_guide(inputs, y=None):
     pyro.sample("noise", dist.LogNormal(pyro.param("loc", torch.tensor(-0.5)), 0.1))
 
 
+@pytest.mark.slow
 def test_guide_functions(inputs, y):
     idata = to_arviz(regression, normal_guide, inputs, y=y, num_samples=50, seed=0)
     posterior, stats = get_dataset(idata, "posterior"), get_dataset(idata, "sample_stats")
@@ -221,6 +222,7 @@ def test_enumerated_latents_outside_of_data_points_are_parameters(y):
     assert "marginal_predictive" not in group_names(idata)
 
 
+@pytest.mark.slow
 def test_missing_data_beside_stock_guides(y):
     is_seen = torch.arange(12) % 3 > 0
 

@@ -55,6 +55,7 @@ def counts(place):
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transition", [LEFT_TO_RIGHT, MIXING], ids=["left to right", "mixing"])
 @pytest.mark.parametrize("emission", [gaussian, counts])
 def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emission, generator):
@@ -70,6 +71,7 @@ def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emissi
     assert transition is LEFT_TO_RIGHT or bool((report.evidence.pareto_k > 0.7).any())
 
 
+@pytest.mark.slow
 def test_heavy_tails_count_where_mass_is_missing(generator):
     model, y, evidence = chain(MIXING, lambda place: dist.Normal(place.double(), 1.0), 12, generator)
     guide = AutoTruncated(model, 4, whole_states=True).infer(y, steps=10)

@@ -41,6 +41,7 @@ def test_objective_is_minus_the_log_evidence_and_has_its_gradient(data: tuple[Te
         torch.testing.assert_close(gradient, parameter.grad)
 
 
+@pytest.mark.slow
 def test_fit_is_better_than_any_sparse_one_and_predicts_as_the_dense_formulas_do(data: tuple[Tensor, Tensor]) -> None:
     x, y = data
     model = SubsetGPRegression(smooth_rbf(x), y)
