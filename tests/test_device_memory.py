@@ -35,8 +35,7 @@ def run(model: type, free: int | None, monkeypatch: pytest.MonkeyPatch, **option
         return losses, here(guide.words), guide.log_joint_of(y).memory_budget, sum(device.launches.values())
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", NUM_DATA)
 def test_blocks_follow_the_memory_and_results_do_not(model: type, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(model, 2**31, monkeypatch)

@@ -155,7 +155,7 @@ def test_median_without_arguments_needs_scores(y):
 # --- diagnose ---
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diagnose_prints_once_and_writes_nothing_unless_told(y, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = trained(mixture, y, ExhaustiveSearch(), 3)

@@ -125,7 +125,7 @@ def test_a_forked_child_trains_as_its_parent_does(threads, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_may_be_the_first_to_call_kernels(tmp_path):
     done = run(TRAINING + FORK_FIRST, "2", folder=tmp_path, NUMBA_NUM_THREADS="2")

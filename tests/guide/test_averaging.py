@@ -110,7 +110,7 @@ def test_everything_that_is_read_is_that_of_the_averaged_weights(y):
     torch.testing.assert_close(frequency, average @ STATES, atol=6 * 0.5 / 4000**0.5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_refreshed_populations_are_averages_and_keep_the_mean_free_energy(y):
     guide = guide_of(model)
     step(model, guide, y)

@@ -76,7 +76,7 @@ def test_full_sets_are_exact(form: str) -> None:
         torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sets_rise_and_train() -> None:
     torch.manual_seed(0)
     model, prior = program("normal", 5), BinaryChains(torch.full((5,), 0.4, dtype=DOUBLE), SWITCH.repeat(5, 1, 1), 20)

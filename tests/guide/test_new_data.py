@@ -141,8 +141,7 @@ def test_checks_of_new_data_are_those_of_the_trained_list():
     assert torch.allclose(torch.as_tensor(report.arrays()["log_evidence_exact"]), expected, rtol=1e-10)
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [False, True])
 def test_predictions_of_new_data_use_the_trained_list(parallel):
     guide = trained(AutoNormal)

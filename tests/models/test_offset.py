@@ -237,8 +237,7 @@ def test_a_background_is_large_beside_the_noise_not_beside_the_causes() -> None:
     assert not lies_on_background(noise.abs().repeat(40, 1) + 9 * (torch.arange(1, 20_001) % 2).unsqueeze(1))
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [MaximalCauses, MaxSpikeSlabSparseCoding])
 def test_whoever_trains_a_positive_model_is_told_of_a_background_once(family: Any) -> None:
     y = linear_bars(30, 3, mean_active=1.0, generator=generator()).data.abs()

@@ -65,8 +65,7 @@ def test_log_prob_is_the_integral_over_the_slabs() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
     # Slabs that go together by .5: stronger ones leave a variance near zero in 60 data points.

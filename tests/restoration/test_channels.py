@@ -91,7 +91,7 @@ def test_channels_of_other_units_are_restored_alike(noise):
     torch.testing.assert_close(first.image.movedim(0, 2), found.image)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_channels_of_unlike_noise_are_all_restored():
     levels = torch.tensor([0.5, 2.0, 8.0]).double()
     truth = waves(32, 32, 3)

@@ -130,7 +130,7 @@ def test_neither_pyro_nor_torch_notice():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pipelines_grids_frames_and_pickles():
     frame = pd.DataFrame(bars(), columns=[f"pixel {d}" for d in range(9)])
     pipeline = make_pipeline(StandardScaler(), SparseCoding(**QUICK)).set_output(transform="pandas")
