@@ -528,7 +528,7 @@ class SumsWithNoise(Sums):
             pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)

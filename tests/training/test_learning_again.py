@@ -84,7 +84,7 @@ def test_a_model_that_fails_anyway_says_why_itself(y):
         AutoTruncated(broken, 4)(y)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_guides_of_continuous_latents_begin_anew_and_keep_what_they_have(y):
     first = learn(causes(3, priors=True), y, **QUICK)

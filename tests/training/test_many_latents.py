@@ -306,7 +306,7 @@ def test_starts_begin_at_draws_of_continuous_latents_from_their_prior():
     assert run.guide[0].locs.loc.abs().max() > 2
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())

@@ -35,7 +35,6 @@ def test_two_starts_begin_apart_in_vectors_and_simplices():
         assert (value - begins[1][name]).abs().amax() > 0.1, name
 
 
-@pytest.mark.nightly
 def test_no_share_begins_near_nothing():
     drawn = prior_draw({"fn": dist.Dirichlet(torch.full((5,), 1e-3)).expand([20]).to_event(1)})
     assert drawn.shape == (20, 5)

@@ -257,6 +257,7 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(monk
     assert len(made) > 2
 
 
+@pytest.mark.nightly
 def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monkeypatch):
     """Data made of four causes by a matrix: the second restart is taught their states, in whatever order and sign."""
     taught = []
