@@ -30,6 +30,7 @@ from pyro_truncated import (
     SampledSearch,
     Truncated_ELBO,
     diagnose,
+    ops,
     to_arviz,
     warmup,
 )
@@ -187,6 +188,17 @@ def test_warming_up_compiles_every_kernel_and_leaves_no_trace():
     found = dict(kernels())
     assert len(found) > 25
     assert [name for name, kernel in found.items() if not kernel.signatures] == []
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not pyro.get_param_store()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_warming_up_leaves_no_trace():
+    """With vectorised kernels: of what it runs, not of what it compiles."""
+    state = torch.get_rng_state()
+    with ops.use_backend("vectorised"):
+        warmup.warm_up(progress=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert not pyro.get_param_store()
 
