@@ -137,7 +137,7 @@ def test_particles_beside_a_point_estimate_equal_enumeration(y, vectorize):
     assert loss == pytest.approx(stock, rel=1e-9)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_learn_and_check_beside_a_normal_guide(y):
     guide = AutoGuideList(chain_with_prior)
     guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
@@ -150,7 +150,7 @@ def test_learn_and_check_beside_a_normal_guide(y):
     torch.testing.assert_close(report.certified, report.free_energy, rtol=0, atol=1e-9)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_learn_ends_no_lower_than_where_it_started(y):
     stock = -TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(chain), lambda y: None, y)
     guide = learn(chain, y, num_states=NUM_VALUES, steps=40, progress=False)
