@@ -23,7 +23,7 @@ def test_there_are_enough_models_and_each_names_its_source():
     assert set(OPEN) <= set(MODELS)
 
 
-@pytest.mark.nightly(keep=30)
+@pytest.mark.nightly(keep=45)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_loss_gradient_and_marginals_equal_brute_force(name):

@@ -61,7 +61,7 @@ def evidence(model, views, degree):
     return exact.log_evidence(centred, kernels, noises, model.prior, degree)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["rbf", "linear"])
 @pytest.mark.parametrize(("num_observed", "num_latents", "missing"), [((3,), 1, 0.0), ((3,), 1, 0.3), ((2, 3), 1, 0.0), ((3,), 2, 0.0)])

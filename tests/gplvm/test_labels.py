@@ -102,7 +102,6 @@ def log_evidence(model, y, degree):
     return float(torch.stack(total).logsumexp(0))
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [BernoulliLabels(), CategoricalLabels(2), PoissonCounts()])
 def test_bound_stays_below_the_exact_evidence(likelihood):
@@ -132,7 +131,6 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
         assert float(gradient.abs().max()) < 1e-4
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_stock_elbo_estimates_the_bound(collapsed):

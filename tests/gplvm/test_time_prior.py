@@ -77,7 +77,6 @@ def test_without_correlations_it_is_the_model_of_independent_latents():
     torch.testing.assert_close(model.bound(views), other.bound(views), rtol=1e-9, atol=1e-8)
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
 def test_bound_stays_below_the_exact_evidence(num_observed):

@@ -55,7 +55,7 @@ def exact_loss(model, *args):
     return float(TraceEnum_ELBO().loss(config_enumerate(model), lambda *args: None, *args))
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_some_structured_programs_equal_brute_force(name):

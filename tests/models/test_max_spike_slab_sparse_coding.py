@@ -231,7 +231,6 @@ def test_float32_parameters_follow_float64() -> None:
         torch.testing.assert_close(getattr(single, name).detach().double(), getattr(double, name).detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", "singletons"])
 def test_em_finds_the_bars(kind: str) -> None:

@@ -141,7 +141,6 @@ def test_another_model_learns_the_noise_too():
     assert len(restored.guide.population()) == len(restored.patches)
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "passes"),
@@ -179,7 +178,6 @@ def test_models_of_other_patches_and_without_reconstructions_are_refused():
         denoise(picture(), model=MaxSpikeSlabSparseCoding(16, 4), side=4)
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, spike_and_slab], ids=["mixtures", "spike and slab"])
 def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_nan(model):

@@ -93,7 +93,6 @@ MAKES = {
 }
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKES)
 def test_the_free_energy_of_posteriors_rises(kind):
