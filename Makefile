@@ -13,7 +13,7 @@ WORKERS ?= 2
 TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test quick docs arviz1 lint format papers foreign bench faults clean
+.PHONY: demo test nightly soak quick docs arviz1 lint format papers bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -27,9 +27,17 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# What `make test` leaves out: processes, kills and damaged files, long training, and all variants of tests of which it runs some.
+nightly: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly
+
+# One model after the other is trained, saved and taken up again: nothing may grow, fall or be left over.
+soak: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --minutes 90
+
 # For the time between two edits.
 quick: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not paper and not benchmark and not foreign and not faults"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not paper and not benchmark and not nightly"
 
 # What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins, and needs Python 3.12 or newer:
 # make arviz1 PYTHON=python3.13
@@ -64,16 +72,8 @@ format: $(INSTALLED)
 papers: $(INSTALLED)
 	$(BIN)/python -m pytest tests/papers -m paper
 
-# Models of others under every habit of a user, and a thousand random models against brute force.
-foreign: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest tests/foreign -m "foreign or not foreign" -n $(WORKERS) --dist worksteal
-
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s
-
-faults: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest tests/faults -m faults -s
-	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --minutes 90
 
 clean:
 	rm -rf .venv .venv-arviz1 report build dist docs/_build docs/tutorials docs/comparison docs/reference/packages *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

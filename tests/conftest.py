@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import matplotlib
@@ -17,6 +18,33 @@ from pyro_truncated import datasets
 matplotlib.use("Agg")
 # Tests of kernels are about the compiled ones, from the first call on; so in the processes that they start.
 os.environ.setdefault("PYRO_TRUNCATED_BACKGROUND", "0")
+
+
+def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.Function]:
+    """So many variants, evenly spread, or (`"values"`) as few as hold each value of each parameter."""
+    if isinstance(keep, int):
+        yield from (variants[-(-i * len(variants) // keep)] for i in range(min(keep, len(variants))))
+        return
+    used: Counter[tuple[str, int]] = Counter()
+    values = {variant: [(name, id(value)) for name, value in variant.callspec.params.items()] for variant in variants}
+    while missing := {value for some in values.values() for value in some} - set(used):
+        # The diagonal of a product: as many new values as can be, and of the old ones those that came up least.
+        best = min(variants, key=lambda variant: (-len(missing.intersection(values[variant])), sum(used[v] for v in values[variant])))
+        used.update(values[best])
+        yield best
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `nightly(keep=...)`, some variants belong to every run: they lose the mark."""
+    grids = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("nightly")
+        if isinstance(item, pytest.Function) and mark and "keep" in mark.kwargs:
+            grids[item.parent, item.originalname].append(item)
+    for variants in grids.values():
+        for item in _kept(variants, variants[0].get_closest_marker("nightly").kwargs["keep"]):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "nightly"]
 
 
 def pytest_collection_finish() -> None:

@@ -38,7 +38,7 @@ def test_version_and_unknown_commands(capsys):
     assert "invalid choice: 'restore'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_learns_and_check_reads_what_it_wrote(tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path), "--images", "200"]) == 0
     assert "10 bars found" in capsys.readouterr().out
@@ -47,6 +47,18 @@ def test_demo_learns_and_check_reads_what_it_wrote(tmp_path, capsys):
     found = capsys.readouterr().out
     assert status == (0 if found.startswith("Nothing speaks against") else 2)
     assert (tmp_path / "page.html").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_check_reads_what_a_short_demo_has_written(tmp_path, capsys, monkeypatch):
+    learn = pyro_truncated.learn
+    monkeypatch.setattr(pyro_truncated, "learn", lambda *args, steps: learn(*args, steps=5, short_steps=5, starts=1, progress=False))
+    assert main(["demo", "--output", str(tmp_path), "--images", "60"]) == 0
+    assert "60 images of 5 x 5 pixels" in capsys.readouterr().out
+    assert "<html" in (tmp_path / "demo.html").read_text()
+    status = main(["check", str(tmp_path / "demo.nc")])
+    found = capsys.readouterr().out
+    assert status == (0 if found.startswith("Nothing speaks against") else 2)
 
 
 def test_files_that_cannot_be_checked_are_named(tmp_path, capsys):

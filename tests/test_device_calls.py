@@ -178,6 +178,8 @@ def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[flo
     return [step() for _ in range(steps)], step, guide
 
 
+@pytest.mark.nightly(keep=11)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
     case = CASES[name]
@@ -229,6 +231,7 @@ OTHERS: dict[str, tuple[Callable[[Move], tuple[SVI, Tensor]], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_step_of_other_models_waits_twice(name: str) -> None:
     make, launches = OTHERS[name]
@@ -254,6 +257,7 @@ def test_a_step_of_other_models_waits_twice(name: str) -> None:
     assert torch.equal(here(getattr(moved, states)), getattr(guide, states))
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_before_anything_is_kept() -> None:
     case = CASES["noisy-OR"]
     with PretendedDevice():

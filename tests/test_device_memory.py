@@ -35,6 +35,7 @@ def run(model: type, free: int | None, monkeypatch: pytest.MonkeyPatch, **option
         return losses, here(guide.words), guide.log_joint_of(y).memory_budget, sum(device.launches.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", NUM_DATA)
 def test_blocks_follow_the_memory_and_results_do_not(model: type, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(model, 2**31, monkeypatch)
@@ -46,6 +47,7 @@ def test_blocks_follow_the_memory_and_results_do_not(model: type, monkeypatch: p
     assert blocks[0] == pytest.approx(whole[0], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_the_user_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(BinarySparseCoding, 2**20, monkeypatch, memory_budget=2**22)[2] == 2**22
 

@@ -13,7 +13,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -43,16 +43,18 @@ def literal_blocks(docstring: str) -> list[str]:
 
 
 def documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """The docstrings inside a file, by qualified name."""
+    """The docstrings inside a file that hold code, by qualified name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             qualified = f"{name}.{child.name}".lstrip(".")
-            yield qualified, ast.get_docstring(child) or ""
+            docstring = ast.get_docstring(child, clean=False) or ""
+            if ">>>" in docstring or "::" in docstring:
+                yield qualified, inspect.cleandoc(docstring)
             yield from documented(child, qualified)
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:
-    """Every docstring by its name, with the part of the library whose names its examples know, such as ``pyro_truncated.gp``."""
+    """Every docstring with code by its name, with the part of the library whose names its examples know, such as ``pyro_truncated.gp``."""
     for path in sorted(path for folder in ("pyro_truncated", "models") for path in (ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).parts
         part = "pyro_truncated.models" if parts[0] == "models" else ".".join(parts[:2]).removesuffix(".py")
@@ -62,16 +64,29 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
 def collect() -> dict[str, tuple[str, str]]:
     """Every example of a docstring that is a block of code, with the part of the library whose names it knows."""
     examples = {}
-    for name, docstring, part in docstrings():
+    for name, docstring, part in DOCSTRINGS:
         blocks = literal_blocks(docstring)
         for number, code in enumerate(blocks):
             examples[name if len(blocks) == 1 else f"{name} {number + 1}"] = code, part
     return examples
 
 
+DOCSTRINGS = list(docstrings())
 EXAMPLES = collect()
-SESSIONS = {name: (docstring, part) for name, docstring, part in docstrings() if ">>>" in docstring}
-SLOW = {"AutoTruncated.infer", "GatedDecoder", "fit", "learn", "to_arviz"}
+SESSIONS = {name: (docstring, part) for name, docstring, part in DOCSTRINGS if ">>>" in docstring}
+LONG = {
+    "AutoTruncated.infer",
+    "DisagreeingStartsWarning",
+    "GatedDecoder",
+    "LinearMixture.likeliest_components",
+    "SASDecoder",
+    "SASDecoder.reconstruct",
+    "SpikeSlabMRD 1",
+    "fit",
+    "learn",
+    "plot_covered_mass",
+    "plot_gap",
+}
 
 
 def causes(num_data: int = 12) -> dict[str, Any]:
@@ -245,7 +260,13 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXAMPLES])
+def with_marks(names: Iterable[str]) -> list[Any]:
+    """What takes seconds runs at night."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", with_marks(EXAMPLES))
 def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""
     code, part = EXAMPLES[name]
@@ -260,7 +281,7 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize("name", with_marks(SESSIONS))
 def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeypatch):
     """It knows the names of the face, of the models and data sets, of Pyro and of its own part of the library."""
     docstring, part = SESSIONS[name]

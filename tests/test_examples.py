@@ -46,6 +46,20 @@ EXAMPLES = {
     "spike_slab_regression": (),
     "spike_slab_signals": (),
 }
+# Examples that train for more than a few seconds even so.
+LONG = {
+    "bars_selection",
+    "binary_vae",
+    "digits_as_counts",
+    "enumeration_wall",
+    "gp_select_mixture",
+    "missing_frames",
+    "moving_parts",
+    "natural_images",
+    "occlusive_components",
+    "question_predict",
+    "spike_slab_signals",
+}
 PICTURES = {
     "bars": {"bars.png"},
     "bars_selection": {"bars_selection.png"},
@@ -89,7 +103,7 @@ def test_every_example_is_listed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in EXAMPLES])
 def test_example_runs(name, tmp_path, monkeypatch, capsys):
     folder = ("--output", str(tmp_path)) if PICTURES[name] else ()
     run(name, "--smoke", *folder, *EXAMPLES[name], monkeypatch=monkeypatch)
@@ -106,6 +120,7 @@ def test_own_closed_form_model_never_loses_free_energy(monkeypatch):
     assert free_energies[-1] > free_energies[0] + 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("elbo", ["truncated", "stock"])
 def test_own_spike_slab_gplvm_switches_on_as_many_dimensions_as_the_data_have(elbo, monkeypatch):
@@ -119,7 +134,7 @@ def outcome(folder: Path) -> dict[str, object]:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_killed_and_started_again_gives_the_numbers_of_an_uninterrupted_run(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     flags = ("--smoke", "--checkpoint-every", "0")
@@ -144,7 +159,7 @@ def test_demo_killed_and_started_again_gives_the_numbers_of_an_uninterrupted_run
     assert torch.equal(found["generators"]["cpu"], expected["generators"]["cpu"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_refuses_the_checkpoint_of_other_settings_and_starts_fresh_when_told(tmp_path, monkeypatch):
     flags = ("--smoke", "--iterations", "2", "--output", str(tmp_path))
     run("natural_images", *flags, monkeypatch=monkeypatch)
@@ -154,7 +169,7 @@ def test_demo_refuses_the_checkpoint_of_other_settings_and_starts_fresh_when_tol
     assert outcome(tmp_path)["settings"]["seed"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_page_shows_its_pictures_and_numbers(tmp_path, monkeypatch):
     run("natural_images", "--smoke", "--iterations", "2", "--output", str(tmp_path), monkeypatch=monkeypatch)
     page = (tmp_path / "index.html").read_text()
@@ -186,7 +201,7 @@ def test_regression_scores_models_with_their_coefficients_integrated_out(monkeyp
     torch.testing.assert_close(guide.marginals()["s"].reshape(-1).double(), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("data", "stored"), [("molecules", "mol_thrombin"), ("hog", "coil_hog_pose"), ("kin40k", "kin40k")])
 def test_sparse_regression_on_stored_data(data, stored, real_data, tmp_path, monkeypatch, capsys):
     real_data(stored)

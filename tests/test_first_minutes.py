@@ -30,6 +30,7 @@ from pyro_truncated import (
     SampledSearch,
     Truncated_ELBO,
     diagnose,
+    ops,
     to_arviz,
     warmup,
 )
@@ -120,6 +121,7 @@ def test_median_and_quantiles_without_arguments_are_those_of_all_data(y, kind):
     assert torch.equal(guide.quantiles([0.1, 0.9])[name], guide.quantiles([0.1, 0.9], y)[name])
 
 
+@pytest.mark.slow
 def test_median_without_arguments_of_a_list(y):
     def model(y):
         shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
@@ -154,7 +156,7 @@ def test_median_without_arguments_needs_scores(y):
 # --- diagnose ---
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diagnose_prints_once_and_writes_nothing_unless_told(y, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = trained(mixture, y, ExhaustiveSearch(), 3)
@@ -177,7 +179,7 @@ def kernels():
                 yield f"{path}.{name}", value.compiled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.xfail(reason="the warm-up does not reach all kernels, where no other test has compiled them", strict=False)
 def test_warming_up_compiles_every_kernel_and_leaves_no_trace():
@@ -186,6 +188,17 @@ def test_warming_up_compiles_every_kernel_and_leaves_no_trace():
     found = dict(kernels())
     assert len(found) > 25
     assert [name for name, kernel in found.items() if not kernel.signatures] == []
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not pyro.get_param_store()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_warming_up_leaves_no_trace():
+    """With vectorised kernels: of what it runs, not of what it compiles."""
+    state = torch.get_rng_state()
+    with ops.use_backend("vectorised"):
+        warmup.warm_up(progress=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert not pyro.get_param_store()
 
@@ -226,7 +239,7 @@ def run(tmp_path, *arguments, configure=""):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiling_is_announced_in_one_line_once_per_installation(tmp_path):
     first = run(tmp_path)
     assert first.stdout == "4.0 6.0\n"
@@ -235,7 +248,7 @@ def test_compiling_is_announced_in_one_line_once_per_installation(tmp_path):
     assert run(tmp_path).stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_are_silent_and_so_is_numba(tmp_path):
     assert run(tmp_path, "worker").stderr == ""
     debug = run(tmp_path, configure="logging.basicConfig(level=logging.DEBUG)").stderr

@@ -113,7 +113,7 @@ def assert_same_course(courses: list[list[float]], place: Place, dtype: torch.dt
     assert courses[1] == pytest.approx(courses[0], rel=place.tolerance if dtype == torch.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CLOSED_FORM)
 def test_em_takes_the_same_course(name: str, dtype: torch.dtype, both: tuple[Place, Place]) -> None:
     row, courses = CONFIGURATIONS[name], []

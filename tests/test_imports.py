@@ -27,7 +27,7 @@ def test_heavy_libraries_wait_until_they_are_used():
     assert not {name for name in HEAVY if name in loaded}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_compiled_kernels_numba_is_never_loaded():
     script = """
 import sys

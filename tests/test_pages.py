@@ -23,6 +23,16 @@ PAGES = {
     if "_build" not in path.parts
 }
 WITH_CODE = [page for page, text in PAGES.items() if BLOCK.search(text)]
+# Pages that train for more than a few seconds.
+LONG = {
+    "README.md",
+    "docs/explanation/learn.md",
+    "docs/how-to/arviz.md",
+    "docs/how-to/denoise-when.md",
+    "docs/how-to/models.md",
+    "docs/how-to/scikit-learn.md",
+    "docs/index.md",
+}
 # Of packages that the tests do not require: where they are missing, these pages are left out; what they warn of is theirs.
 OPTIONAL = {
     "docs/how-to/lightning.md": (
@@ -44,7 +54,9 @@ def run(language: str, code: str, names: dict[str, Any], place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [pytest.param(page, marks=OPTIONAL.get(page, ())) for page in WITH_CODE])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.nightly if page in LONG else OPTIONAL.get(page, ())) for page in WITH_CODE]
+)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)

@@ -55,6 +55,7 @@ def evaluate(elbo: ELBO, model: Callable, guide: Callable, user: UserModel, **ba
     return loss, gradients
 
 
+@pytest.mark.slow
 @parts
 @models
 def test_losses_and_gradients_equal_model_side_enumeration(source, part):
@@ -97,6 +98,7 @@ def test_fewer_states_bound_the_evidence(source):
     assert loss > exact
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @models
 def test_training_ends_where_enumeration_ends(source):
@@ -123,6 +125,7 @@ def test_training_ends_where_enumeration_ends(source):
     assert finals[0] == pytest.approx(finals[1], rel=1e-7)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [gaussian_mixture, topics, music, annotation], ids=lambda source: source.__name__.rpartition(".")[-1])
 def test_minibatches_and_evolutionary_search_improve_the_full_loss(source):

@@ -134,6 +134,7 @@ def test_beside_an_autonormal(device: str) -> None:
     assert all(map(math.isfinite, losses))
 
 
+@pytest.mark.nightly
 def test_the_posterior_is_looked_at(device: str) -> None:
     y = bars().to(device)
     model = BinarySparseCoding(16, 8).to(device)
@@ -179,6 +180,7 @@ def test_a_run_goes_on_from_its_checkpoint(search: Search | None, device: str, t
     assert run(6) == pytest.approx(through, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_picture_is_restored(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.meshgrid(torch.linspace(0, 12, 40), torch.linspace(0, 9, 40), indexing="ij")

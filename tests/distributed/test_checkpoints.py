@@ -44,7 +44,7 @@ def trained(folder: str | None, kind: str, steps: int, scale: float = 1.0) -> tu
     return training.record["free_energy"], svi.guide.words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_three_processes_goes_on_with_any_number(kind, crew, tmp_path):
     expected, words = trained(None, kind, 9)
@@ -126,7 +126,7 @@ def launch(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_which_one_process_is_killed_ends_and_goes_on(tmp_path):
     script, expected = tmp_path / "script.py", trained(None, "incremental", 6)[0]
     script.write_text(SCRIPT)

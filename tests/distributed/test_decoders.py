@@ -79,7 +79,7 @@ def stepped(kind: str, missing: bool, steps: int = 8) -> tuple[list[float], dict
     return losses, {name: value.detach().clone() for name, value in decoder.named_parameters()}, predictions
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [("free", False), ("free", True), ("encoder", False), ("active", True), ("bayesian", True), ("bayesian-encoder", False)],
@@ -103,7 +103,7 @@ def fitted(num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return decoder.latents(data(num)), decoder.predict(torch.zeros(1, 2).double())[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [N, 3])
 def test_a_fit_leaves_every_process_with_all_latents(num, crew):
     # Of three data points every process has one.

@@ -56,7 +56,7 @@ def test_a_process_without_data_points_in_a_minibatch_leaves_its_populations_alo
     assert num_idle > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("minibatch", ["online", "incremental"])
 def test_a_minibatch_with_all_data_points_of_one_process_is_a_minibatch(minibatch, crew):
     run = Run("BinarySparseCoding-offset", minibatch=minibatch, num_data=23, steps=12, size=8, block=3)
@@ -67,6 +67,8 @@ def test_a_minibatch_with_all_data_points_of_one_process_is_a_minibatch(minibatc
             torch.testing.assert_close(held[name], value, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["poisson", "bernoulli", "exponential", "gamma"])
 def test_rounding_of_sums_decides_nothing(family, monkeypatch):
     # Few data points in a minibatch, of which two causes win the same one alone, or leave the background next to nothing.
@@ -97,12 +99,13 @@ def minibatches_of_its_own() -> float:
     return float(svi.optim.statistics["num_data"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_all_data_for_one_process_is_a_minibatch_where_others_have_more(crew):
     # Of three, four and four data points each process draws three.
     assert crew.results(3, minibatches_of_its_own) == pytest.approx([11.0] * 3)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", SHORT, ids=str)
 def test_several_processes_equal_one(run, crew):

@@ -89,7 +89,7 @@ def restarted() -> tuple[list[list[float]], int, list[torch.Tensor]]:
     return runs.record["free_energy"].tolist(), runs.best, [value.detach() for value in runs.training.svi.model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_restarts_are_those_of_one_process(crew):
     record, best, parameters = restarted()
     for found, own, held in crew.results(2, restarted):

@@ -48,7 +48,7 @@ def selected(
     return losses, svi.guide.words, new.words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rank", "in_batches", "flips"), [(None, False, False), (None, True, False), (5, False, False), (5, True, False), (None, True, True)]
 )
@@ -62,6 +62,7 @@ def test_selections_are_those_of_one_process(rank, in_batches, flips, crew):
         assert torch.equal(torch.cat([own for _, _, own in found]), new)
 
 
+@pytest.mark.slow
 def test_whole_data_are_learned_from_as_a_shard_of_one_process():
     for expected, found in zip(selected(5, False, 3, is_shard=False), selected(5, False, 3), strict=True):
         assert expected == found if isinstance(expected, list) else torch.equal(expected, found)
@@ -87,7 +88,7 @@ def affinities(rank: int | None, most: int) -> tuple[torch.Tensor, torch.Tensor]
     return search.affinity(batch), torch.tensor(float(len(search.affinity.regression.inputs)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [None, 6])
 def test_affinities_are_those_of_one_process(rank, crew):
     expected, _ = affinities(rank, 1000)
@@ -116,7 +117,7 @@ def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[li
     return [svi.step(y) for _ in range(5)], svi.guide.words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("leave_out", "rank"), [(True, None), (False, None), (True, 4)])
 def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
     losses, words = scenes(leave_out, rank)
@@ -126,6 +127,7 @@ def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
         assert torch.equal(torch.cat([own for _, own in found]), words)
 
 
+@pytest.mark.slow
 def test_places_of_whole_data_are_predicted_as_those_of_a_shard_of_one_process():
     assert scenes(True, None)[0] == scenes(True, None, is_shard=False)[0]
 
@@ -158,7 +160,7 @@ def resumed(folder: str | None, kind: str, steps: int) -> tuple[list[float], tor
     return training.record["free_energy"], svi.guide.words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "saved", "numbers"),
     [("of low rank", 2, (1, 3)), ("minibatches", 2, (1, 3)), ("minibatches", 1, (2,)), ("flips", 2, (3,)), ("places", 2, (3,))],

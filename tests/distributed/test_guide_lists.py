@@ -45,7 +45,7 @@ def mixed_guides() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
     return losses, {name: value.detach() for name, value in pyro.get_param_store().items()}, svi.guide[1].words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_guides_beside_others_are_trained_as_by_one_process(crew):
     losses, parameters, words = mixed_guides()
     # Draws differ from loss to loss.
@@ -78,7 +78,7 @@ def fitted(folder: str | None, steps: int) -> tuple[list[float], torch.Tensor]:
     return training.record["free_energy"], svi.guide[1].words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_guides_beside_others_go_on_with_any_number_of_processes(crew, tmp_path):
     expected, words = fitted(None, 5)
     crew.results(3, fitted, str(tmp_path / "saved"), 2)

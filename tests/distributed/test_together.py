@@ -79,7 +79,7 @@ def learned(number: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     return guide.starts, model.weight.detach(), guide.marginals()["s"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [40, 1010])
 def test_learn_is_that_of_one_process(number, crew):
     starts, weight, marginals = learned(number)

@@ -100,6 +100,7 @@ def test_all_or_all_but_one_active_is_the_exact_gaussian_process(num_active, gen
     torch.testing.assert_close(found, normal_log_prob(x, C), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_exhaustive_cross_validation_is_the_log_marginal_likelihood(generator):
     kernel, noise, z, x, C = problem(8, 3, generator)
     exact = normal_log_prob(x, C)
@@ -111,6 +112,7 @@ def test_exhaustive_cross_validation_is_the_log_marginal_likelihood(generator):
         torch.testing.assert_close(S[:rest].sum() + torch.stack(active).mean(), exact, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_bias_of_the_estimator_is_its_closed_form(generator):
     kernel, noise, z, x, C = problem(7, 2, generator)
     S, exact = scores(kernel, noise, z, x, C), normal_log_prob(x, C)
@@ -119,6 +121,7 @@ def test_bias_of_the_estimator_is_its_closed_form(generator):
         torch.testing.assert_close(mean - exact, (S[rest - 1] - S[:rest]).sum(), rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_bias_under_the_model_is_minus_the_total_correlation_of_the_rest(generator):
     """E_x[log p_A(x) - log p(x)] = -TC(x_R | x_A), here by determinants; 400 draws, false alarms at five standard errors: 6e-7."""
     kernel, noise, z, _, C = problem(8, 1, generator)

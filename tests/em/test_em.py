@@ -51,6 +51,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
@@ -65,6 +66,7 @@ def test_free_energy_never_falls_over_whole_runs(name, search, missing):
     assert svi.evaluate_loss(y) <= losses[-1] + 1e-8 * abs(losses[-1])
 
 
+@pytest.mark.slow
 def test_incremental_minibatches_never_lose_free_energy_and_reach_that_of_full_batches():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=256)
@@ -96,6 +98,7 @@ def expected_bound(model, guide, y) -> float:
     return float(-(weights * now).sum() - entropy)
 
 
+@pytest.mark.slow
 def test_streamed_statistics_equal_those_of_the_stored_populations():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
@@ -133,6 +136,7 @@ def test_full_batches_and_minibatches_mix():
             assert svi.optim.statistics["num_data"] == pytest.approx(150)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
 def test_online_minibatches_learn(name):
     model, y = problem(name)
@@ -191,7 +195,7 @@ def batch_of(guide, y) -> SearchBatch:
         return SearchBatch(guide.posterior(y), log_joint.score)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_best_start_keeps_the_best_of_its_runs():
     bars = noisy_or_bars(400, 4, generator=torch.Generator().manual_seed(0))
     model = NoisyOr(16, 8)
@@ -209,6 +213,7 @@ def test_best_start_keeps_the_best_of_its_runs():
     assert max(reached) <= -loss / 400 < max(reached) + 0.3
 
 
+@pytest.mark.nightly
 def test_best_start_by_gibbs_sampling():
     torch.manual_seed(3)
     components = 8 * bar_components(3)
@@ -226,6 +231,7 @@ def test_best_start_by_gibbs_sampling():
         best_start(model, y, ExhaustiveSearch())
 
 
+@pytest.mark.nightly
 def test_training_goes_on_from_a_best_start_by_gibbs_sampling():
     """A first M-step of chains that had just begun lost all bars and thirty nats per data point."""
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))
@@ -286,6 +292,7 @@ def test_incremental_statistics_refuse_a_changing_temperature():
         train()
 
 
+@pytest.mark.slow
 def test_state_resumes():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
@@ -352,6 +359,7 @@ def test_online_statistics_are_blended_at_the_default_step_size():
             torch.testing.assert_close(closed_form.statistics[name], value)
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_is_and_goes_back_to_gradients_with_the_object():
     model, y = problem("bsc")
     before = dict(vars(model))

@@ -112,6 +112,7 @@ def test_singletons_are_scored_exactly_and_others_refused() -> None:
         batch.score(batch.space.pack(torch.ones(1, 1, 5)).expand(NUM_DATA, -1, -1))
 
 
+@pytest.mark.slow
 def test_minibatches() -> None:
     model, y = problem()
     model.initialize(y)
@@ -124,6 +125,8 @@ def test_minibatches() -> None:
         guide.update_(Preselection(Singletons(), 3), y, torch.arange(3), sweeps=7)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 60])
 def test_chains_that_begin_do_not_lead_the_parameters_away(batch_size: int | None) -> None:
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))

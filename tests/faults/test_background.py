@@ -77,7 +77,7 @@ def ended(pid: int) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_of_the_background_are_taken_once_they_are_ready(tmp_path):
     done = run(KERNELS + TAKEN, tmp_path, "1")
     assert done.returncode == 0, done.stderr
@@ -89,14 +89,14 @@ def test_kernels_of_the_background_are_taken_once_they_are_ready(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_variable_turns_the_background_off(tmp_path):
     done = run(KERNELS + AT_ONCE, tmp_path, "0")
     assert done.returncode == 0, done.stderr
     assert "in the background" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="a script is no program there")
 def test_a_background_that_cannot_compile_is_done_without(tmp_path):
     broken = tmp_path / "python"
@@ -107,14 +107,8 @@ def test_a_background_that_cannot_compile_is_done_without(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        "BinarySparseCoding",
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["BinarySparseCoding", "NoisyOr", "SpikeSlabSparseCoding", "MaximalCauses"])
 def test_the_first_steps_have_the_same_free_energies_to_the_last_digit(model, tmp_path):
     found = [run(STEPS.format(model=model), tmp_path, background) for background in "01"]
     assert [done.returncode for done in found] == [0, 0], found[1].stderr

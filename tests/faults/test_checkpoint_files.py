@@ -62,11 +62,12 @@ def flip_bits(folder: Path, number: int) -> None:
         runs.assert_same(before, runs.state(svi))
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
     flip_bits(tmp_path, 30)
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_none_of_a_thousand_flipped_bits_goes_unnoticed(tmp_path):
     flip_bits(tmp_path, 1000)
 
@@ -132,6 +133,7 @@ def test_a_checkpoint_of_repeated_states_is_refused_and_nothing_changes(tmp_path
     runs.assert_same(before, runs.state(svi))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "gradients"])
 def test_a_checkpoint_that_fails_half_way_changes_nothing(mode, tmp_path):
     path = written(tmp_path, mode)
@@ -232,6 +234,7 @@ def anonymous() -> int:
     return 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")).split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
 def test_what_is_read_stays_in_its_file_and_is_what_it_was(tmp_path):
     size = 2**25
@@ -246,6 +249,7 @@ def test_what_is_read_stays_in_its_file_and_is_what_it_was(tmp_path):
     assert held["words"][-1] == size // 8 - 1
 
 
+@pytest.mark.slow
 def test_populations_in_files_go_on_from_a_checkpoint_piece_by_piece(tmp_path, monkeypatch):
     expected = fit(*unpacked("files"), steps=6, progress=False)
     learned = runs.state(expected.svi)
@@ -287,7 +291,7 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_on_one_checkpoint(tmp_path):
     path = tmp_path / "run.pt"
     svi, args = runs.make("full")

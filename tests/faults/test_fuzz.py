@@ -31,6 +31,7 @@ def test_bad_arguments_work_or_are_named(name):
     assert not found
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.filterwarnings("ignore::pyro_truncated.gp.AllNoiseWarning")
 @pytest.mark.parametrize("name", GAUSSIAN_PROCESSES)
 def test_bad_arguments_of_gaussian_processes_work_or_are_named(name):

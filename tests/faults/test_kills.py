@@ -25,7 +25,7 @@ def kill(*options: str, timeout: float) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_runs_lose_nothing():
     table = kill("--kills", "8", "--inside", "4", "--modes", "incremental", timeout=300)
     kills, inside, *_ = map(int, table.splitlines()[-1].split()[1:])
@@ -42,7 +42,7 @@ def test_a_finished_run_that_is_merely_loaded_has_learned_the_same(tmp_path):
     runs.assert_same(*states)
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_two_hundred_kills_of_each_mode_lose_nothing():
     rows = [row.split() for row in kill("--kills", "200", "--inside", "56", timeout=7000).splitlines()[1:]]

@@ -21,6 +21,7 @@ from pyro_truncated.training.fingerprint import describe, describe_arguments
 from tests.faults import runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", runs.MODES)
 def test_every_kind_of_run_goes_on_to_the_same_numbers(mode, tmp_path):
     def dies(training):
@@ -78,6 +79,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("steps", [3, 5], ids=["finished", "longer"])
 def test_another_run_is_refused_by_name_and_nothing_changes(name, steps, tmp_path):
@@ -195,6 +197,7 @@ def test_hashes_are_those_of_the_entries_in_whatever_they_come():
     assert hashed(torch.zeros(0, 3), y.to_sparse(), torch.zeros(2, dtype=torch.bfloat16), np.array(["a", "b"]), object)
 
 
+@pytest.mark.slow
 def test_hashing_is_fast():
     y = torch.rand(2**25)
     start = time.perf_counter()

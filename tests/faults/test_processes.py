@@ -117,7 +117,7 @@ def run(script: str, *arguments: str, folder: Path, timeout: float = 300, **envi
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_a_forked_child_trains_as_its_parent_does(threads, tmp_path):
@@ -125,21 +125,21 @@ def test_a_forked_child_trains_as_its_parent_does(threads, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_may_be_the_first_to_call_kernels(tmp_path):
     done = run(TRAINING + FORK_FIRST, "2", folder=tmp_path, NUMBA_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_workers_of_a_data_loader_may_call_kernels(tmp_path):
     done = run(TRAINING + LOADER, "2", "fork", folder=tmp_path, NUMBA_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_run_that_is_killed_does_not_keep_others_waiting_for_its_progress_bar(tmp_path):
     done = run(TRAINING + KILLED_BAR, "1", folder=tmp_path, timeout=60)
@@ -222,7 +222,7 @@ def test_a_damaged_cache_is_not_used(monkeypatch, caplog, tmp_path, fresh_warnin
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_path):
     script = (
         "from pyro_truncated.states import StateSpace; import torch; space = StateSpace([2] * 70); "
@@ -234,7 +234,7 @@ def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_p
     assert done.stderr.count("cannot be kept on disk") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""Every foreign model: numbers against brute force, or a refusal by name; some habits by default, all with ``make foreign``."""
+"""Every foreign model: numbers against brute force, or a refusal by name; some habits by default, all with ``make nightly``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from tests.foreign.habits import HABITS, PyroLimitError
 from tests.foreign.harness import as_a_new_user, compare
 
 ACCEPTED = [name for name in MODELS if name not in OPEN]
-# Every sixth, from all files, for the time between two edits.
-ALL = [name if number % 6 == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(ACCEPTED)]
 PAIRS = [(name, habit) for name in ACCEPTED for habit in HABITS]
 # A stride that shares no factor with the number of habits: all of them come up, on models from every file.
 SOME = PAIRS[::37]
@@ -25,7 +23,9 @@ def test_there_are_enough_models_and_each_names_its_source():
     assert set(OPEN) <= set(MODELS)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.nightly(keep=45)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACCEPTED)
 def test_loss_gradient_and_marginals_equal_brute_force(name):
     with as_a_new_user(name) as case:
         if case.refused is not None:
@@ -36,13 +36,14 @@ def test_loss_gradient_and_marginals_equal_brute_force(name):
     assert errors.worst < 1e-8, errors
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "habit"), SOME)
 def test_some_habits_on_some_models(name, habit):
     check(name, habit)
 
 
-@pytest.mark.foreign
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "habit"), PAIRS)
 def test_every_habit_on_every_model(name, habit):
     check(name, habit)

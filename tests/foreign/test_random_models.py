@@ -1,4 +1,4 @@
-"""Random models against brute force: a hundred in the default run, a thousand with ``make foreign``."""
+"""Random models against brute force: some in the default run, a thousand with ``make nightly``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def check_all(start: int, dtype: torch.dtype) -> None:
         assert found.worst < TOLERANCES[dtype], (seed, found)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "dtype"), [(20 * chunk, torch.float64 if chunk < 4 else torch.float32) for chunk in range(5)])
 def test_a_hundred_random_models_equal_brute_force(start, dtype):
     check_all(start, dtype)
 
 
-@pytest.mark.foreign
+@pytest.mark.nightly
 @pytest.mark.parametrize(("start", "dtype"), [(20 * chunk, torch.float32 if chunk % 5 == 4 else torch.float64) for chunk in range(50)])
 def test_a_thousand_random_models_equal_brute_force(start, dtype):
     check_all(start, dtype)

@@ -13,7 +13,7 @@ def test_there_are_enough_programs_and_each_names_its_subject():
     assert all(make.__doc__ for make in PROGRAMS.values())
 
 
-@pytest.mark.foreign
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_structured_programs_equal_brute_force(name):
     check(name)

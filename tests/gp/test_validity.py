@@ -133,6 +133,7 @@ def test_positions_that_are_none(positions):
         subset.predict(torch.tensor(positions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-9, 1e6])
 def test_a_sparse_regression_in_other_units_is_the_same_one(unit):
     generator = torch.Generator().manual_seed(0)

@@ -61,6 +61,8 @@ def evidence(model, views, degree):
     return exact.log_evidence(centred, kernels, noises, model.prior, degree)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["rbf", "linear"])
 @pytest.mark.parametrize(("num_observed", "num_latents", "missing"), [((3,), 1, 0.0), ((3,), 1, 0.3), ((2, 3), 1, 0.0), ((3,), 2, 0.0)])
 def test_bound_stays_below_the_exact_evidence(kernel, num_observed, num_latents, missing):
@@ -144,6 +146,7 @@ def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missin
     assert float(explicit.bound(views).detach()) <= best + 1e-8
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 @pytest.mark.parametrize("missing", [0.0, 0.3])
@@ -281,6 +284,7 @@ def test_patterns_agree_with_held_switches():
     torch.testing.assert_close(found, expected.expand(2), rtol=1e-10, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_truncated_posterior_of_switches_trains_with_stock_parts():
     model = random_model(8, (3,), 4, kernel="linear")
     views = random_views(model)
@@ -293,6 +297,7 @@ def test_truncated_posterior_of_switches_trains_with_stock_parts():
     assert float(population.weights().sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_svi_raises_the_bound(collapsed):
     model = random_model(8, (3, 2), 2, collapsed=collapsed)
@@ -307,7 +312,7 @@ def test_svi_raises_the_bound(collapsed):
     assert {f"{name}.{own}" for own in ("loc", "scale", "logits", "views.0.noise")} <= set(pyro.get_param_store().keys())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
     """Two views of two of three signals each, the last of them shared; a fourth dimension is of no use."""
     generator = torch.Generator().manual_seed(0)
@@ -331,6 +336,7 @@ def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
     assert max(found.starts) - found.bound == pytest.approx(-math.log(0.9) * int((shown < 0.5).sum()), abs=0.02)
 
 
+@pytest.mark.slow
 def test_svi_switches_off_what_the_functions_can_do_without_once_they_have_adapted():
     """Given functions that use a dimension its switch is best on, though the bound is higher with it off and the functions adapted."""
     generator = torch.Generator().manual_seed(2)

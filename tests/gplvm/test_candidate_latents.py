@@ -49,7 +49,7 @@ def test_weights_and_moments_are_those_of_the_mixture(missing):
         torch.testing.assert_close(density[n], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intervals_of_hidden_entries_cover_and_each_output_has_its_noise():
     generator = torch.Generator().manual_seed(0)
     noise = torch.linspace(0.05, 0.5, 12)

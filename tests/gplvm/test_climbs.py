@@ -65,6 +65,7 @@ def conditioned(generator, num_data=60):
     return SASDecoder(num_data, 6).double().fit(x[:num_data], epochs=30, generator=generator), x[:num_data], x[num_data:]
 
 
+@pytest.mark.slow
 def test_inferred_latents_are_those_of_a_long_ascent(generator):
     decoder, _, new = conditioned(generator)
     posterior = decoder.posterior()

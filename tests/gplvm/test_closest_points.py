@@ -113,7 +113,7 @@ def test_normals_around_latents_have_the_curvature_of_gauss_and_newton():
         torch.testing.assert_close(joint[n], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intervals_cover_in_five_dimensions():
     # At one latent they cover .95, .79 and .78.
     generator = torch.Generator().manual_seed(0)

@@ -122,6 +122,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("bayesian", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -126,6 +126,7 @@ def curve(num_data=30, noise=0.05, seed=0):
     return t @ weight + noise * torch.randn(num_data, 6, generator=generator, dtype=DOUBLE), t
 
 
+@pytest.mark.slow
 def test_missing_outputs_are_filled_in():
     y, _ = curve(40)
     model = SpikeSlabGPLVM(30, 6, 3, kernel="linear")
@@ -158,7 +159,7 @@ def test_long_length_scales_at_first_leave_kernels_as_they_were():
     torch.testing.assert_close(model.state_dict(), before, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dimensions_that_stand_for_bends_are_removed():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 2, generator=generator, dtype=DOUBLE)
@@ -191,6 +192,7 @@ def test_every_start_begins_with_the_same_length_scales(monkeypatch):
     assert not torch.equal(model.views[0].kernel.lengthscale.detach(), seen[0])
 
 
+@pytest.mark.slow
 def test_a_start_that_is_given_stays_as_it_is_and_serves_every_start():
     model = SpikeSlabGPLVM(8, 3, 2, num_inducing=3)
     (y,) = random_views(model)
@@ -203,6 +205,7 @@ def test_a_start_that_is_given_stays_as_it_is_and_serves_every_start():
     assert len(result.starts) == 2
 
 
+@pytest.mark.slow
 def test_training_with_missing_outputs_recovers_them():
     y, _ = curve(30)
     holes = torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.2
@@ -246,7 +249,7 @@ def test_natural_steps_raise_the_explicit_bound(missing):
     assert all(b > a for a, b in itertools.pairwise(bounds))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_come_close_to_the_collapsed_bound():
     y, _ = curve(60)
     model = SpikeSlabGPLVM(60, 6, 2, kernel="linear", collapsed=False)
@@ -285,7 +288,7 @@ def test_arviz_holds_switches_and_latents():
         to_arviz(model, views, dims={"x": ["a"]})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_patterns_of_switches_convert_with_the_librarys_own_function():
     model = random_model(5, (3,), 2)
     views = random_views(model)

@@ -116,6 +116,7 @@ def test_bound_stays_below_the_exact_evidence(likelihood):
             assert -1e-3 < gap < 3, (seed, steps)
 
 
+@pytest.mark.slow
 def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
     model, views = labelled(missing=0.3, names=("categorical", "bernoulli", "poisson"))
     before = float(model.bound(views).detach())
@@ -181,7 +182,7 @@ def test_data_points_without_a_view_have_no_part_in_it():
     assert float(nothing.detach()) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_labels_are_carried_over_by_the_other_view():
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (150, 1), generator=generator)
@@ -210,6 +211,7 @@ def test_gradients_of_explicit_inducing_variables_agree_with_finite_differences(
             assert float(gradient[m, d]) == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_minibatches_of_labels():
     model, views = labelled(num_data=12, names=("categorical",))
     initialize(model, views, "random", torch.Generator().manual_seed(0))

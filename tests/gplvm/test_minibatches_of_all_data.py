@@ -43,6 +43,7 @@ def test_a_posterior_belongs_to_the_data_point(kind, generator):
     torch.testing.assert_close(q.scale, decoder.z_scale[order])
 
 
+@pytest.mark.nightly
 def test_two_signals_in_forty_points_are_no_noise(generator):
     """The noise is .05 per feature, of signals of variance one."""
     signals, mixing = torch.randn(60, 2, generator=generator), torch.randn(2, 6, generator=generator)

@@ -92,6 +92,8 @@ def test_divergences_carry_the_weights_of_their_points(generator):
     assert TraceMeanField_ELBO().loss(decoder.model, decoder.guide, x, split) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("bayesian", [False, True])
 @pytest.mark.parametrize("kind", ["free", "point", "active"])
 def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, generator):
@@ -145,6 +147,7 @@ def test_relocation_takes_the_best_of_own_and_active_latents_and_raises_the_obje
     assert objective_by_hand(decoder, x, active.tolist()) - objective == pytest.approx(gain, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_relocation_untangles_what_gradients_cannot(generator):
     """Latents start in random order along a circle of waves, so every point is among strangers."""
     x = circle(200, 8, generator)
@@ -172,6 +175,7 @@ def test_relocation_with_missing_data_conditions_on_complete_points(generator):
     assert int(complete.sum()) >= 10
 
 
+@pytest.mark.slow
 def test_an_encoder_starts_from_latents_given(generator):
     x = circle(60, 5, generator)
     latents = torch.randn(60, 2, generator=generator) @ torch.tensor([[1.0, 0.5], [0.0, 1.0]])
@@ -463,15 +467,11 @@ def test_principal_components_refuse_bad_data():
     for data in (torch.ones(4), torch.ones(0, 3), torch.full((4, 3), math.nan)):
         with pytest.raises(ValueError, match="finite matrix"):
             principal_components(data, 2)
-    with pytest.raises(ValueError, match="num must be a positive integer"):
-        principal_components(torch.ones(4, 3), 0)
 
 
 def test_wrong_arguments_are_refused(generator):
     x = torch.randn(10, 3, generator=generator)
     decoder = make("free", False, 10, 3)
-    with pytest.raises(ValueError, match="must be a positive integer"):
-        SASDecoder(0, 3)
     with pytest.raises(ValueError, match="kernel has 3 inputs"):
         SASDecoder(10, 3, kernel=kernels.RBF(3))
     with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
@@ -501,11 +501,7 @@ def test_wrong_arguments_are_refused(generator):
                 call(bad)
     with pytest.raises(ValueError, match="within the support"):
         SVI(decoder.model, decoder.guide, Adam({"lr": 0.1}), Trace_ELBO()).step(infinite)
-    with pytest.raises(ValueError, match="size must be a positive integer; got 0"):
-        decoder.condition_(x, 0)
     with pytest.raises(ValueError, match="come from an encoder cannot be moved"):
         wrong.relocate_(x)
-    with pytest.raises(ValueError, match="num_active must be a positive integer; got 0"):
-        decoder.relocate_(x, 0)
     with pytest.raises(ValueError, match=r"latents must have shape \(10, 2\); got \(9, 2\)"):
         decoder.initialize(x, latents=torch.zeros(9, 2))

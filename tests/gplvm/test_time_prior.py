@@ -114,7 +114,7 @@ def sequence(num=60, seed=0):
     return times, clean, clean + 0.1 * torch.randn(num, 20, generator=generator, dtype=DOUBLE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frames_that_were_held_out_are_filled_in_from_their_times():
     times, clean, frames = sequence()
     held = torch.zeros(60, dtype=torch.bool)

@@ -83,6 +83,7 @@ def y():
     return 1.5 * torch.randn(7)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "batch_size"), [(model, None), (model, 3), (with_local_latents, 3)])
 def test_weights_are_averages_over_draws(program, batch_size, y):
@@ -109,7 +110,7 @@ def test_everything_that_is_read_is_that_of_the_averaged_weights(y):
     torch.testing.assert_close(frequency, average @ STATES, atol=6 * 0.5 / 4000**0.5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_refreshed_populations_are_averages_and_keep_the_mean_free_energy(y):
     guide = guide_of(model)
     step(model, guide, y)
@@ -154,7 +155,7 @@ def test_points_need_one_draw(y):
     assert 0 < len(runs) < 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_out_of_reach_are_said_to_be_of_one_draw(y):
     def create_plates(y, batch_size, positions, size):
         return pyro.plate("data", size, subsample=positions)

@@ -58,6 +58,7 @@ def evidence(model, y: Tensor, num_chains: int = 2) -> Tensor:
     return torch.stack(totals).logsumexp(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["normal", "vector", "superposition", "masked"])
 def test_full_sets_are_exact(form: str) -> None:
     model, y = program(form), torch.randn(2, 4, 3, dtype=DOUBLE)
@@ -74,6 +75,7 @@ def test_full_sets_are_exact(form: str) -> None:
         torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.nightly
 def test_sets_rise_and_train() -> None:
     torch.manual_seed(0)
     model, prior = program("normal", 5), BinaryChains(torch.full((5,), 0.4, dtype=DOUBLE), SWITCH.repeat(5, 1, 1), 20)
@@ -120,6 +122,7 @@ def test_minibatches_of_sequences_are_unbiased() -> None:
     assert {round(loss, 6) for loss in losses} <= {round(3 * part, 6) for part in parts}
 
 
+@pytest.mark.slow
 def test_beside_another_guide() -> None:
     y = torch.randn(2, 5, 3, dtype=DOUBLE)
 
@@ -162,6 +165,7 @@ def test_states_are_saved_and_loaded() -> None:
     assert Truncated_ELBO().loss(model, other, y) == pytest.approx(Truncated_ELBO().loss(model, guide, y), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_check_says_what_the_sets_lack():
     pyro.set_rng_seed(0)
     weight = 2.0 * torch.randn(4, 3, dtype=torch.float64)

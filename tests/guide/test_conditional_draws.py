@@ -47,6 +47,7 @@ READINGS = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("reading", READINGS)
 def test_what_is_read_is_averaged_over_draws(reading):
     joint = exact_evidence(Y)

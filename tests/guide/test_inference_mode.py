@@ -22,6 +22,7 @@ MODELS = {
 }
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_guide_first_used_in_inference_mode(name, missing):

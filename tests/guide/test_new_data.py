@@ -103,6 +103,7 @@ def loc_and_scale(guide: AutoGuideList) -> tuple[Tensor, Tensor]:
     return guide[0].locs.loc.detach(), guide[0].scales.loc.detach()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_new_data_have_the_posterior_of_the_trained_list(batch_size):
@@ -117,6 +118,7 @@ def test_new_data_have_the_posterior_of_the_trained_list(batch_size):
     assert nodes["s"]["value"].shape == NEW.shape
 
 
+@pytest.mark.slow
 def test_losses_of_new_data_are_those_of_the_trained_list():
     guide = trained(AutoDelta)
     new = guide[-1].infer(NEW, SEARCH, steps=1)
@@ -130,6 +132,7 @@ def test_losses_of_new_data_are_those_of_the_trained_list():
     assert elbo.loss(located, new, NEW) == pytest.approx(moved, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_checks_of_new_data_are_those_of_the_trained_list():
     guide = trained(AutoNormal)
     new = guide[-1].infer(NEW, SEARCH, steps=1)
@@ -138,7 +141,7 @@ def test_checks_of_new_data_are_those_of_the_trained_list():
     assert torch.allclose(torch.as_tensor(report.arrays()["log_evidence_exact"]), expected, rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [False, True])
 def test_predictions_of_new_data_use_the_trained_list(parallel):
     guide = trained(AutoNormal)
@@ -152,7 +155,7 @@ def test_predictions_of_new_data_use_the_trained_list(parallel):
     assert drawn["s"].squeeze().shape == (400, len(NEW))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arviz_data_of_new_data_hold_the_posterior_of_the_trained_list():
     guide = trained(AutoNormal)
     loc, scale = loc_and_scale(guide)
@@ -164,7 +167,7 @@ def test_arviz_data_of_new_data_hold_the_posterior_of_the_trained_list():
     assert idata["posterior"]["s"].shape[-1] == len(NEW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marginals_of_new_data_are_averages_over_the_trained_list():
     guide = trained(AutoNormal)
     loc, scale = loc_and_scale(guide)

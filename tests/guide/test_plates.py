@@ -181,7 +181,7 @@ def test_a_list_pairs_the_rows_of_a_loader_with_their_populations():
     assert torch.allclose(guide[1].log_joint, log_joint(LOC).gather(1, words.long()), rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [AutoNormal, AutoDelta])
 def test_latents_of_data_points_follow_a_loader(family):
     guide = AutoGuideList(on_loader_with_locals)

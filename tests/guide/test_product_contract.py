@@ -66,6 +66,7 @@ def assert_same_marginals(one, other):
         torch.testing.assert_close(value, other[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_copy_reads_the_same_and_trains_on(y):
     guide, _ = trained(y)
     twin = copy.deepcopy(guide)
@@ -97,6 +98,7 @@ def test_a_loaded_guide_asks_for_its_model_first(y):
     assert_same_marginals(guide.marginals(), other.marginals())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(y, tmp_path):
     def run(steps, checkpoint):
         pyro.set_rng_seed(1)
@@ -114,6 +116,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(y, tmp_path):
     assert_same_marginals(expected, found)
 
 
+@pytest.mark.nightly
 def test_predictions_draw_paths_from_the_posterior(y):
     """The share of each value lies within five standard errors of its probability: false alarms below one in ten thousand."""
     guide, _ = trained(y, num_states=NUM_VALUES)
@@ -134,6 +137,7 @@ def test_particles_beside_a_point_estimate_equal_enumeration(y, vectorize):
     assert loss == pytest.approx(stock, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_learn_and_check_beside_a_normal_guide(y):
     guide = AutoGuideList(chain_with_prior)
     guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
@@ -146,6 +150,7 @@ def test_learn_and_check_beside_a_normal_guide(y):
     torch.testing.assert_close(report.certified, report.free_energy, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_learn_ends_no_lower_than_where_it_started(y):
     stock = -TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(chain), lambda y: None, y)
     guide = learn(chain, y, num_states=NUM_VALUES, steps=40, progress=False)
@@ -165,6 +170,7 @@ def levels(y):
         pyro.sample(f"y_{t}", dist.Normal(loc[state], scale), obs=y[t])
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.DisagreeingStartsWarning")
 def test_restarts_converge_before_they_are_compared():
     """A plain run from the levels of the data ends no higher, by more than the tolerance of half a nat."""

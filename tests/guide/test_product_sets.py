@@ -55,6 +55,8 @@ def exact_loss(model, *args):
     return float(TraceEnum_ELBO().loss(config_enumerate(model), lambda *args: None, *args))
 
 
+@pytest.mark.nightly(keep=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_some_structured_programs_equal_brute_force(name):
     check(name)
@@ -128,6 +130,7 @@ def test_a_subsampled_plate_below_a_shared_latent_is_refused_by_name():
         Truncated_ELBO(EvolutionarySearch(2, 2)).loss(model, AutoTruncated(model, 2), torch.randn(6))
 
 
+@pytest.mark.slow
 def test_minibatches_of_sequences_keep_their_own_rows():
     def model(y):
         with pyro.plate("data", len(y), subsample_size=2) as index:
@@ -165,6 +168,7 @@ def test_what_a_call_observes_of_a_chain_is_taken():
         assert float(objective.loss_and_grads(model, guide, y, known)) == pytest.approx(exact_loss(model, y, known), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_smaller_sets_bound_the_evidence_and_search_never_loses():
     def model(y):
         z = torch.tensor(0)
@@ -181,6 +185,7 @@ def test_smaller_sets_bound_the_evidence_and_search_never_loses():
     assert expected - 1e-9 <= losses[-1] < expected + 0.05
 
 
+@pytest.mark.slow
 def test_masked_steps_multiply_nothing():
     def model(y, lengths):
         with pyro.plate("data", len(y)):

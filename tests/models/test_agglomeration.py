@@ -129,6 +129,7 @@ def test_a_generator_is_all_that_chance_depends_on() -> None:
     assert not torch.equal(starts[0].loc, starts[2].loc)
 
 
+@pytest.mark.slow
 def test_many_dimensions_are_looked_at_in_the_main_directions() -> None:
     """Clusters that differ in few of 200 dimensions: full covariances are of all of them nevertheless."""
     generator = torch.Generator().manual_seed(0)

@@ -82,7 +82,7 @@ def test_fewer_states_are_a_bound_that_searches_raise_to_that_of_the_best() -> N
             assert (found > best - 1e-9).double().mean() > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_size", [None, 10])
 def test_learns_what_generated_the_data(batch_size: int | None) -> None:
     truth = make_model()
@@ -128,6 +128,7 @@ def test_float32_and_linear_networks() -> None:
     assert model.reconstruct(guide.population()).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_filled_in_and_starts_do_not_depend_on_it() -> None:
     """Two states make the data, so that what is missing follows from what is seen."""
     truth = 3.0 * torch.randint(2, (60, 1)).double() * torch.tensor([1.0, -1.0, 2.0, 1.0]).double() + 5.0

@@ -60,6 +60,7 @@ def test_values_that_do_not_occur_and_classes_without_data() -> None:
     assert full_population(model, y).free_energy().isfinite().all()
 
 
+@pytest.mark.slow
 def test_two_binary_columns_are_learned_exactly() -> None:
     # Two classes reach any table of two binary columns: the maximum of the likelihood is minus the entropy of the table.
     table = torch.tensor([[30.0, 10.0], [5.0, 55.0]], dtype=D64)

@@ -69,6 +69,8 @@ def value(model: GaussianMixture, y: Tensor) -> float:
     return objective(model, full_population(model, y))
 
 
+@pytest.mark.nightly(keep=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_em_never_falls_and_ends_at_a_maximum(kind: str) -> None:
     y = few_data()
@@ -116,6 +118,7 @@ def test_new_data_do_not_pay_for_what_is_known_of_the_parameters() -> None:
     assert Truncated_ELBO().loss(model, new, y[:7]) == pytest.approx(-value(model, y[:7]))
 
 
+@pytest.mark.slow
 def test_components_of_few_data_are_no_narrower_than_the_data_allow() -> None:
     y = torch.randn(40, D, dtype=D64, generator=torch.Generator().manual_seed(1))
     ratios = []

@@ -127,7 +127,7 @@ def test_trains_through_svi_with_every_search(search: str) -> None:
     assert losses[-1] < losses[0] - 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_lead_to_the_optimum_of_the_closed_form() -> None:
     y = generate(make_model(), NUM_DATA)
     model = make_model().initialize(y)

@@ -111,7 +111,7 @@ def bars(family: str, size: int = 4) -> ExponentialFamilyMaximalCauses:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["bernoulli", "gamma"])
 def test_causes_are_found_again(family: str) -> None:
     truth = bars(family)

@@ -32,6 +32,7 @@ def recovered(weight: Tensor, true: Tensor) -> int:
     return int(((distances / true.norm(dim=0)).amin(0) < 0.3).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_states", [4, 8])
 def test_em_never_lowers_the_bound(num_states: int) -> None:
     """Sets of four of eight states, and all of them; with missing entries, steps and ends."""
@@ -52,6 +53,7 @@ def test_em_never_lowers_the_bound(num_states: int) -> None:
     assert bounds[-1] > bounds[0] + 10
 
 
+@pytest.mark.slow
 def test_the_bound_at_full_sets_is_that_of_the_program() -> None:
     """Against the log joint of the Pyro program summed over all paths."""
     y, _ = draw(2, 3, 4, 2)
@@ -71,6 +73,7 @@ def test_the_bound_at_full_sets_is_that_of_the_program() -> None:
     torch.testing.assert_close(model.posterior(y).free_energy(), expected.detach(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_bound_vanish_where_em_rests() -> None:
     """At a fixed point of the M-step, the gradient of log p(y) by the columns is zero."""
     y, _ = draw(2, 3, 50)
@@ -84,6 +87,7 @@ def test_gradients_of_the_bound_vanish_where_em_rests() -> None:
         assert float(model.posterior(y).free_energy()) < best
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pyro_truncated.DisagreeingStartsWarning")
 def test_learn_finds_the_causes() -> None:
     y, weight = draw(4, 8, 400, 2, 0.5)
@@ -161,7 +165,7 @@ def test_arguments_are_checked() -> None:
         FactorialHMM(3, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_causes_are_found() -> None:
     """No run of four misses more than one of eight causes; six of six other runs missed none."""
     complete = 0

@@ -49,6 +49,7 @@ def test_kernel_is_the_sum_over_shared_parts(generator):
     torch.testing.assert_close(kernel(X, diag=True).detach(), expected.diagonal(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reconstructions_are_posterior_means_over_switches_and_poses(generator):
     """One part, its pose by quadrature; draws from a network that knows nothing yet are off by less than 0.003 (one deviation)."""
     x, switches, poses = (part.double() for part in data(14, generator, noise=0.3))
@@ -93,7 +94,7 @@ def test_free_energy_is_the_enumerated_evidence_given_the_active_set(generator):
     assert loss == pytest.approx(-float(expected), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parts_of_new_signals_are_found(generator):
     """Which of three parts are there: at least 95 % of 120 switches right; guessing gives one half."""
     x, switches, poses = data(100, generator)

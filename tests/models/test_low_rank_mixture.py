@@ -52,6 +52,7 @@ def test_log_joints_are_those_of_dense_covariances(shared_noise: bool) -> None:
     assert torch.equal(model.likeliest_components(y, 2), expected.topk(2).indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_noise", [False, True])
 def test_the_free_energy_never_falls(shared_noise: bool) -> None:
     y = make_data()
@@ -101,6 +102,7 @@ def test_covariances_of_two_points_have_one_direction(dtype: torch.dtype) -> Non
     torch.testing.assert_close(scale, floor.sqrt().expand(100), rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, D64])
 def test_trains_with_a_search_among_neighbours_in_minibatches(dtype: torch.dtype) -> None:
     y = make_data(dtype=dtype)

@@ -102,6 +102,7 @@ def test_all_objects_are_there_at_the_start(noise: float) -> None:
     assert model.background_scale.item() == pytest.approx(max(noise, 0.15 * float(y.square().mean().sqrt())), rel=0.05)
 
 
+@pytest.mark.slow
 def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
     y, objects = scenes_in_noise(0.15)
     model = OcclusiveComponents(6, (14, 14), (5, 5))
@@ -118,7 +119,7 @@ def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     assert bool(guide.population().log_joint.isfinite().all())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learn_ends_where_two_starts_agree_and_little_rises() -> None:
     objects = generated_objects(4, 5, torch.Generator().manual_seed(0))
     y = occluded_scenes(objects, 100, (10, 10), presence=0.3, noise=0.15, wrap=True, generator=torch.Generator().manual_seed(1)).data

@@ -99,6 +99,7 @@ def test_free_energy_and_posterior_of_all_scenes_are_exact(order: str, wrap: boo
         torch.testing.assert_close(dense[:, h * model.canvas.num_places + place], weights[:, here].sum(-1), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 def test_reconstructions_are_the_posterior_means_of_all_scenes_masks_and_owners(order: str) -> None:
     model = make_model(order, wrap=False)
@@ -128,6 +129,7 @@ def test_reconstructions_are_the_posterior_means_of_all_scenes_masks_and_owners(
     torch.testing.assert_close(model.reconstruct(guide.population(), y), expected.reshape(y.shape), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 def test_log_evidence_is_that_of_plain_runs_of_the_model(order: str) -> None:
     model = OcclusiveComponents(2, (1, 3), TEMPLATE, 2, order=order, dtype=torch.float64)
@@ -138,6 +140,7 @@ def test_log_evidence_is_that_of_plain_runs_of_the_model(order: str) -> None:
     check_guide(guide, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 @pytest.mark.parametrize("num_states", [1000, 6])
 def test_em_with_fixed_states_never_lowers_the_free_energy(order: str, num_states: int) -> None:
@@ -156,6 +159,7 @@ def test_em_with_fixed_states_never_lowers_the_free_energy(order: str, num_state
     assert values[-1] > values[0] + 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 def test_gradient_of_the_free_energy_vanishes_where_the_m_step_has_converged(order: str) -> None:
@@ -176,6 +180,7 @@ def test_gradient_of_the_free_energy_vanishes_where_the_m_step_has_converged(ord
         assert gradient.abs().max() < 0.02 * before[name].abs().max(), name
 
 
+@pytest.mark.slow
 def test_svi_with_closed_form_trains_from_the_data() -> None:
     truth = make_model(num_objects=2)
     truth.scale, truth.background_scale = torch.tensor(0.1).double(), torch.tensor(0.05).double()

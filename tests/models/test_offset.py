@@ -90,6 +90,7 @@ def test_latents_that_are_always_or_never_on_and_dimensions_without_data_stay() 
     assert not torch.isclose(bias[[0, 1, 3, 4]], offset[[0, 1, 3, 4]]).any()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,6 +118,7 @@ def test_the_evidence_is_stationary_where_em_stands_still(family: str, with_miss
 # --- what does not matter: backgrounds and units ---
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("background", [30.0, -1e5])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,7 +192,7 @@ def test_models_without_an_offset_are_what_they_were(family: str) -> None:
         other.load_state_dict(model.state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bars_on_a_background_are_found_with_an_offset_only(dtype: torch.dtype) -> None:
     bars = linear_bars(300, 5, mean_active=2.0, generator=generator(9000))
@@ -235,7 +237,7 @@ def test_a_background_is_large_beside_the_noise_not_beside_the_causes() -> None:
     assert not lies_on_background(noise.abs().repeat(40, 1) + 9 * (torch.arange(1, 20_001) % 2).unsqueeze(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [MaximalCauses, MaxSpikeSlabSparseCoding])
 def test_whoever_trains_a_positive_model_is_told_of_a_background_once(family: Any) -> None:
     y = linear_bars(30, 3, mean_active=1.0, generator=generator()).data.abs()

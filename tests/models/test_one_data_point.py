@@ -47,6 +47,7 @@ def data_of(name: str, num_data: int) -> Tensor:
     return (torch.rand(num_data, 3) < 0.5).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_one_data_point(name):
     y, model = data_of(name, 3), MODELS[name]()

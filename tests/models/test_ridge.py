@@ -53,6 +53,7 @@ def test_what_is_no_ridge_is_refused(ridge: float) -> None:
         BinarySparseCoding(D, H, ridge=ridge)
 
 
+@pytest.mark.nightly
 def test_by_default_incomplete_data_are_not_fitted_too_closely() -> None:
     generator = np.random.default_rng(2)
     truth = generator.normal(size=(200, 3)) @ generator.normal(size=(3, 16)) * 5 + 10 + generator.normal(size=(200, 16))

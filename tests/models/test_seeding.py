@@ -156,6 +156,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_are_many", "kind")
 def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     y, _, _ = clusters(1500, 4)

@@ -65,7 +65,7 @@ def test_log_prob_is_the_integral_over_the_slabs() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
     # Slabs that go together by .5: stronger ones leave a variance near zero in 60 data points.
@@ -77,7 +77,7 @@ def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> Non
         assert gradient.abs().max() < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rarely", [0.6, 0.15])
 def test_a_correlated_slab_is_found(rarely: float) -> None:
     # Of N N's that are active together the correlation has standard error (1 - .64) / sqrt(n): with 4000 data points .01 and .04.
@@ -104,6 +104,7 @@ def test_steps_from_the_truth_only_gain() -> None:
     assert 0 < 2 * (values[-1] - values[0]) < 31 + 5 * math.sqrt(2 * 31)
 
 
+@pytest.mark.slow
 def test_a_trial_on_some_of_the_data_loses_nothing() -> None:
     # So many that a part of them nominates the step.
     truth = make_model(3, 0.7)
@@ -206,6 +207,7 @@ def test_slabs_from_their_exact_conditional_leave_bound_and_gradient_exact(with_
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_minibatches_learn() -> None:
     truth = make_model(3, 0.8)
     y = generate(truth, 1000)

@@ -124,6 +124,8 @@ def test_gains_of_two_in_the_place_of_one_are_those_on_its_data(kind: str) -> No
         torch.testing.assert_close(gains[k], (1 - share + share * ratio).log().sum() + log_prior)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_states", [2, K])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_free_energy_never_falls_and_every_cluster_gets_a_component(kind: str, num_states: int) -> None:
@@ -145,6 +147,7 @@ def test_the_free_energy_never_falls_and_every_cluster_gets_a_component(kind: st
     assert sorted(model.weights.tolist()) == pytest.approx([1 / K] * K, abs=1e-3)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_nothing_is_gained_nothing_changes(kind: str) -> None:
     y = clusters()
@@ -180,6 +183,7 @@ def test_seeds_reproduce_and_others_do_not_matter() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatch", ["incremental", "online"])
 def test_training_goes_on_in_minibatches(minibatch: str) -> None:
     y = clusters()
@@ -220,6 +224,8 @@ def test_matches_are_disjoint_gain_and_leave_nothing(seed: int) -> None:
     assert all(gains[k] <= losses[i] for i, k in left)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diag", "low-rank"])
 def test_moves_are_the_same_on_a_device(kind: str) -> None:
     def moved(move: Callable[[Any], Any]) -> tuple[int, Tensor]:

@@ -101,6 +101,7 @@ def test_missing_entries_have_no_influence(name: str) -> None:
     assert part.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_gradient_steps_raise_the_evidence(name: str) -> None:
     row = CONFIGURATIONS[name]
@@ -113,6 +114,8 @@ def test_gradient_steps_raise_the_evidence(name: str) -> None:
     assert row.log_joint(model, y).logsumexp(-1).sum().item() > before
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["random", "data"])
 @pytest.mark.parametrize(("name", "with_missing"), [(name, missing) for name, missing in WITH_MISSING if name in CLOSED_FORM])
 def test_em_never_lowers_the_free_energy(name: str, with_missing: bool, start: str) -> None:
@@ -208,6 +211,7 @@ def test_generates_predicts_and_subsamples(name: str) -> None:
     assert nodes["y"]["value"].shape == (8, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_one_data_point(name: str) -> None:
     row, search = CONFIGURATIONS[name], EvolutionarySearch(parents=2, children=2, generations=1)
@@ -229,6 +233,8 @@ def test_one_data_point(name: str) -> None:
     assert all(math.isfinite(svi.step(y, 1)) for _ in range(3))
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-12, 7e-6, 1e12])
 @pytest.mark.parametrize("name", WITH_UNITS)
 def test_free_energies_in_another_unit_differ_by_its_logarithm(name: str, unit: float) -> None:
@@ -237,6 +243,8 @@ def test_free_energies_in_another_unit_differ_by_its_logarithm(name: str, unit: 
     torch.testing.assert_close(other + y.numel() * math.log(unit), own, atol=1e-6, rtol=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 @pytest.mark.parametrize("name", WITH_UNITS)
 def test_units_in_single_precision(name: str, unit: float) -> None:

@@ -71,6 +71,8 @@ def paths(words: Tensor, unary: Tensor, moves: Transitions, n: int) -> tuple[lis
     return found, torch.tensor(log_joints, dtype=torch.float64)
 
 
+@pytest.mark.nightly(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("forbidden", [0.0, 0.4])
 def test_messages_are_sums_over_all_paths(kind: str, forbidden: float) -> None:
     words, unary, moves = problem(forbidden=forbidden)
@@ -162,6 +164,7 @@ def test_rare_transitions_lose_nothing(num_latents: int) -> None:
         torch.testing.assert_close(compiled, vectorised, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_gradients_are_expectations(kind: str) -> None:
     words, unary, moves = problem()
     unary, log_prob = unary.requires_grad_(), moves.log_prob.clone().requires_grad_()
@@ -243,6 +246,7 @@ def _restricted(words: Tensor, unary: Tensor, chosen: Tensor) -> tuple[Tensor, T
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3), compiled=st.booleans(), forbidden=st.sampled_from([0.0, 0.2]))
 def test_sweeps_never_lower_the_bound(seed: int, size: int, compiled: bool, forbidden: float) -> None:

@@ -84,6 +84,7 @@ def compiled_log_odds(problem: tuple[Tensor, ...], prior: float) -> Tensor:
     return torch.tensor(odds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_conditional_of_one_cause_is_that_of_a_fine_grid(kind: str) -> None:
     problem = draw_problem(kind)
@@ -244,6 +245,7 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
     return compiled_maximum if request.param == "cpu" else vectorised_maximum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_statistics_are_their_definition(kernels: ModuleType, with_missing: bool) -> None:
     value, weight = torch.randn(5, 4).double(), torch.rand(4, 6).double()

@@ -32,6 +32,7 @@ def slabs(words: Tensor, num_latents: int = 70) -> Tensor:
     return ops.spike_slab_log_prob(words, *map(there, (value, weight, torch.ones(3).double(), one, one)))
 
 
+@pytest.mark.slow
 def test_flips_and_selections_are_followed_without_a_look() -> None:
     torch.manual_seed(0)
     with PretendedDevice() as device:

@@ -19,6 +19,7 @@ def naive_noisy_or(states: Tensor, value: Tensor, weight: Tensor, leak: Tensor) 
     return torch.where(value.unsqueeze(1).isnan(), torch.ones(()), probability).log().sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True])
 def test_noisy_or_log_prob_is_its_definition(kind: str, space: StateSpace, missing: bool) -> None:
     words, states = draw(space, activity=min(0.3, 4 / space.num_latents))
@@ -31,6 +32,7 @@ def test_noisy_or_log_prob_is_its_definition(kind: str, space: StateSpace, missi
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True])
 def test_noisy_or_gradients(kind: str, missing: bool) -> None:
     words, _ = draw(StateSpace([2] * 6))

@@ -87,6 +87,7 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 8 * NUM_DATA * NUM_OBSERVED * 2])
 def test_the_memory_budget_changes_rounding_only(kind: str, budget: int) -> None:
     space = StateSpace([2] * 9)

@@ -63,6 +63,7 @@ def by_hand(canvas: Canvas, places: Tensor, rank: Tensor | None, image: Tensor, 
     return total, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("in_depth", [True, False])
 def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> None:
@@ -80,6 +81,7 @@ def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> N
     torch.testing.assert_close(dense, expected, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_depth", [True, False])
 def test_densities_of_pixels_add_up_to_that_of_the_image(in_depth: bool) -> None:
     canvas, places, rank, images, parameters = make_problem(wrap=True)
@@ -91,6 +93,7 @@ def test_densities_of_pixels_add_up_to_that_of_the_image(in_depth: bool) -> None
     torch.testing.assert_close(pixels[:, 0], behind, rtol=1e-12, atol=1e-9)  # nothing is there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_depth", [True, False])
 def test_statistics_are_posterior_owners_and_mask_bits(in_depth: bool) -> None:
     canvas, places, rank, images, parameters = make_problem(wrap=True, num_data=2, num_states=5)
@@ -155,6 +158,7 @@ def test_log_ratios_of_hundreds_are_exact() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_scan_is_the_log_likelihood_ratio_of_single_objects(wrap: bool, channels: int) -> None:
@@ -217,6 +221,7 @@ def test_scan_beside_a_scene_is_the_gain_of_an_object_in_front_of_it() -> None:
     torch.testing.assert_close(got[:, 0].double(), gains, rtol=1e-5, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [True, False])
 def test_scan_of_a_few_places_is_part_of_the_whole(wrap: bool) -> None:
     canvas, _, _, images, parameters = make_problem(wrap=wrap)

@@ -42,6 +42,7 @@ def best(a: Tensor, lj_a: Tensor, b: Tensor, lj_b: Tensor, size: int) -> list[li
     return result
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("num_words", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 20, 23])
@@ -141,6 +142,7 @@ def test_repeated_marks_all_but_the_first() -> None:
     assert find_duplicates(words).tolist() == [[False, False, True, True], [False] * 4]
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30))
 def test_repeated_is_a_set(states: list[list[int]]) -> None:

@@ -50,6 +50,8 @@ def conditioned(state: Tensor, value: Tensor, weight: Tensor, precision: Tensor,
     return first, prior - gain @ weight @ prior
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_latents", [1, 5, 64, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, with_missing: bool) -> None:
@@ -61,6 +63,8 @@ def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, 
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_latents", [1, 5, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("per_datum", [False, True])
@@ -91,6 +95,7 @@ def test_moments_by_dimension(kind: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_gradients(kind: str, with_missing: bool) -> None:
     words, _, value, parameters = draw(4, with_missing)

@@ -71,6 +71,7 @@ def draws(rows: Tensor, seed: int = 3) -> dict[str, Any]:
     return {"rows": rows, "generator": ops.Stream(seed)}
 
 
+@pytest.mark.slow
 def test_both_kinds_of_kernels_draw_the_same(space: StateSpace) -> None:
     rows = torch.arange(NUM_DATA)
     for name, operator in operators(space).items():

@@ -51,7 +51,7 @@ def test_costs(objective):
     torch.testing.assert_close(approximate[candidates], gains, rtol=0, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_factors_after_moves_removals_and_two_thousand_swaps():
     problem, index, K = problem_and_index(m=8, lengthscale=0.7, n=60)
     factors = CholQRFactors(problem, index)

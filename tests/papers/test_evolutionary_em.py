@@ -35,6 +35,7 @@ def test_natural_patches(name, real_data, tmp_path):
     assert summary["last"] > summary["first"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("variant", ["paper", "ours"])

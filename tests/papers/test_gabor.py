@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from tests.papers.experiments.gabor import GaborFits, fit_gabors
 
 
+@pytest.mark.nightly
 def test_fields_that_are_gabor_functions_are_explained_and_noise_is_not() -> None:
     n, side = 12, 16
     uniform = torch.rand(n, 8, dtype=torch.float64)

@@ -30,6 +30,8 @@ def test_mixture_needs_a_nonlinear_selection():
     assert all((accuracy > 0.95) == (case.kernel == "rbf") for case, accuracy in worst.items())
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", gp_select.MODELS)
 @pytest.mark.parametrize("variant", gp_select.VARIANTS)
 def test_experiments_run(kind, variant):
@@ -53,5 +55,6 @@ def test_bars_of_the_three_models_differ_as_they_say():
         assert abs(float(bright.std()) - deviation) < 4 * deviation / (2 * len(bright)) ** 0.5
 
 
+@pytest.mark.nightly
 def test_case_of_two_classes_runs():
     assert 1 / 3 <= gp_select_mixture.run(CASES[0], 0, num_data=60, iterations=3)["accuracy"] <= 1

@@ -88,6 +88,7 @@ def test_continuous_matrices_that_depend_on_states_have_room_too():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_users_do_with_such_models_works():
     guide = beside(AutoNormal)
     svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))

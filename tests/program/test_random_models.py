@@ -100,6 +100,7 @@ def with_mean(y):
         pyro.sample("y", dist.Normal(mean + z, 1.0), obs=y)
 
 
+@pytest.mark.slow
 def test_copies_of_guide_lists_say_what_these_say():
     guide = AutoGuideList(with_mean)
     guide.append(AutoNormal(poutine.block(with_mean, expose=["mean"])))

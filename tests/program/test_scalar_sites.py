@@ -95,6 +95,7 @@ def evaluated(elbo, model, guide) -> tuple[float, dict[str, Tensor]]:
     return loss, gradients
 
 
+@pytest.mark.slow
 @cases
 def test_loss_gradients_and_marginals_equal_brute_force(model, sites):
     joint = table(model, sites)
@@ -117,7 +118,7 @@ def test_loss_gradients_and_marginals_equal_brute_force(model, sites):
         torch.testing.assert_close(found.squeeze(0), own.reshape(found.shape[1:]), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @cases
 def test_calls_predictive_draws_and_arviz_work(model, sites):
     guide = AutoTruncated(model, len(table(model, sites)))

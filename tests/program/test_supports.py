@@ -348,6 +348,7 @@ def test_the_lower_bound_moves_too():
     assert loss == pytest.approx(-torch.stack(joint).logsumexp(0).item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_many_joint_values_are_looked_at_together():
     def model():
         a = pyro.sample("a", dist.Binomial(9, 0.5).expand([3]).to_event(1))

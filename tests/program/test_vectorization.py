@@ -168,6 +168,7 @@ def quietly(guide: AutoTruncated, *args) -> AutoTruncated:
     return guide
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.slow
 @cases
 def test_losses_gradients_and_weights_equal_brute_force(model, sites, local, scoring, idiom):
@@ -199,6 +200,7 @@ def test_one_warning_names_the_line_and_what_would_be_fast(model, sites, local, 
     Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, Y)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @slow_cases
 def test_what_users_do_works_with_slow_models_too(model, sites, local, scoring, idiom):
@@ -303,6 +305,8 @@ def list_of(model: Callable, discrete: str, part: type, num_states: int, **optio
     return guide
 
 
+@pytest.mark.nightly(keep=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [AutoNormal, AutoDelta, AutoMultivariateNormal])
 @pytest.mark.parametrize(
     ("slow", "fast", "discrete", "num_states"),

@@ -76,6 +76,7 @@ def test_the_noise_of_every_channel_is_estimated(shape):
     torch.testing.assert_close(found, levels, rtol=0.1, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, [1.0, 1e3, 1e-3]], ids=["estimated", "told"])
 def test_channels_of_other_units_are_restored_alike(noise):
     units = torch.tensor([1.0, 1e3, 1e-3]).double()
@@ -90,7 +91,7 @@ def test_channels_of_other_units_are_restored_alike(noise):
     torch.testing.assert_close(first.image.movedim(0, 2), found.image)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_channels_of_unlike_noise_are_all_restored():
     levels = torch.tensor([0.5, 2.0, 8.0]).double()
     truth = waves(32, 32, 3)
@@ -101,6 +102,7 @@ def test_channels_of_unlike_noise_are_all_restored():
     torch.testing.assert_close(found.channel_noise, levels, rtol=0.2, atol=0)
 
 
+@pytest.mark.slow
 def test_unrelated_sensors_are_restored_as_each_alone():
     time = torch.arange(400).double()
     noise = torch.randn(400, 3, generator=generator()).double()
@@ -125,6 +127,7 @@ def test_a_constant_channel_is_returned_as_it_is():
     assert found.channel_noise.shape == (4,)
 
 
+@pytest.mark.slow
 def test_gaps_of_channels_in_other_units_are_filled_alike():
     units = torch.tensor([1.0, 1e4]).double()
     sound = torch.stack([(torch.arange(300) / 5).sin(), (torch.arange(300) / 6.1).sin()], -1).double()

@@ -17,6 +17,7 @@ def pixels_of(path):
         return np.array(picture)
 
 
+@pytest.mark.slow
 def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for name, shape in (("grey.png", (14, 15)), ("colour.png", (14, 15, 3))):
@@ -34,6 +35,7 @@ def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsy
         assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys):
     grey = np.random.default_rng(0).integers(0, 255, (12, 15))
     pictures = {"8.png": grey.astype(np.uint8), "16.png": (257 * grey).astype(np.uint16), "32.tiff": (257 * grey).astype(np.int32)}
@@ -56,6 +58,7 @@ def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys
     assert "between 0 and 255" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_files_are_written_as_transparent_and_deep_as_they_were_or_it_is_said(tmp_path, capsys):
     rng = np.random.default_rng(0)
     given = {"colour": rng.integers(0, 255, (8, 9, 4), dtype=np.uint8), "grey": rng.integers(0, 65535, (8, 9)).astype(np.uint16)}
@@ -75,6 +78,7 @@ def test_files_are_written_as_transparent_and_deep_as_they_were_or_it_is_said(tm
         assert np.array_equal(found[..., 3:], given[name][..., 3:]) or name == "grey"
 
 
+@pytest.mark.slow
 def test_masks_of_any_depth_say_what_is_seen_by_what_is_not_zero(tmp_path):
     given = np.random.default_rng(0).integers(0, 255, (8, 9), dtype=np.uint8)
     Image.fromarray(given).save(tmp_path / "grey.png")
@@ -133,6 +137,7 @@ def test_grey_pictures_in_files_of_colours_are_restored_as_grey_ones(tmp_path):
     assert not np.array_equal(found[0], grey)
 
 
+@pytest.mark.slow
 def test_profiles_are_kept_quality_is_high_and_other_pictures_are_mentioned(tmp_path, capsys):
     rng = np.random.default_rng(0)
     first, second = (Image.fromarray(rng.integers(0, 255, (16, 17, 3), dtype=np.uint8)) for _ in range(2))

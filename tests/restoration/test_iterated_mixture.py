@@ -16,6 +16,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("shape", "number", "expected"),
     [
@@ -32,6 +33,8 @@ def test_components_double_once_and_with_channels_twice(shape, number, expected)
     assert denoise(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == expected
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "share"), [(1, 0.4), (2, 0.4), (3, 1.2), (4, 1.2), (5, 3.0), (6, 3.0)])
 @pytest.mark.parametrize(("shape", "first"), [((20, 20), 17**2 / 120), ((12, 12, 3), 9**2 / (20 * 48**0.5))])
 def test_in_painting_has_few_components_first(shape, first, number, share):
@@ -40,6 +43,7 @@ def test_in_painting_has_few_components_first(shape, first, number, share):
     assert inpaint(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == math.ceil(share * first)
 
 
+@pytest.mark.slow
 def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
     learned = recorded(monkeypatch, "_fit_mixture")
     image = noisy((16, 16), 8.0)
@@ -72,6 +76,8 @@ def noisy(shape, scale=20.0):
     return ramp.reshape(shape) + scale * torch.randn(shape, generator=generator())
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "options", "averaged"),
     [(1, {}, 1), (2, {}, 1), (3, {}, 2), (3, {"num_components": 3}, 2), (1, {"num_components": 3}, 1)],
@@ -87,6 +93,8 @@ def test_where_entries_are_missing_rounds_are_averaged_if_the_last_two_have_as_m
     torch.testing.assert_close(restored.image, torch.stack(arrays[-averaged * sides :]).mean(0) + image.nanmean())
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "scale", "number"), [((16, 16), 20.0, 1), ((16, 16), 8.0, 2), ((10, 10, 3), 8.0, 1)], ids=["one round", "two", "channels"]
 )
@@ -108,6 +116,7 @@ def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, 
     torch.testing.assert_close(restored.image, estimate + mean)
 
 
+@pytest.mark.slow
 def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     steps = recorded(monkeypatch, "_apply_mixture")
     image = noisy((14, 14))
@@ -136,6 +145,8 @@ def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     torch.testing.assert_close(expected, patches.assemble(errors, 1 / (errors + 0.03 * mixture.scale**2)))
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "descriptions"), [((12, 13), ["restoring"]), ((104, 104), ["choosing sides", "restoring"])])
 def test_bars_are_full_when_the_work_is_done(monkeypatch, shape, descriptions):
     bars = []

@@ -60,6 +60,7 @@ def conditional_mean(rest, covariance, noise):
     return (covariance[:, seen] @ torch.linalg.solve(within, flat[seen])).reshape(rest.shape)
 
 
+@pytest.mark.slow
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
     monkeypatch.setattr(kriging, "_PART_OF_ALL", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
@@ -99,6 +100,8 @@ def test_windows_of_small_arrays_are_small(shape, most):
     assert float(torch.stack(errors).mean()) < most
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     photograph = torch.from_numpy(load_sample_image("china.jpg")[60 + 90 * seed : 110 + 90 * seed, 200:250, 1].copy()).float()
@@ -110,6 +113,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     assert errors[0] < 0.9 * errors[1]  # .85, .54 and .50
 
 
+@pytest.mark.nightly
 def test_a_long_signal_has_few_places():
     # Of 50 000 entries there would be 125, each of which weighs all entries.
     signal = (0.3 * torch.arange(50_000.0)).sin()
@@ -118,6 +122,7 @@ def test_a_long_signal_has_few_places():
     assert float(errors.mean()) < 0.01 * float(signal.square().mean())
 
 
+@pytest.mark.slow
 def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(monkeypatch):
     image, places = torch.zeros(64, 64), torch.arange(64.0)
     for quarter, (angle, period) in enumerate([(0.0, 4.0), (0.8, 5.0), (1.6, 4.5), (2.4, 6.0)]):
@@ -136,6 +141,7 @@ def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(mo
     assert errors[0] < 0.75 * errors[1]
 
 
+@pytest.mark.slow
 def test_channels_tell_what_others_are():
     # Three channels of the same texture: of each three in five entries are missing.
     texture = torch.randn(48, 48, 1, generator=generator(3)).repeat(1, 1, 3)
@@ -175,6 +181,7 @@ def test_without_missing_entries_nothing_is_done():
     assert predicted(image, 2, 0.5) is image
 
 
+@pytest.mark.nightly
 def test_colours_that_are_missing_by_themselves_come_back_in_painting():
     texture = waves(32).unsqueeze(-1) * torch.tensor([1.0, -0.5, 0.8])
     damaged = with_holes(texture, 0.7, 8)
@@ -189,6 +196,7 @@ def test_of_very_many_channels_neighbours_are_the_guess():
     assert torch.equal(predicted(image, 2, 0.1), filled(image, 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["channels apart", "trend", "step", "a channel in another unit"])
 def test_texture_beside_large_differences_is_no_noise(kind):
     steps = torch.arange(32.0)

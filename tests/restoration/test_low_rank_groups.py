@@ -52,6 +52,7 @@ def test_a_step_drops_small_singular_values_of_every_group(channels: int | None,
     torch.testing.assert_close(found[is_covered], (total / share)[is_covered], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [None, 3])
 def test_what_repeats_is_filled_in(channels: int | None) -> None:
     image = stripes(48, channels)
@@ -64,6 +65,7 @@ def test_what_repeats_is_filled_in(channels: int | None) -> None:
     assert ((found - image)[~is_seen].square().mean() < 0.6 * (estimate - image)[~is_seen].square().mean()).item()
 
 
+@pytest.mark.slow
 def test_channels_without_texture_stay_as_they_are() -> None:
     image = torch.cat([stripes(40, 3), torch.full((40, 40, 1), 255.0)], -1)
     y = holed(image, 0.8)
@@ -79,6 +81,7 @@ def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
         assert groups.average_low_rank_groups(image, estimate, 1.0) is estimate
 
 
+@pytest.mark.nightly
 def test_restored_images_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     image = stripes(40).float()
     y, errors = holed(image, 0.5), []

@@ -90,6 +90,7 @@ def test_signals_volumes_and_incomplete_images_have_no_groups(shape, channels):
     assert average_groups(image, estimate, estimate, 1.0, channels) is estimate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(12, 12), (10, 10, 3)])
 def test_groups_are_asked_in_the_end(monkeypatch, shape):
     asked = []

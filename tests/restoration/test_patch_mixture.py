@@ -92,6 +92,7 @@ def test_statistics_of_parts_add_up() -> None:
         torch.testing.assert_close(sum(part[name] for part in parts), value)
 
 
+@pytest.mark.slow
 def test_the_guide_has_the_posteriors_of_dense_covariances() -> None:
     data = draw()
     model = learned(data)
@@ -106,6 +107,7 @@ def test_the_guide_has_the_posteriors_of_dense_covariances() -> None:
     check_guide(AutoTruncated(model, 3), *data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share_missing", [0.0, 0.4])
 def test_posterior_means_are_conditional_expectations_of_what_is_observed(share_missing: float) -> None:
     data = draw()

@@ -125,6 +125,7 @@ def chosen(image, noise=10.0):
     return weights[0].tolist()
 
 
+@pytest.mark.nightly
 def test_dots_want_small_patches_and_waves_large_ones():
     dots = 60 + 80 * (torch.rand(48, 48, generator=generator(3)) < 0.06).float()
     place = torch.arange(48)
@@ -169,6 +170,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
     assert [is_known for _, is_known in asked] == [True, True, False]
 
 
+@pytest.mark.nightly
 def test_seeds_reproduce_the_choice(monkeypatch):
     monkeypatch.setattr(patch_size, "_LEAST_EXTENT", 20)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
@@ -218,6 +220,8 @@ def test_no_more_is_given_back_than_is_expected_to_be_wrong():
     assert [plausible_share(share, errors, 10.0) for share in (-0.1, 0.0, 0.029, 0.031)] == [-0.1, 0.0, 0.029, 0.0]
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "flat", "most"),
     [(5.0, None, 0.0), (None, 6.0, math.inf), (None, 6.0, 0.0), (None, None, math.inf)],

@@ -44,6 +44,7 @@ def test_the_gain_of_counts_is_found(gain):
     assert gain_of(gain * counts) == pytest.approx(gain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["grey", "colour", "missing", "integers", "signal"])
 def test_photon_counts_are_restored_in_their_unit(shape):
     truth = spots()

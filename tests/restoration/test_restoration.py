@@ -97,6 +97,7 @@ def test_pursuit_proposes_the_path_of_a_loop():
 # --- restoration ---
 
 
+@pytest.mark.slow
 def test_most_of_the_noise_goes_and_its_level_is_learned():
     truth = picture()
     damaged = truth.double() + 20 * torch.randn(truth.shape, generator=generator(1))
@@ -192,6 +193,7 @@ def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_na
     assert error(results[0][~mask], truth[~mask]) < error(smoothed[~mask], truth[~mask])
 
 
+@pytest.mark.slow
 def test_without_noise_what_is_seen_stays_and_its_type():
     image = picture(16).double() + 3 * torch.randn(16, 16, dtype=torch.float64, generator=generator(1))
     mask = torch.rand(16, 16, generator=generator(2)) < 0.7
@@ -203,12 +205,14 @@ def test_without_noise_what_is_seen_stays_and_its_type():
     assert not torch.equal(estimated[mask], image[mask])
 
 
+@pytest.mark.slow
 def test_half_precision_becomes_single():
     image = torch.randn(8, 8, generator=generator())
     found = denoise(image.half(), side=3, rounds=1, generator=generator(), progress=False).image
     torch.testing.assert_close(found, denoise(image.half().float(), side=3, rounds=1, generator=generator(), progress=False).image)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(40,), (16, 16, 3), (8, 8, 8)], ids=["signal", "colour", "volume"])
 def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
     pyro.set_rng_seed(0)
@@ -258,6 +262,8 @@ def test_masks_that_do_not_say_what_is_seen_are_refused(mask, named):
         inpaint(torch.randn(3, 3), mask)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(12, 14), (12, 14, 3), (60,)])
 def test_constant_arrays_stay_what_they_are(shape):
     image = torch.full(shape, 128.1)

@@ -119,6 +119,7 @@ def test_the_command_line_learns_parts_with_holes_only_unless_noise_is_to_be_tak
     assert not all(sizes)
 
 
+@pytest.mark.nightly
 def test_the_command_line_restores_large_pictures_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "restore_in_tiles", partial(restore_in_tiles, most=36 * 36))
     rng = np.random.default_rng(0)

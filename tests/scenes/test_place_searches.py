@@ -131,6 +131,7 @@ def test_chance_rounds_for_each_image_on_its_own() -> None:
     assert abs(share - 0.2) < 5 * (0.16 / 2000) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 def test_completion_finds_one_object_after_the_other(order: str) -> None:
     """Up to six objects in 16 x 16 pixels, many of them hidden in part: from nothing at all to what explains as much as the truth."""
@@ -184,6 +185,8 @@ def test_completion_leaves_out_one_object_at_most_and_adds_the_best_others_in_al
         assert len({tuple(state) for state in found[n].tolist()}) == 2 ** len(absent)
 
 
+@pytest.mark.nightly(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_depth", [False, True])
 @pytest.mark.parametrize("wrap", [False, True])
 def test_each_move_does_what_it_says(in_depth: bool, wrap: bool) -> None:
@@ -224,6 +227,7 @@ def is_move(move: int, parent: Tensor, child: Tensor, wrap: bool) -> bool:
     return same and (int(after.sum()) == count + 1 if move == 3 else int(after.sum()) == count - 1)
 
 
+@pytest.mark.slow
 def test_children_are_scenes_of_positive_probability_whatever_the_order() -> None:
     for order in ("exclusive", "depth"):
         pyro.clear_param_store()
@@ -287,6 +291,7 @@ def scene_batch(num_data: int = 60) -> tuple[SearchBatch, Canvas]:
     return SearchBatch(population, lambda w: torch.zeros(w.shape[:2]), {"y": scenes.data}), Canvas(5, 6, 3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 20])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_regression_predicts_each_image_from_the_others(rank: int | None, smooth: bool) -> None:

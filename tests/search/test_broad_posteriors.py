@@ -95,6 +95,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_populations_of_every_size_are_close_to_the_best(name: str) -> None:
@@ -118,7 +119,7 @@ def test_list_viterbi_is_right() -> None:
     torch.testing.assert_close(problem.best(20), everything.topk(20).values.logsumexp(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hidden_markov_model_with_default_steps() -> None:
     torch.manual_seed(1)
     problem = chain(4, sticky(4, 0.8), num_data=3)

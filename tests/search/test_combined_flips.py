@@ -147,6 +147,7 @@ def _likeliest(y: Tensor) -> Tensor:
     return best.amax(1)
 
 
+@pytest.mark.nightly
 def test_a_sticky_chain_of_many_latents_is_searched_by_full_conditionals_too() -> None:
     generator = torch.Generator().manual_seed(0)
     y = (torch.rand(6, 300, generator=generator) < 0.05).cumsum(1) % 2 + torch.randn(6, 300, generator=generator)

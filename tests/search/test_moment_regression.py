@@ -154,11 +154,13 @@ def reached(search: SurrogateSearch, model, y: Tensor, steps: int) -> Tensor:
     return guide.batch_of(y).search_(search, steps).free_energy()
 
 
+@pytest.mark.slow
 def test_what_is_expected_to_be_observed_saves_scores() -> None:
     model, y = hiding_discs("normal")
     assert float(reached(SurrogateSearch(4), model, y, 5).mean()) > float(reached(Blind(4), model, y, 10).mean())
 
 
+@pytest.mark.slow
 def test_new_data_are_searched_with_what_was_learned_and_teach_nothing() -> None:
     model, y = hiding_discs("normal", 10)
     search = SurrogateSearch(4)

@@ -28,6 +28,7 @@ def mixture(num_components: int, num_data: int) -> tuple[GaussianMixture, Tensor
     return model, y
 
 
+@pytest.mark.slow
 def test_neighbours_on_a_grid_are_found() -> None:
     model, y = mixture(49, 3000)
     guide, search = AutoTruncated(model, num_states=4), NeighbourSearch(8, generator=torch.Generator().manual_seed(0))

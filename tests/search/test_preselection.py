@@ -267,8 +267,6 @@ def test_seeds_reproduce() -> None:
     ("options", "error", "message"),
     [
         ({"affinity": 3}, TypeError, "affinity must be a function of a SearchBatch, such as .*; got int"),
-        ({"num_selected": 0}, ValueError, "num_selected must be a positive integer; got 0"),
-        ({"max_active": 0}, ValueError, "max_active must be a positive integer; got 0"),
         ({"explore": 1.5}, ValueError, r"explore must lie in \[0, 1\]; got 1.5"),
     ],
 )

@@ -210,6 +210,7 @@ def test_memory_bounds_what_is_regressed_on_and_still_no_state_is_scored_twice(m
     assert all(len(row.unique(dim=0)) == 20 for row in torch.cat(search.proposals, 1))
 
 
+@pytest.mark.slow
 def test_fewer_scores_are_needed_than_by_learned_flips() -> None:
     y, model = bars_with_model()
     reached = {}
@@ -222,6 +223,7 @@ def test_fewer_scores_are_needed_than_by_learned_flips() -> None:
     assert reached[SurrogateSearch][0] > reached[LearnedFlips][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.02])
 def test_few_data_points_are_enough_whatever_the_unit_of_log_joints(scale: float) -> None:
     """Sixteen data points, for noise of two scales: flips change log joints by hundreds of nats, or by a million."""

@@ -54,6 +54,7 @@ def test_likelihood_of_steps(missing: bool) -> None:
         torch.testing.assert_close(scores[n, :, c] - scores[n, :, 0], at[1] - at[0])
 
 
+@pytest.mark.slow
 def test_all_states_are_exact_and_sets_lie_below() -> None:
     likelihood, prior, _ = problem()
     exact = ChainPosterior(likelihood, prior.transitions(), 64)
@@ -93,6 +94,7 @@ def test_rows_of_the_population() -> None:
     assert float(posterior.effective_states()[1, 8]) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [ConditionalSearch(32), EvolutionarySearch(4, 3, 1, crossover=True)])
 def test_any_search_proposes(search: ConditionalSearch | EvolutionarySearch) -> None:
     likelihood, prior, _ = problem(noise=2.0)
@@ -105,6 +107,7 @@ def test_any_search_proposes(search: ConditionalSearch | EvolutionarySearch) -> 
     assert bool((bounds[-1] > bounds[0]).all())
 
 
+@pytest.mark.slow
 def test_likelihoods_that_only_score() -> None:
     """Counts of independent rates: neither gains of flips nor scores of blocks have a short cut."""
     space, prior = StateSpace([2] * 5), problem(5, 20)[1]
@@ -135,6 +138,7 @@ def appliances(num: int, noise: float, num_steps: int) -> tuple[LinearGaussianSt
     return LinearGaussianSteps(y, power, torch.tensor(noise)), prior.transitions()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_find_what_flips_do_not(seed: int) -> None:
@@ -152,6 +156,7 @@ def test_blocks_find_what_flips_do_not(seed: int) -> None:
     assert exact - 0.01 < float(posterior.free_energy()) < exact + 1e-6
 
 
+@pytest.mark.slow
 def test_steps_without_observations_are_passed_by() -> None:
     """Bound and marginals against chains with all steps, where a missing step has no likelihood."""
     likelihood, prior, y = problem(3, 12)

@@ -26,6 +26,8 @@ def clusters(num: int = 60) -> np.ndarray:
     return places[random.integers(3, size=num)] + random.normal(size=(num, 3)) + 2
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("covariance", ["full", "diag", "tied"])
 def test_mixtures_know_no_units_of_columns(units, covariance):
@@ -36,6 +38,8 @@ def test_mixtures_know_no_units_of_columns(units, covariance):
     np.testing.assert_allclose(found.means_ / units, expected.means_, rtol=1e-6)
 
 
+@pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 @pytest.mark.parametrize("offset", [True, False])
@@ -52,6 +56,7 @@ def test_sparse_coding_knows_no_units_of_columns(units, family, offset):
     np.testing.assert_allclose(found.score_samples(units * X) + volume, expected.score_samples(X), rtol=1e-6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("units", UNITS[:2])
 @pytest.mark.parametrize(
     "space", [ActiveSetGPLVM(1, max_iter=2, random_state=0), SpikeSlabGPLVMTransformer(1, n_inducing=5, max_iter=2, random_state=0)]
@@ -80,6 +85,7 @@ def test_regressors_know_no_units_of_columns(regressor, units):
     np.testing.assert_allclose(predicted(units * X, 1e6 * y) / 1e6, predicted(X, y), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_single_columns_do_not_decide_what_fills_the_others():
     # A column in thousands beside shares: what is missing is filled in as well as of columns in their deviations.
     X = clusters(120) * [1e4, 1e-2, 1.0]

@@ -54,6 +54,7 @@ def exact(coder: SparseCoding, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.numpy(), log_joint.logsumexp(-1).numpy() - volume
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_codes_and_scores_are_those_of_the_exact_posterior(family):
     y = bars(20)
@@ -66,6 +67,7 @@ def test_codes_and_scores_are_those_of_the_exact_posterior(family):
     np.testing.assert_allclose(coder.inverse_transform(codes), codes @ coder.components_ + coder.offset_, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
     y = (bars(40) > 5).astype(float)
     coder = SparseCoding(3, family="bernoulli", **QUICK).fit(y)
@@ -79,7 +81,7 @@ def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
     np.testing.assert_array_equal(SparseCoding(3, family="bernoulli", binarize=5.0, **QUICK).fit(bars(40)).components_, coder.components_)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.DisagreeingStartsWarning")  # after ten steps starts need not agree
 def test_the_dictionary_is_the_one_that_learn_finds():
     y = bars()
@@ -92,6 +94,7 @@ def test_the_dictionary_is_the_one_that_learn_finds():
     np.testing.assert_allclose(coder.starts_, np.array(guide.starts) - np.log(y.std(0)).sum(), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     y = torch.tensor(bars(100, size=5))
     y = (y - y.mean(0)) / y.std(0, correction=0)
@@ -103,6 +106,7 @@ def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     assert coder.score(y.numpy()) > float(evolved.mean()) - 1e-3
 
 
+@pytest.mark.nightly
 def test_what_is_said_of_a_data_point_does_not_depend_on_its_company():
     y = bars(50, size=5)
     coder = SparseCoding(12, n_states=10, **QUICK).fit(y)
@@ -112,6 +116,7 @@ def test_what_is_said_of_a_data_point_does_not_depend_on_its_company():
     np.testing.assert_allclose(np.concatenate([coder.transform(y[n : n + 1]) for n in range(10)]), codes[:10], atol=1e-10)
 
 
+@pytest.mark.slow
 def test_neither_pyro_nor_torch_notice():
     y = bars()
     pyro.param("weight", torch.tensor(1.0))
@@ -125,7 +130,7 @@ def test_neither_pyro_nor_torch_notice():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pipelines_grids_frames_and_pickles():
     frame = pd.DataFrame(bars(), columns=[f"pixel {d}" for d in range(9)])
     pipeline = make_pipeline(StandardScaler(), SparseCoding(**QUICK)).set_output(transform="pandas")
@@ -138,7 +143,7 @@ def test_pipelines_grids_frames_and_pickles():
     np.testing.assert_array_equal(clone(pipeline).set_params(sparsecoding__n_components=4).fit(frame).transform(frame), codes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_lead_where_all_data_lead():
     y = bars(400)
     whole = SparseCoding(6, family="gaussian", random_state=0, max_iter=30).fit(y)
@@ -155,12 +160,14 @@ def test_minibatches_lead_where_all_data_lead():
     assert whole.score(y) > before - 0.2
 
 
+@pytest.mark.slow
 def test_starts_are_one_by_default_where_entries_are_missing():
     damaged = np.random.default_rng(0).normal(size=(60, 4))
     damaged[::3, 1] = np.nan
     assert len(SparseCoding(3, max_iter=2, random_state=0).fit(damaged).starts_) == 1
 
 
+@pytest.mark.slow
 def test_missing_entries_are_filled_in():
     y = bars(200)
     damaged = np.where(np.random.default_rng(0).random(y.shape) < 0.2, np.nan, y)
@@ -171,7 +178,7 @@ def test_missing_entries_are_filled_in():
     assert np.square(filled - y)[hole].mean() < 0.5 * np.square(means - y)[hole].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_all_bars_are_found_with_the_defaults(family):
     y = linear_bars(250, size=5, mean_active=2.0, generator=torch.Generator().manual_seed(7)).data.numpy()
@@ -195,6 +202,7 @@ def test_what_is_wrong_is_said_by_name(options, message):
         SparseCoding(**{**QUICK, **options}).fit(bars())
 
 
+@pytest.mark.slow
 def test_codes_of_another_width_are_refused():
     coder = SparseCoding(2, **QUICK).fit(bars())
     with pytest.raises(ValueError, match="X must have 2 columns, one per component; got 3"):

@@ -50,6 +50,7 @@ def test_it_is_the_librarys_model():
     np.testing.assert_array_equal(space.score_samples(y), (latents.bound - volume).numpy())
 
 
+@pytest.mark.slow
 def test_it_leaves_pyro_and_torch_alone_and_can_be_pickled():
     y = plane(20)
     pyro.param("noise", torch.tensor(1.0))
@@ -61,7 +62,7 @@ def test_it_leaves_pyro_and_torch_alone_and_can_be_pickled():
     np.testing.assert_allclose(pickle.loads(pickle.dumps(space)).transform(y), codes, atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_active_sets_decode_a_plane_and_fill_in_what_is_missing():
     y = plane(60)
     pyro.param("noise", torch.tensor(1.0))

@@ -38,6 +38,7 @@ def test_posteriors_are_cut_down_to_the_most_probable_components():
     np.testing.assert_allclose(np.sort(cut, 1)[:, -2:], kept / kept.sum(1, keepdims=True), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_counts():
     generator = np.random.default_rng(0)
     rates = np.array([[1.0, 20.0], [15.0, 2.0]])
@@ -55,6 +56,7 @@ def test_counts():
         mixture.set_params(n_components=5).fit(counts[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance_type", ["full", "diag", "spherical", "tied"])
 def test_what_users_of_scikit_learns_mixture_look_for(covariance_type):
     X = load_iris().data[::2]

@@ -146,7 +146,7 @@ def test_order_of_states_does_not_matter() -> None:
     torch.testing.assert_close(first.marginals(), second.marginals())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.sampled_from([(2,) * 5, (2,) * 70, (3, 4, 2), (2, 300, 1, 5) * 12]), st.integers(1, 12), st.integers(0, 2**31))
 def test_thousands_of_merges_keep_states_distinct_and_free_energies_up(cardinalities: tuple[int, ...], num_states: int, seed: int) -> None:

@@ -19,6 +19,7 @@ cardinalities = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(cardinalities, st.integers(0, 2**31))
 def test_round_trip(values_per_latent: list[int], seed: int) -> None:

@@ -112,6 +112,7 @@ def test_means_over_draws_are_known_to_three_standard_errors() -> None:
     assert estimate_mean([2.0]).noise == 0.0
 
 
+@pytest.mark.slow
 def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of draws from chains that have just begun would take bars away."""
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))

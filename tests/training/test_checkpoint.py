@@ -130,7 +130,7 @@ save_checkpoint(path, svi, history=history + train(svi, y, steps, "gradient"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adam_goes_on_in_another_process_to_the_very_same_bits(tmp_path):
     path = str(tmp_path / "run.pt")
     for steps, goes_on in ((4, "off"), (3, "on")):

@@ -44,6 +44,7 @@ def combine(y: Tensor, *starts: Start) -> Start:
     return completed(BinarySparseCoding(16, 8), y, SETTINGS, starts, 0.05, 10)
 
 
+@pytest.mark.slow
 def test_starts_that_miss_different_causes_have_all_of_them_together() -> None:
     y, truth = linear_bars(400, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
     found = []
@@ -58,6 +59,7 @@ def test_starts_that_miss_different_causes_have_all_of_them_together() -> None:
     assert together.reached.free_energy > max(start.reached.free_energy for start in found)
 
 
+@pytest.mark.slow
 def test_a_latent_that_is_on_only_where_another_one_is_becomes_the_cause_that_both_stand_for() -> None:
     y, truth = linear_bars(400, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
     weight = truth.clone()
@@ -72,6 +74,7 @@ def test_a_latent_that_is_on_only_where_another_one_is_becomes_the_cause_that_bo
     assert abs(whole.reached.free_energy - complete.reached.free_energy) < 0.05
 
 
+@pytest.mark.slow
 def test_starts_that_have_found_the_same_exchange_nothing() -> None:
     y, truth = linear_bars(200, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
     best, other = start_that_knows(truth, y), start_that_knows(truth[:, torch.arange(7, -1, -1)], y)
@@ -80,6 +83,7 @@ def test_starts_that_have_found_the_same_exchange_nothing() -> None:
     assert not can_complete(lambda y: None)
 
 
+@pytest.mark.slow
 def test_a_start_has_the_parameters_that_it_has_reached_after_changes_that_gained_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried is put into the model, from which the parameters of all latents are made."""
     y, filled = linear_bars(100, 3, mean_active=1.5, generator=torch.Generator().manual_seed(0)).data, []
@@ -109,6 +113,7 @@ def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left()
     assert shrinking.num_parameters == 9 + 1 + 1 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("are_alike", "number", "disagreement"), [(True, 2, None), (False, 3, "no two of 3 starts that reached the same free energy")]
 )

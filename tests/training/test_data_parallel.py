@@ -60,7 +60,7 @@ def run(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_share_parameters_and_not_populations(tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=2)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

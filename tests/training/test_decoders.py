@@ -93,6 +93,7 @@ MAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKES)
 def test_the_free_energy_of_posteriors_rises(kind):
     pyro.set_rng_seed(0)
@@ -140,6 +141,7 @@ def test_all_other_networks_stay_as_they_are(kind):
         assert after == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["away from nothing", "noise of the weights"])
 def test_where_the_free_energy_would_fall_a_network_is_put_back(kind, monkeypatch):
     """The same weights are something else in the program, too, which a run of it does not show."""

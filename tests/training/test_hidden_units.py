@@ -23,7 +23,7 @@ def made_by(network: torch.nn.Sequential, rest: float = 0.0) -> Targets:
         return Targets(states, weights, network(states).double(), rest)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_network_as_narrow_as_the_one_that_made_the_data_finds_its_units(dtype):
     """Which L-BFGS alone does not: it leaves more than a hundredth of the squares in each of three starts."""
@@ -41,6 +41,7 @@ def test_a_network_as_narrow_as_the_one_that_made_the_data_finds_its_units(dtype
         assert FittedUnits(decoder(network), targets).square_error() - targets.rest < 0.005 * total
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shallow", "deep", "no offsets"])
 def test_the_square_error_never_rises_and_seeds_reproduce(kind):
@@ -55,6 +56,7 @@ def test_the_square_error_never_rises_and_seeds_reproduce(kind):
     assert all(value.grad is None for value in networks[0].parameters())
 
 
+@pytest.mark.slow
 def test_a_network_that_nothing_is_wrong_with_stays_as_it_is():
     network = drawn(perceptron(torch.float64), 1)
     before = [value.clone() for value in network.parameters()]
@@ -62,6 +64,7 @@ def test_a_network_that_nothing_is_wrong_with_stays_as_it_is():
     assert all(torch.equal(value, other) for value, other in zip(network.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_layers_below_that_are_frozen_stay_so():
     network = drawn(perceptron(deep=True), 2)
     network[0].requires_grad_(False)
@@ -82,6 +85,7 @@ class Heads(torch.nn.Module):
         return self.last(input=torch.tanh(self.hidden(states)))
 
 
+@pytest.mark.slow
 def test_what_does_not_decode_stays_as_it_is():
     network = drawn(Heads(), 2)
     before = {name: value.clone() for name, value in network.named_parameters()}
@@ -90,6 +94,7 @@ def test_what_does_not_decode_stays_as_it_is():
     assert stay == {"other.weight", "other.bias", "noise"}
 
 
+@pytest.mark.slow
 def test_data_may_lie_far_from_zero():
     torch.manual_seed(0)
     targets = made_by(drawn(perceptron(torch.float64), 1), rest=20.0)

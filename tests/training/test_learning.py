@@ -215,6 +215,7 @@ def test_a_seed_repeats_a_run():
     assert torch.equal(*weights)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "y"),
@@ -259,7 +260,7 @@ def mixture(y):
         pyro.sample("y", dist.Normal(Vindex(loc)[..., z], 0.3), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
     """EM would leave them equal: the free energy of a single component would be all that is reached.
@@ -279,7 +280,7 @@ def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
     assert reached(8, temperature=20.0) == pytest.approx(reached(4), abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
     y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
@@ -289,6 +290,7 @@ def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts(
     assert guide.marginals()["z"].shape == (150, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_continuous_latents_get_a_guide_of_their_own(caplog):
     def model(y):
@@ -306,6 +308,7 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
     assert set(guide(y)) >= {"loc", "z"}
 
 
+@pytest.mark.slow
 def test_parameters_learned_in_inference_mode_can_be_trained_on():
     model, y = BinarySparseCoding(4, 2), torch.randn(10, 4)
     with torch.inference_mode():
@@ -313,7 +316,7 @@ def test_parameters_learned_in_inference_mode_can_be_trained_on():
     learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     bars = linear_bars(300, 4, mean_active=1.5, generator=generator(1))
     pyro.set_rng_seed(3)
@@ -324,6 +327,7 @@ def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     assert guide.starts[0] == pytest.approx(guide.starts[1], abs=2e-3)  # a tenth of the tolerance; with spare latents more than all of it
 
 
+@pytest.mark.slow
 def test_steps_of_starts_are_shown(capsys):
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     learn(BinarySparseCoding(9, 6), y, **{**QUICK, "progress": True})
@@ -332,6 +336,7 @@ def test_steps_of_starts_are_shown(capsys):
     assert "training: 100%" in shown
 
 
+@pytest.mark.slow
 def test_starts_that_disagree_are_told():
     y = linear_bars(60, 5, mean_active=2.0, generator=generator()).data
     with pytest.warns(DisagreeingStartsWarning, match="local optimum") as told:
@@ -357,6 +362,7 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_changes(wrong, n
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_search_is_used_as_given():
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     seen = []
@@ -387,6 +393,7 @@ def test_a_search_for_other_latents_may_be_given_where_populations_hold_all_stat
     assert guide.marginals()["z"].shape == (40, 3)
 
 
+@pytest.mark.nightly
 def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
     pyro.set_rng_seed(0)
     bars = linear_bars(120, 4, mean_active=1.6, noise=1.0, generator=generator())
@@ -445,6 +452,7 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
     assert not torch.equal(noise[0], noise[1])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 @pytest.mark.parametrize(("rates", "starts", "made"), [((0.1, 0.5, 0.9), None, 8), ((0.5, 0.5, 0.5), None, 16), ((0.5, 0.5, 0.5), 3, 3)])
 def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, rates, starts, made):
@@ -472,6 +480,7 @@ def test_few_rows_have_eight_starts_even_if_two_agree(monkeypatch, rows, made):
     assert len(guide.starts) == made
 
 
+@pytest.mark.nightly
 def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts():
     pyro.set_rng_seed(0)
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data + 100.0
@@ -519,6 +528,7 @@ class SumsWithNoise(Sums):
             pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)

@@ -39,6 +39,7 @@ def y() -> Tensor:
     return torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [lambda model, y: learn(model, y, **QUICK), lambda model, y: AutoTruncated(model, 4)(y)])
 def test_parameters_of_an_earlier_function_are_named_where_they_do_not_fit(y, use):
     use(causes(3, priors=False), y)
@@ -49,6 +50,8 @@ def test_parameters_of_an_earlier_function_are_named_where_they_do_not_fit(y, us
     use(causes(5, priors=False), y)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("priors", "most", "ends"), [(False, 100, [0.1]), (True, 80, [0.3, 0.09, 0.027, 0.0081])])
 def test_training_ends_in_small_steps_and_beside_continuous_latents_at_convergence(y, monkeypatch, priors, most, ends):
     rates: dict[Run, list[float]] = {}
@@ -81,6 +84,7 @@ def test_a_model_that_fails_anyway_says_why_itself(y):
         AutoTruncated(broken, 4)(y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_guides_of_continuous_latents_begin_anew_and_keep_what_they_have(y):
     first = learn(causes(3, priors=True), y, **QUICK)

@@ -29,6 +29,7 @@ def log_evidence(y: Tensor, mean: float, chance: float) -> float:
     return float((scores.sum(-1) + dist.Poisson(mean).log_prob(n)[:, None]).logsumexp(0).sum())
 
 
+@pytest.mark.slow
 def test_counts_without_an_upper_end_are_learned_up_to_a_bound():
     generator = torch.Generator().manual_seed(0)
     number = torch.poisson(torch.full((80, 1), 5.0), generator=generator)

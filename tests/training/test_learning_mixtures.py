@@ -23,6 +23,7 @@ from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_iris_is_learned_as_well_as_by_scikit_learn_with_many_starts(seed: int) -> None:
@@ -42,6 +43,7 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
     assert 0.0 <= float(guide.refresh_(y).free_energy().mean()) - before + 1e-6 < 1e-3
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 @pytest.mark.parametrize("covariance", ["full", "tied", "low-rank"])
 def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tuple[torch.dtype, torch.dtype]) -> None:
@@ -55,6 +57,7 @@ def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tu
         assert math.isfinite(SVI(model, guide, optim, Truncated_ELBO(model.default_search(2))).step(y))
 
 
+@pytest.mark.slow
 def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
     heights = [1.0, 1.9, 2.0, 1.7, 1.2]

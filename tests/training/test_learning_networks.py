@@ -77,6 +77,8 @@ def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     assert not recombinations_of(model, y, Settings(None, 4), 0.1, snapshot(model, y))
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("unlike", "made"), [(1.0, 4), (0.0, 8)])
 def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_better(monkeypatch, unlike, made):
     """Each reaches a nat more; free energies of the same data points differ by a deviation of ``unlike`` times ten nats."""
@@ -106,7 +108,7 @@ def bumps(number: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows.flatten(-2) + 0.1 * torch.randn(number, 24, generator=generator().manual_seed(2)), switches, poses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_poses_that_a_model_guides_itself_are_left_to_it_and_parts_are_found(recwarn):
     """At least 95 % of 100 switches right; guessing gives one half."""
     pyro.set_rng_seed(0)
@@ -120,6 +122,7 @@ def test_poses_that_a_model_guides_itself_are_left_to_it_and_parts_are_found(rec
     assert float((found == switches[40:]).float().mean()) >= 0.95
 
 
+@pytest.mark.nightly
 def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_given(monkeypatch):
     x, switches, poses = bumps(12)
     rates = []
@@ -131,6 +134,7 @@ def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_g
     assert rates == [0.02, 0.3, 0.1]
 
 
+@pytest.mark.nightly
 def test_a_decoder_forgets_what_it_has_learned_and_a_seed_repeats_its_start():
     x, switches, poses = bumps(12)
     model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)

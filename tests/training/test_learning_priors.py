@@ -83,7 +83,7 @@ def plain(model: Any, y: Tensor, discrete: str) -> Any:
     return guide
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "make", "discrete"), [(sticks, clusters, "z"), (shares, clusters, "z"), (factors, rows, "s")])
 def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     """By at most the tolerance, 0.5 nats or 0.01 for each data point, and three standard errors of both bounds."""
@@ -99,6 +99,20 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     assert has_warned or learned > reference - max(0.5, 0.01 * len(y)) - 3 * (error**2 + other**2) ** 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::pyro_truncated.training.ConvergenceWarning", "ignore::pyro_truncated.training.DisagreeingStartsWarning"
+)
+def test_a_short_run_ends_no_lower_than_its_restarts():
+    """Values are exchanged between restarts, and what is kept is the best; three standard errors of the bound."""
+    y = clusters()[::3]
+    guide = learn(shares, y, starts=2, short_steps=10, steps=10, progress=False)
+    found, error = bound(shares, guide, y)
+    assert found > len(y) * max(guide.starts) - 3 * error - 0.5
+    assert guide.learn_report.moves["use of redundant latents"][0] > 0
+
+
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_warns_and_says_what_to_do():
     with pytest.warns(ConvergenceWarning, match="training has not converged in 6 steps.*Try more steps") as told:
         guide = learn(sticks, clusters(), starts=1, short_steps=4, steps=6, progress=False)

@@ -36,6 +36,7 @@ def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor]
     return model, edges, likelihood - (num_nodes - 1) * torch.tensor(2.0).log()  # a block may be called the other
 
 
+@pytest.mark.nightly
 def test_free_energies_of_starts_are_of_the_one_posterior():
     model, edges, truth = graph(16, torch.Generator().manual_seed(0))
     pyro.set_rng_seed(0)
@@ -83,6 +84,8 @@ def selection(x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
     return model
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [WEIGHT, torch.tensor([2.0, 1.5, -3.0, 1.0, 2.5, 1.5])])
 def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     """Weights of the wrong sign: to have any predictor on makes the data less likely, so that nothing is learned of its weight.

@@ -153,6 +153,7 @@ def test_checkpoints_of_others_are_refused(y, tmp_path):
         fit(fresh("closed form", y), y, steps=2, checkpoint=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["closed form", "plain"])
 def test_restarts_keep_the_best_and_do_not_touch_each_other(kind, y):
     restarts = fit_restarts(lambda restart: fresh(kind, y, seed=restart), y, restarts=3, steps=6)

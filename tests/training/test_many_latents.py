@@ -184,6 +184,7 @@ def test_only_models_with_m_steps_of_their_own_start_near_the_end():
     assert not has_informed_init(Bars(torch.randn(9, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_states_of_starts_are_not_offered_beside_continuous_latents():
     y = linear_bars(40, 3, mean_active=2.0, generator=generator()).data
@@ -305,6 +306,7 @@ def test_starts_begin_at_draws_of_continuous_latents_from_their_prior():
     assert run.guide[0].locs.loc.abs().max() > 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())

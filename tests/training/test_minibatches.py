@@ -95,7 +95,7 @@ def test_statistics_of_minibatches_of_which_some_lack_entries_add_up(family):
         assert torch.allclose(total.expand(value.shape), value, atol=1e-12), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_subsets_are_uniform():
     pyro.set_rng_seed(0)
     draws = torch.stack([random_subset(40, 3) for _ in range(20_000)])

@@ -150,6 +150,7 @@ def test_layers_on_top_of_each_other_are_a_network():
         assert is_a_network(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y) == expected
 
 
+@pytest.mark.nightly
 def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
     """Two parts of the rows are at 1, one is at 10: clipped gradients of parts end near 1, unclipped ones at the mean."""
     y = torch.ones(NUM_DATA, 1)
@@ -186,6 +187,7 @@ def test_latents_are_the_same_in_any_order_and_turned_round():
     assert not share_most(on, other, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "is_code"), [(0.3, True), (1e-12, False)])
 def test_latents_that_are_never_on_are_no_code_that_starts_could_agree_on(rate, is_code):
     pyro.clear_param_store()
@@ -210,6 +212,7 @@ def sums_of_bars(seed: int, number: int = 300, largest: float = math.inf) -> tup
     return means + 0.5 * torch.randn(means.shape, generator=generator), bars
 
 
+@pytest.mark.nightly
 def test_a_start_is_the_linear_model_that_explains_the_data_and_a_seed_repeats_it():
     pyro.clear_param_store()
     y, bars = sums_of_bars(0)
@@ -230,6 +233,7 @@ def test_a_start_is_the_linear_model_that_explains_the_data_and_a_seed_repeats_i
     assert all(value.grad is None for value in model.parameters())
 
 
+@pytest.mark.nightly
 def test_a_start_leaves_layers_alone_that_take_no_gradients_and_refuses_bad_data_before_it_changes_any():
     y, _ = sums_of_bars(0, number=40)
     decode = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 16).requires_grad_(False)).eval()
@@ -252,7 +256,7 @@ def test_a_start_leaves_layers_alone_that_take_no_gradients_and_refuses_bad_data
     assert torch.equal(model.scale, scale)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("share_missing", [0.0, 0.2])
 def test_bars_under_a_network_are_all_found_in_silence(recwarn, share_missing):
     pyro.clear_param_store()

@@ -409,6 +409,7 @@ def test_spare_latents_are_excused_while_there_are_no_more_of_them_than_of_other
     assert assembly_of(not_showing(bars, 0, 1, 2, 3), many, many).num_singletons == 4
 
 
+@pytest.mark.slow
 def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
     """Whatever the order is in which the starts have their latents."""
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
@@ -419,6 +420,7 @@ def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
         assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
     """In a code of three bars no single latent of another start is of use: the code has to be replaced first."""
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
@@ -532,6 +534,7 @@ def above_an_offset(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight.mT + offset, 1.0).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     """Its weights are minus what they should be, and the offset shows the cause: all starts may end so, and agree."""
     bars = linear_bars(200, 3, mean_active=1.2, noise=1.0, generator=generator())
@@ -585,7 +588,7 @@ def six_bars(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight.mT, 2.0).to_event(1), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() -> None:
     bars = linear_bars(100, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)
@@ -595,6 +598,7 @@ def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() ->
     assert matched_bars(pyro.param("weight").detach(), bars.components) == 6
 
 
+@pytest.mark.slow
 def test_latents_that_one_start_has_found_alone_are_told() -> None:
     bars = linear_bars(60, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)

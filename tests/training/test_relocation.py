@@ -55,6 +55,7 @@ def run(y: Tensor, batch_size: int | None, *callbacks: Any) -> tuple[BadlyStarte
     return model, fit(svi, y, batch_size, steps=30, callbacks=callbacks, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 100])
 def test_the_callback_moves_components_until_nothing_moves(batch_size: int | None) -> None:
     y = clusters()
@@ -84,6 +85,7 @@ def test_once_nothing_has_moved_it_is_not_called_again() -> None:
     assert training.record["moved"] == [0, 2, 0, 1] + 8 * [0]
 
 
+@pytest.mark.slow
 def test_learn_moves_components_where_no_start_has_them() -> None:
     y = clusters()
     model = make()

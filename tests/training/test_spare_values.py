@@ -27,6 +27,8 @@ def mixture(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(Vindex(loc)[z], 1.0).to_event(1), obs=y)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1]])
 def test_a_component_that_explains_nothing_is_tried_elsewhere_whichever_start_comes_last(monkeypatch, order):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -139,6 +140,7 @@ def test_a_latent_that_is_never_on_keeps_its_element():
     assert not torch.allclose(model.weight[:, 0], before[:, 0], atol=1e-2)
 
 
+@pytest.mark.nightly
 def test_steps_of_the_linear_model_never_lower_its_free_energy_and_its_causes_are_found():
     pyro.set_rng_seed(0)
     bars = linear_bars(400, 3, mean_active=1.5, generator=generator())
@@ -211,6 +213,7 @@ def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_
     assert len(made) == 3
 
 
+@pytest.mark.slow
 def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_them():
     """The states are those that the data were made of; 4096 others are there, of which a search of one step finds few."""
     pyro.set_rng_seed(0)
@@ -254,7 +257,25 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(monk
     assert len(made) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monkeypatch):
+    """Data made of four causes by a matrix: the second restart is taught their states, in whatever order and sign."""
+    taught = []
+    monkeypatch.setattr(multi_start, "teach", lambda model, y, settings, states, steps: taught.append(states))
+    states = (torch.rand(80, NUM_LATENTS, generator=generator()) < 0.3).float()
+    weight = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1]])
+    y = 4 * states @ weight + 0.1 * torch.randn(80, NUM_OBSERVED, generator=generator(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guide = learn(behind(perceptron()), y, starts=2, short_steps=10, steps=1, num_states=8, progress=False)
+    assert [restart.initialisation for restart in guide.learn_report.restarts][1] == "linear model"
+    (code,) = taught
+    correlation = torch.corrcoef(torch.cat([code.mT.double(), states.mT.double()]))[:NUM_LATENTS, NUM_LATENTS:].abs()
+    assert sorted(correlation.argmax(1).tolist()) == [0, 1, 2, 3]
+    assert bool((correlation.amax(1) > 0.9).all())
+
+
+@pytest.mark.nightly
 def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     """The first one, from the network's own weights, ends more than three nats below the truth, and `learn` warns.
 

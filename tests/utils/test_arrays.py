@@ -66,6 +66,7 @@ def test_decoders_and_latent_variable_models_take_arrays(y):
     assert torch.equal(model.bound([y.numpy()]), model.bound([y]))
 
 
+@pytest.mark.slow
 def test_functions_of_latent_variable_models_take_arrays(y):
     found = []
     for data, start in ((y, torch.ones(20, 2).cumsum(0)), (y.numpy(), np.ones((20, 2)).cumsum(0))):

@@ -28,6 +28,25 @@ UNNAMED = {
     "plot_predictive_check": {"draws"},
     "to_arviz": {"num_samples", "num_chains", "num_predictive", "seed", "memory_budget"},
 }
+# What may be zero: steps that are not taken, seeds, and what then means all or none.
+FROM_ZERO = {
+    "ActiveSetGaussianProcess": {"num_active"},
+    "Analytic_ELBO": {"warm_up"},
+    "GatedDecoder": {"width"},
+    "GibbsEM": {"burn_in"},
+    "LeaveOneOutRegression.fit": {"steps"},
+    "SASDecoder": {"num_active"},
+    "SASDecoder.infer": {"steps"},
+    "SASDecoder.initialize": {"steps"},
+    "Sampling": {"seed"},
+    "SubsetGPRegression.fit": {"max_epochs"},
+    "UniformSplits": {"num_active"},
+    "check_truncation": {"num_samples"},
+    "fit_minibatches": {"steps"},
+    "gplvm.fit": {"removal_steps", "rounds", "steps", "warm_up"},
+    "latents_to_arviz": {"seed"},
+    "maximize_bound": {"steps"},
+}
 # A step's arguments are those of the model.
 INTEGERS = {
     name: {argument for argument, value in make()[1].items() if type(value) is int} - UNNAMED.get(name, set())
@@ -40,7 +59,7 @@ INTEGERS = {
 def test_whatever_takes_an_integer_refuses_all_else_by_name(name):
     assert more_calls.__name__
     for argument in sorted(INTEGERS[name]):
-        for value in (2.5, True, "2"):
+        for value in (2.5, True, "2", -1, *([0] if argument not in FROM_ZERO.get(name, ()) else [])):
             function, arguments = CALLS[name]()
             with pytest.raises((ValueError, TypeError), match=argument):
                 function(**(arguments | {argument: value}))

@@ -99,6 +99,7 @@ def test_polars_are_data():
 # --- through the public face ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", ["masked", "attributes"])
 def test_restoration_fills_what_is_masked(container):
     def filled(image):
@@ -109,6 +110,7 @@ def test_restoration_fills_what_is_masked(container):
     assert float(found.abs().max()) < 10
 
 
+@pytest.mark.slow
 def test_models_learn_from_what_is_not_masked():
     def scale(y):
         torch.manual_seed(0)
@@ -122,6 +124,8 @@ def test_models_learn_from_what_is_not_masked():
         torch.testing.assert_close(scale(CONTAINERS["masked"]), scale(NAN))
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("container", ["masked", "nullable", "attributes"])
 def test_estimators_take_what_is_masked_for_missing(container):
     def codes(X):

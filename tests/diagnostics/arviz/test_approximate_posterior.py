@@ -65,7 +65,7 @@ def leave_one_out(idata: Any, log_weight: np.ndarray) -> float:
     return float(np.logaddexp.reduce(weights + likelihood, axis=1).sum())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_log_densities_weight_the_draws_to_the_evidence(idata: Any, y: Tensor) -> None:
     """Fails by chance once in 150 000 runs of other seeds: 4.5 standard errors of a mean."""
     evidence, _ = exact(y)

@@ -112,6 +112,7 @@ def test_log_likelihood_sums_the_states_out(model: Callable[..., None], data: Te
     np.testing.assert_allclose(likelihood.values, np.broadcast_to(expected, (1, 4, NUM_DATA)), rtol=1e-10)
 
 
+@pytest.mark.nightly
 def test_log_densities_of_the_draws(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
     idata = to_arviz(model, fitted(model, data, num_states=5), data, num_samples=20)
     drawn = torch.from_numpy(get_dataset(idata, "posterior")["s"].values[0]).double()
@@ -297,6 +298,7 @@ def test_exact_conditional(data: Tensor, weight: Tensor) -> None:
     assert get_dataset(idata, "posterior")["shift"].dims == ("chain", "draw", "data")
 
 
+@pytest.mark.nightly
 def test_several_sites_in_nested_plates(generator: torch.Generator) -> None:
     y = torch.randn(5, 2, generator=generator)
 
@@ -410,6 +412,7 @@ def test_netcdf_round_trip(model: Callable[..., None], data: Tensor, tmp_path: P
     assert get_dataset(loaded, "posterior")["s"].dtype == np.int8
 
 
+@pytest.mark.slow
 def test_arviz_reads_it(data: Tensor, weight: Tensor) -> None:
     model = global_model(weight)
     idata = to_arviz(model, fitted(model, data, guide=with_normal(model, "shift")), data, num_samples=60, seed=0)

@@ -148,6 +148,7 @@ def test_two_axes_of_one_name_are_two_dimensions(frame: pd.DataFrame) -> None:
     assert observed.dims == ("gene", "y_dim_0")
 
 
+@pytest.mark.slow
 def test_labels_that_files_cannot_hold_become_strings(frame: pd.DataFrame, tmp_path: Path) -> None:
     frame.columns = pd.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)])
     frame.index = DAYS.tz_localize("Europe/Berlin")
@@ -181,7 +182,7 @@ def test_columns_that_are_no_numbers_are_refused_by_name(frame: pd.DataFrame) ->
         to_arviz(model, guide, xr.DataArray(np.array(["a", "b"])), num_samples=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neither_package_is_imported_with_the_library() -> None:
     code = "import sys, pyro_truncated.utils.arrays; assert not {'pandas', 'xarray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -93,6 +93,7 @@ def normal_guide(inputs, y=None):
     pyro.sample("noise", dist.LogNormal(pyro.param("loc", torch.tensor(-0.5)), 0.1))
 
 
+@pytest.mark.slow
 def test_guide_functions(inputs, y):
     idata = to_arviz(regression, normal_guide, inputs, y=y, num_samples=50, seed=0)
     posterior, stats = get_dataset(idata, "posterior"), get_dataset(idata, "sample_stats")
@@ -162,7 +163,7 @@ def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_p
     assert get_dataset(idata, "marginal_predictive")["y"].shape == (4, 1, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_enumerated_guides_and_truncated_ones_of_all_states_agree(y):
     stock = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
     truncated = AutoGuideList(mixture)
@@ -221,6 +222,7 @@ def test_enumerated_latents_outside_of_data_points_are_parameters(y):
     assert "marginal_predictive" not in group_names(idata)
 
 
+@pytest.mark.slow
 def test_missing_data_beside_stock_guides(y):
     is_seen = torch.arange(12) % 3 > 0
 
@@ -311,7 +313,7 @@ def test_subsamples_are_refused(y):
     assert get_dataset(to_arviz(model, guide, y, num_samples=2), "log_likelihood")["y"].shape == (4, 2, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arviz_and_the_verdict_take_any_guide(inputs, y, capsys):
     guide = trained(regression, AutoMultivariateNormal(regression, init_scale=0.1), inputs, y=y)
     idata = to_arviz(regression, guide, inputs, y=y, seed=0)

@@ -164,6 +164,7 @@ def imputed(x, is_seen):
         pyro.sample("x", dist.Normal(mu + SHIFT * z, 1.0), obs=x, obs_mask=is_seen)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("covered", [True, False])
 def test_missing_data_are_imputed_in_the_posterior(generator, covered):
@@ -254,7 +255,7 @@ class Wrapped(PyroModule):
         return self.model(y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(ARVIZ_V1, reason="names and defaults of ArviZ 0.2x; 1.x has its own test")
 def test_arviz_runs_on_the_defaults_without_complaint(generator):
     y = torch.cat([torch.randn(8, generator=generator), SHIFT + torch.randn(8, generator=generator)])

@@ -148,6 +148,7 @@ def shifted(y):
         pyro.sample("y", dist.Normal(2 * s + shift, 0.5).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_the_gap_of_the_checks_is_that_at_the_medians_of_other_latents(y, tmp_path):
     guide = AutoGuideList(shifted)
     guide.append(AutoNormal(poutine.block(shifted, expose=["shift"]), init_scale=1.0))

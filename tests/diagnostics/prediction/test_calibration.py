@@ -39,6 +39,7 @@ def test_exact_posteriors_are_calibrated_and_truncated_ones_are_not():
     assert float(truncated.pit["log_joint"].mean()) < 0.45
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [zoo.two_sites, zoo.one_hot, zoo.nested, zoo.nested_right, zoo.two_plates], ids=lambda case: case.__name__)
 def test_sites_of_all_kinds(case):
@@ -69,7 +70,7 @@ def shifted(y):
         pyro.sample("y", dist.Normal(s, 1.0), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spread", [0.5**0.5, 0.05])
 def test_global_latents(spread):
     """The posterior of the shift given x is N(x / 2, 1 / 2); a guide that is far too sure is found out."""

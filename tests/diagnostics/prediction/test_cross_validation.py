@@ -78,6 +78,7 @@ def test_plug_in_estimates_are_the_log_likelihood_and_say_so(generator):
     assert "point estimates" in result.caveats[0]
 
 
+@pytest.mark.slow
 def test_draws_of_parameters_give_the_cross_validation_of_the_marginal_likelihood(bayesian):
     idata, y = bayesian
     result = cross_validate(idata)
@@ -101,6 +102,7 @@ def test_draws_of_parameters_give_the_cross_validation_of_the_marginal_likelihoo
     assert flattering > result.elpd + 20
 
 
+@pytest.mark.slow
 def test_comparison_prefers_the_right_noise_and_names_its_caveats(generator):
     y = draw(40, generator)
 
@@ -123,6 +125,7 @@ def test_comparison_prefers_the_right_noise_and_names_its_caveats(generator):
         compare_models({"right": idatas["right"]})
 
 
+@pytest.mark.slow
 def test_truncation_that_matters_for_the_comparison_is_named(generator):
     y = draw(40, generator)
     full, cut = converted(fixed, y), converted(fixed, y, AutoTruncated(fixed, 1))
@@ -131,6 +134,7 @@ def test_truncation_that_matters_for_the_comparison_is_named(generator):
     assert table.loc["cut", "missing_nats"] > 10
 
 
+@pytest.mark.slow
 def test_transforms_of_the_right_model_are_uniform(generator):
     transforms = loo_pit(converted(fixed, draw(400, generator)))
     assert transforms.shape == (400, 2)
@@ -162,6 +166,7 @@ def test_p_values_count_draws(generator):
     assert predictive_p_values(idata, statistics={"size": np.size}) == {"size": 0.5}
 
 
+@pytest.mark.slow
 def test_predictive_groups_have_the_right_distributions(generator):
     y = draw(30, generator)
     idata = converted(fixed, y, num_samples=400, num_predictive=400)
@@ -204,6 +209,7 @@ def test_transforms_where_observations_are_missing(generator):
     np.testing.assert_allclose(ax.lines[0].get_ydata()[100], (seen <= 0.5).mean() - 0.5)
 
 
+@pytest.mark.slow
 def test_transforms_where_states_are_global(generator):
     inputs = torch.randn(200, 2, generator=generator)
 
@@ -218,6 +224,7 @@ def test_transforms_where_states_are_global(generator):
     assert stats.kstest(transforms[:, 0], "uniform").pvalue > 2e-5
 
 
+@pytest.mark.slow
 def test_of_restarts_with_point_estimates_the_best_counts(generator):
     y = draw(30, generator)
 
@@ -236,7 +243,7 @@ def test_of_restarts_with_point_estimates_the_best_counts(generator):
     np.testing.assert_allclose(table["missing_nats"], 0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latents_of_data_points_make_no_posterior_of_the_parameters(generator):
     y = draw(20, generator)
 

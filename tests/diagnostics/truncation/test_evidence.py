@@ -86,7 +86,7 @@ def test_estimates_are_unbiased_and_intervals_bracket_the_truth(sparse, generato
     assert lower >= float(result.free_energy.sum())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "widest"), [(0.7, 1.35), (1.5, math.inf)])
 def test_the_interval_of_the_total_holds_what_it_says(spread, widest, generator):
     """Log-normal weights, half of them zero where they are skewed, whose mean is twice the population's mass: 150 sets of 100 data points.
@@ -193,6 +193,7 @@ def test_bad_arguments_are_refused():
         estimate_evidence(guide, *case.args, exact_states={"s": torch.zeros(3, 5)})
 
 
+@pytest.mark.nightly
 def test_intervals_hold_what_they_say():
     # Six random models of sixty data points each; an interval of the normal approximation holds 86 % here, this one 95 %.
     hits = []

@@ -54,6 +54,8 @@ def counts(place):
     return dist.Poisson(0.5 + 20.0 * place.double())
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transition", [LEFT_TO_RIGHT, MIXING], ids=["left to right", "mixing"])
 @pytest.mark.parametrize("emission", [gaussian, counts])
 def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emission, generator):
@@ -69,6 +71,7 @@ def test_heavy_tails_are_no_matter_where_nothing_lies_outside(transition, emissi
     assert transition is LEFT_TO_RIGHT or bool((report.evidence.pareto_k > 0.7).any())
 
 
+@pytest.mark.slow
 def test_heavy_tails_count_where_mass_is_missing(generator):
     model, y, evidence = chain(MIXING, lambda place: dist.Normal(place.double(), 1.0), 12, generator)
     guide = AutoTruncated(model, 4, whole_states=True).infer(y, steps=10)
@@ -91,6 +94,7 @@ def test_draws_of_probability_zero_say_nothing():
     assert not diagnose(idata, warn=False).is_trusted
 
 
+@pytest.mark.nightly
 def test_draws_from_the_prior_keep_to_its_hard_constraints(generator):
     model, y, evidence = chain(LEFT_TO_RIGHT, gaussian, 12, generator)
     # All of the 78 paths that are possible, in a space of half a million.

@@ -41,6 +41,7 @@ def test_objective_is_minus_the_log_evidence_and_has_its_gradient(data: tuple[Te
         torch.testing.assert_close(gradient, parameter.grad)
 
 
+@pytest.mark.slow
 def test_fit_is_better_than_any_sparse_one_and_predicts_as_the_dense_formulas_do(data: tuple[Tensor, Tensor]) -> None:
     x, y = data
     model = SubsetGPRegression(smooth_rbf(x), y)
@@ -97,6 +98,7 @@ def test_a_line_says_what_is_taken(data: tuple[Tensor, Tensor], caplog: pytest.L
     assert not SubsetGPRegression(smooth_rbf(more), more, num_inducing=5001).is_exact
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("frequency", "least", "most"), [(1.0, 8, 64), (6.0, 33, 128)])
 def test_by_default_there_are_as_many_inducing_inputs_as_the_function_needs(frequency: float, least: int, most: int) -> None:

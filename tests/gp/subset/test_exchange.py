@@ -225,12 +225,6 @@ def test_cholesky_without_dependent_rows():
     torch.testing.assert_close(triangle @ triangle.mT, (A @ A.mT)[:3, :3])
 
 
-@pytest.mark.parametrize("option", ["information_pivots", "pool", "block", "patience", "candidates_per_input"])
-def test_sizes_are_checked(option):
-    with pytest.raises(ValueError, match=f"{option} must be a positive integer; got 0"):
-        ExchangeSearch(**{option: 0})
-
-
 def test_problem_is_checked():
     kernel, Y = toy(30)
     with pytest.raises(ValueError, match=r"targets must be finite and of shape \(30, H\)"):

@@ -91,6 +91,7 @@ def curves(n, seed):
     return x, wave / wave.std() + 0.3 * torch.randn(n, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_they_say_where_inducing_inputs_have_moved():
     # Of 2000 new targets; with inputs moved by all of the data and calibrated on the same, 95 % intervals held .68 and .63 of them.
     # A single share, of 25 data points held out, is worth .90 to .97.

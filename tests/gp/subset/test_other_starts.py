@@ -21,6 +21,8 @@ def few_relevant(n, dim=16, seed=0):
     return x, y
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 24])
 def test_inputs_among_many_irrelevant_ones_are_found(size):
     x, y = few_relevant(900)
@@ -34,6 +36,7 @@ def test_inputs_among_many_irrelevant_ones_are_found(size):
     assert float(scales[:2].max()) < 0.5 * float(scales[2:].min())
 
 
+@pytest.mark.slow
 def test_noise_stays_noise():
     x, y = few_relevant(300)
     y = y[torch.randperm(300, generator=torch.Generator().manual_seed(1))]
@@ -43,6 +46,8 @@ def test_noise_stays_noise():
     assert value > 0.48 * 300
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 7])
 def test_noise_that_looks_explained_by_chance_is_noise(seed):
     # Two of eight draws of which predictions, even from the others' targets, account for more than a fiftieth of the variance.
@@ -55,6 +60,7 @@ def test_noise_that_looks_explained_by_chance_is_noise(seed):
         model.fit(max_epochs=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_seventh_of_the_variance_is_something(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -74,6 +80,7 @@ def test_length_scales_that_are_not_learned_are_left_alone():
     assert float(kernel.lengthscale) == pytest.approx(50.0)
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_from_where_the_first_one_ended():
     x, y = few_relevant(300)
     model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=16, generator=torch.Generator().manual_seed(0))
@@ -106,6 +113,7 @@ def two_outputs(n, seed=0):
     return x, both.where(torch.rand(n, 2, generator=generator) > 1 / 3, torch.nan)
 
 
+@pytest.mark.slow
 def test_coregionalised_outputs_among_many_irrelevant_inputs_are_found():
     x, y = two_outputs(240)
     model = CoregionalizedGPRegression(x, y, generator=torch.Generator().manual_seed(0))
@@ -123,6 +131,7 @@ def test_coregionalised_outputs_among_many_irrelevant_inputs_are_found():
     assert len(model.history) > count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_outputs_that_only_go_with_each_other_are_noise(seed):
     # Of four draws of so few data points, the first looks explained by chance; of 300, none does.

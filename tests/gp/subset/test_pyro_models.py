@@ -94,6 +94,7 @@ def dist_normal(y, mean, noise):
     return -0.5 * (y - mean).square() / noise - 0.5 * math.log(2 * math.pi * noise)
 
 
+@pytest.mark.slow
 def test_minibatches_are_unbiased():
     kernel, Y = toy(60)
     gp = SubsetVariationalGP(kernel, Y[:, 0], likelihood=double(likelihoods.Gaussian()), num_inducing=10, index=INDEX, batch_size=7)
