@@ -26,10 +26,17 @@ from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.data_parallel import averaged_by_others, start_alike, total, watched
+from pyro_truncated.training.data_parallel import (
+    averaged_by_others,
+    drawing_alike,
+    refuse_local_draws,
+    shared_out,
+    start_alike,
+    total,
+    watched,
+)
 from pyro_truncated.training.em_step import EMStep, collect_on_chains
 from pyro_truncated.training.mixed_guides import MixedGuides, pyros_own
-from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_draws, shared_out
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described

@@ -21,11 +21,11 @@ from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
     read_checkpoint,
+    refuse_other_runs,
     restore,
     save_checkpoint,
 )
 from pyro_truncated.training.checkpoint_file import claimed
-from pyro_truncated.training.compatibility import refuse_other_runs
 from pyro_truncated.training.data_parallel import is_shared_run, shared_portion, watched
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
 from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
