@@ -2,6 +2,7 @@
 
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.checkpoint import CheckpointWarning
+from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learn_report import LearnReport
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
@@ -13,6 +14,7 @@ __all__ = [
     "CheckpointWarning",
     "ConvergenceWarning",
     "DisagreeingStartsWarning",
+    "LearnConfig",
     "LearnReport",
     "Restarts",
     "Training",

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.convergence import by_gradients, fixed, train
+from pyro_truncated.training.convergence import by_gradients, train
+from pyro_truncated.training.learn_report import MoveCounts
 from pyro_truncated.training.model_parameters import forgetting_guides, load_snapshot, parameters_of
-from pyro_truncated.training.model_runs import Run, Settings, insert_states
-from pyro_truncated.training.starts import AsTheyAre, Start, start_of
+from pyro_truncated.training.profile import Profile
+from pyro_truncated.training.solution import FixedStates, Solution, fit_states, solution_of, trainer_at
+from pyro_truncated.training.solution_moves import Proposals, improve
+from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.budget import rows_per_block
 
 # At this temperature all states count alike.
 _HOT = 1e9
 # Probabilities and gradients that count as zero.
-_NOTHING = 1e-8
+_ZERO = 1e-8
 # Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded.
-_MOST, _ROUNDS = 512, 4
+_MAX_REVIVED, _MAX_ROUNDS = 512, 4
 # Memory of these states; with more posteriors fewer latents are revived at once.
-_BYTES = 2**28
+_MAX_BYTES = 2**28
 
 
-def revive_dead_latents(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
+class DeadLatents:
+    """The move that revives dead latents.
+
+    Args:
+        profile: of restarts, by gradients; the model is left somewhere else.
+    """
+
+    name = "revival of dead latents"
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields solutions fitted with dead latents, while these gain."""
+        for _ in range(_MAX_ROUNDS):
+            dead = dead_latents(self._profile, best)
+            if not len(dead):
+                return
+            before, best = best, (yield _fit_alive(self._profile, best, dead))
+            if best is before:
+                return
+
+
+def revive_dead_latents(profile: Profile, found: Solution, counts: MoveCounts | None = None) -> Solution:
     r"""Revives dead binary latents that all data share, if that gains.
 
     With a posterior for each data point most latents are active somewhere, and their parameters are learned. In a single posterior a
@@ -35,49 +59,40 @@ def revive_dead_latents(model: Any, y: Tensor, settings: Settings, start: Start,
     .. math:: \max_\theta \; \log p(s, y \mid \theta) + \sum_l \log p(s + e_l, y \mid \theta),
 
     so that each explains a part of the residual. Then states are searched and the model is trained, while the free energy rises.
-
-    Args:
-        model: the model, trained by gradients; left somewhere else.
-        y: its data.
-        settings: what all runs have in common.
-        start: has ended, with its states.
-        tolerance: gain in free energy per posterior that is worth another round.
-        steps: steps of each fit, and least number of those after it.
     """
-    if start.states is None or start.beside:
-        return start
-    for _ in range(_ROUNDS):
-        asleep = _asleep(model, y, settings, start)
-        if not len(asleep):
-            break
-        _fit_alive(model, y, settings, start, asleep, steps)
-        child = _trained(model, y, settings, start, steps)
-        if not child.reached.free_energy > start.reached.free_energy + tolerance:
-            break
-        start = child
-    return start
+    if found.population is None or found.companion:
+        return found
+
+    def search_and_train(child: Solution) -> Solution:
+        with forgetting_guides(profile.model, profile.y):
+            trainer = Trainer(profile)
+            trainer.insert_states(child.states)
+            trainer.find_states()
+            return solution_of(trainer, train(trainer, by_gradients(trainer, profile.short_steps)))
+
+    return improve(found, DeadLatents(profile), search_and_train, profile.tolerance, counts)
 
 
-def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
+def dead_latents(profile: Profile, solution: Solution, max_bytes: int = _MAX_BYTES) -> Tensor:
     """Returns dead binary latents whose parameters a step does not change.
 
-    Of too many a random part.
+    Of too many a random part: as many as states of the given memory, one for each, hold.
     """
-    assert start.states is not None
-    load_snapshot(model, y, start.parameters)
-    with forgetting_guides(model, y):
-        run = Run(model, y, settings)
-        insert_states(run, y, start.states)
-        run.step(y)
-        assert run.truncated is not None
-        population = run.truncated.population()
-        is_off = (population.marginals().amax(0) < _NOTHING).cpu()
-        latents = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
-        is_taught = all(_have_moved(value, start.parameters[name]) for name, value in parameters_of(model, y).items())
+    with forgetting_guides(profile.model, profile.y):
+        trainer = trainer_at(profile, solution)
+        trainer.insert_states(solution.states)
+        trainer.step()
+        assert trainer.truncated is not None
+        population = trainer.truncated.population()
+        is_off = (population.marginals().amax(0) < _ZERO).cpu()
+        latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
+        parameters = parameters_of(profile.model, profile.y)
+        is_taught = all(_have_moved(value, solution.parameters[name]) for name, value in parameters.items())
     if is_taught:
-        return latents[:0]  # type: ignore[no-any-return]
-    most = min(_MOST, rows_per_block(start.states[:, 0].numel() * start.states.element_size(), _BYTES))
-    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]  # type: ignore[no-any-return]
+        return latents[:0]
+    states = solution.states[:, 0]
+    most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
+    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]
 
 
 def _have_moved(after: Tensor, before: Tensor) -> bool:
@@ -89,30 +104,20 @@ def _have_moved(after: Tensor, before: Tensor) -> bool:
     return bool((step.max() > 0) & (step >= step.max() / 2).all())
 
 
-def _fit_alive(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:
+def _fit_alive(profile: Profile, solution: Solution, dead: Tensor) -> Solution:
     """Fits parameters to the likeliest states, with dead latents added in turn."""
-    load_snapshot(model, y, start.parameters)
-    with forgetting_guides(model, y):
-        run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1 + len(asleep)), lambda _: _HOT)
-        scorer, guide = run.scorer(y), run.truncated
-        assert guide is not None
-        assert start.states is not None
-        words = guide.space.pack(start.states)
-        likeliest = Population(guide.space, words, scorer.score(words)).mode()
-        states = guide.space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(asleep), 1)
-        states[:, torch.arange(1, 1 + len(asleep)), asleep] = 1
-        words = guide.space.pack(states)
-        guide.populations.store_(scorer.score(words), None, words)
-        train(run, y, fixed(steps))
+    load_snapshot(profile.model, profile.y, solution.parameters)
 
+    def with_dead_latents(scorer: LogJoint) -> Tensor:
+        """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
+        assert solution.population is not None
+        space, words = solution.population.space, solution.population.words
+        likeliest = Population(space, words, scorer.score(words)).mode()
+        states = space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(dead), 1)
+        states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+        return space.pack(states)
 
-def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int) -> Start:
-    """Trains from present parameters and searched states of a restart."""
-    assert start.states is not None
-    with forgetting_guides(model, y):
-        run = Run(model, y, settings)
-        insert_states(run, y, start.states)
-        run.find_states(y)
-        reached = train(run, y, by_gradients(run, steps))
-        assert run.truncated is not None
-        return start_of(run, model, y, reached)._replace(states=run.truncated.population().states())
+    with forgetting_guides(profile.model, profile.y):
+        trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: _HOT)
+        fitted = fit_states(trainer, with_dead_latents)
+    return fitted.replace(population=solution.population)

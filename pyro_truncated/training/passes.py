@@ -5,7 +5,7 @@ Networks need many more steps than searches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed.shards import total_rows
-from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.model_parameters import is_a_network
+from pyro_truncated.training.profile import Profile
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Rows of a part; most parts, each of which has a guide.
@@ -89,7 +88,7 @@ def part_of(rows: Tensor, first: int, number: int) -> Tensor:
     return rows.as_subclass(Tensor)[first::number]
 
 
-def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[], AutoTruncated]) -> Parts | None:
+def parts_of(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
     """Returns the parts of a network's data, ``None`` for other models.
 
     Data points must share no latents, and lie in one process.
@@ -97,13 +96,12 @@ def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[]
     Programs whose parts differ from all data are trained on all at once. They hold other data beside these rows, look at neighbours, or
     observe something of no data point, which would count once for each part.
     """
-    if not isinstance(guide, AutoTruncated) or isinstance(model, ClosedFormModel):
-        return None
-    if guide.conditional is not None or guide.product is not None:
+    y = profile.y
+    if not profile.is_network or not profile.is_by_gradients or profile.has_companion or profile.is_conditional or profile.is_product:
         return None
     number = min(_MOST, len(y) // _ROWS)
     is_whole = guide.layout.num_data == len(y) == total_rows(y) and getattr(y, "file", None) is None
-    if number < 2 or not is_whole or not is_a_network(model, y):
+    if number < 2 or not is_whole:
         return None
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         guide.populations.seed_()
@@ -113,20 +111,20 @@ def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[]
         if float(whole.outside().detach()) != 0.0:
             return None
         rows = [part_of(y, first, number).contiguous() for first in range(number)]
-        guides = [_guide_of(guide, part, first, guide_of) for first, part in enumerate(rows)]
+        guides = [_guide_of(guide, part, first, profile) for first, part in enumerate(rows)]
         for first, (part, own) in enumerate(zip(rows, guides, strict=True)):
             if own is None or not _are_as_among_all(own, part, part_of(words, first, number), part_of(scores, first, number)):
                 return None
     return Parts(y, guide, rows, [own for own in guides if own is not None], elbo)
 
 
-def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, guide_of: Callable[[], AutoTruncated]) -> AutoTruncated | None:
+def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, profile: Profile) -> AutoTruncated | None:
     """Returns a guide of a part with its own random numbers.
 
     Its state space is that of all data.
     """
     assert guide.populations.seed is not None
-    made = guide_of()
+    made = profile.make_guide()
     made.populations.seed = ops.mix_bits(guide.populations.seed, first)
     try:
         made.setup(rows)
