@@ -6,8 +6,7 @@ from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learn_report import LearnReport
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
-from pyro_truncated.training.loop import Training, fit
-from pyro_truncated.training.restarts import Restarts, fit_restarts
+from pyro_truncated.training.loop import Restarts, Training, fit, fit_restarts
 from pyro_truncated.utils.annealing import cooling
 
 __all__ = [

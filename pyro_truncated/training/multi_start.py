@@ -8,7 +8,6 @@ from functools import partial
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import undriven
-from pyro_truncated.training.dead_latents import revive_dead_latents
 from pyro_truncated.training.learn_report import Restart
 from pyro_truncated.training.model_parameters import disturb, load_snapshot, snapshot
 from pyro_truncated.training.overcomplete import start_overcomplete
@@ -16,6 +15,7 @@ from pyro_truncated.training.pool import SolutionPool
 from pyro_truncated.training.profile import Profile, profile_model
 from pyro_truncated.training.recombination import recombinations_of
 from pyro_truncated.training.solution import Solution, run_restart
+from pyro_truncated.training.solution_moves import revive_dead_latents
 from pyro_truncated.training.stop_rule import StopRule
 from pyro_truncated.training.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.utils.console import ProgressBar, progress_bar

@@ -13,10 +13,10 @@ from torch import Tensor
 from pyro_truncated import Truncated_ELBO, learn
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.dead_latents import dead_latents, revive_dead_latents
 from pyro_truncated.training.model_parameters import snapshot
 from pyro_truncated.training.profile import profile_model
 from pyro_truncated.training.solution import Solution
+from pyro_truncated.training.solution_moves import dead_latents, revive_dead_latents
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:

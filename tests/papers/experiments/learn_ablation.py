@@ -28,7 +28,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.training import dead_latents, multi_start, pool, profile, relocation, solution_moves, stop_rule, trainer
+from pyro_truncated.training import multi_start, pool, profile, relocation, solution_moves, stop_rule, trainer
 from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.solution import run_restart
 from pyro_truncated.warmup import warm_up
@@ -368,7 +368,7 @@ def rule(name: str, result: bool, has_acted: Callable[[Any], bool]) -> Mechanism
 MECHANISMS = {
     "complement": without(solution_moves.Complement),
     "use of redundant latents": without(solution_moves.RedundantLatents),
-    "revival of dead latents": without(dead_latents.DeadLatents),
+    "revival of dead latents": without(solution_moves.DeadLatents),
     "replacement of difference codes": without(solution_moves.DifferenceCodes),
     "crossover": without(solution_moves.Crossover, solution_moves.CompletionByOthers),
     "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((stop_rule.StopRule, "_same_code"),)),
@@ -420,7 +420,7 @@ def watched() -> Iterator[dict[str, list[float]]]:
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        for owner in (pool, dead_latents):
+        for owner in (pool, solution_moves):
             stack.enter_context(patch.object(owner, "improve", timed(None, owner.improve, bool)))
         for name, mechanism in MECHANISMS.items():
             for owner, attribute in mechanism.watched:
