@@ -156,7 +156,7 @@ def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Col
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
     refuse_other_models(content, svi, params, path)
-    undo = remembered(svi)
+    undo = keep_state(svi)
     try:
         set_state(svi, content, leaves=may_differ)
     except Exception as error:
@@ -319,7 +319,7 @@ def _device_of(svi: SVI) -> torch.device:
     return device_of_module(modules_of_run(svi).get("model")) if loose is None else loose.device
 
 
-def remembered(svi: SVI) -> Callable[[], None]:
+def keep_state(svi: SVI) -> Callable[[], None]:
     """Returns a function that restores the present state of a run.
 
     It covers modules, parameters, optimiser, search, counts and generators.

@@ -1,4 +1,4 @@
-"""Atomic files with a checksum, and files of the rows of one process."""
+"""Atomic files with a checksum, and files of one process's rows."""
 
 from __future__ import annotations
 

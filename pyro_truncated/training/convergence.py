@@ -226,7 +226,7 @@ def _until_convergence(trainer: Trainer, schedule: Schedule, before: Sequence[fl
     values = [trainer.step() for _ in range(schedule.steps)]
     while len(values) < schedule.max_steps:
         if schedule.has_converged([*before, *values]):
-            trainer.relocations.at_rest()
+            trainer.relocations.move_at_convergence()
             if trainer.relocations.are_done:
                 break
         values += [trainer.step() for _ in range(min(schedule.stride, schedule.max_steps - len(values)))]

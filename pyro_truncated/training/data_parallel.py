@@ -1,4 +1,4 @@
-"""Data-parallel training: equal starts, losses of all data, and equal shares of global terms."""
+"""Data-parallel training: equal starts, and losses of all data."""
 
 from __future__ import annotations
 

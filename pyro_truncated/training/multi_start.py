@@ -60,7 +60,7 @@ class MultiStart:
             self.reason = self.rule.reason(self.pool)
 
     def _initialize(self, number: int) -> str:
-        """Goes where a restart begins, if the model does not itself; returns a name of the place."""
+        """Goes where a restart begins; returns the name of the place."""
         profile = self._profile
         if self._first is None:
             return profile.initializer
@@ -92,9 +92,9 @@ class MultiStart:
         disturb(self._profile.model, self._profile.y, self.pool.best.parameters, self._profile.generator)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
-        """Lets restarts exchange latents if these are exchangeable, or begin at a linear model.
+        """Finds out what restarts exchange, or whether a linear model warm-starts them.
 
-        Random parameters show whether they are.
+        Random parameters show which latents are exchangeable.
         """
         profile, pool = self._profile, self.pool
         self._disturb(first)

@@ -42,15 +42,15 @@ def start_overcomplete(profile: Profile) -> Solution:
         pruner = _Pruner(profile.replace(model=larger), profile.temperature)
         pruner.take(steps)
         if profile.is_large:
-            return pruner.converged(max(1, steps // 2))
+            return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
         asked = solution_of(pruner.trainer, NOTHING.estimate)
         if not profile.is_matched:
-            found = pruner.converged(steps)
+            found = pruner.converge(steps)
             noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
             return found.replace(estimate=found.estimate._replace(noise=found.estimate.noise + noise))
         kept = pruner.prune_redundant()
-        found = resolve_difference_codes(pruner.trainer.profile, pruner.converged(steps))
+        found = resolve_difference_codes(pruner.trainer.profile, pruner.converge(steps))
         return found if len(kept) == model.num_latents else _filled_up(pruner.trainer.profile, found, asked, kept)
 
 
@@ -59,9 +59,9 @@ class _Pruner:
 
     def __init__(self, profile: Profile, temperature: Temperature) -> None:
         self.trainer = Trainer(profile, temperature)
-        self.num_parameters = num_parameters_of_one(profile)
+        self.num_parameters = num_parameters_per_latent(profile)
 
-    def converged(self, steps: int) -> Solution:
+    def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
         return solution_of(self.trainer, train(self.trainer, to_convergence(self.trainer, steps)))
 
@@ -104,7 +104,7 @@ class _Pruner:
         states = before.truncated.population().states()[..., kept]
         profile = before.profile.replace(model=model.with_latents(kept))
         if len(kept) > 1:  # a single latent keeps its parameters
-            self.num_parameters = num_parameters_of_one(profile)
+            self.num_parameters = num_parameters_per_latent(profile)
         # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         self.trainer = Trainer(profile)
@@ -139,7 +139,7 @@ def _filled_up(profile: Profile, found: Solution, asked: Solution, kept: Tensor)
     return found.replace(parameters=parameters, population=Population(space, words, states.new_zeros(words.shape[:-1], dtype=y.dtype)))
 
 
-def num_parameters_of_one(profile: Profile) -> int:
+def num_parameters_per_latent(profile: Profile) -> int:
     """Returns how many parameters one latent has.
 
     Covariances are of pairs, and fewer with fewer latents.

@@ -1,4 +1,4 @@
-"""The solutions of restarts, and the best one, improved by what the others have found."""
+"""The solutions of restarts, and the best one, improved by moves."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SolutionPool:
         self.estimates.append(found.estimate)
         if self.groups:
             self._join(found)
-            found = self._combined()
+            found = self._without_states()
         self._take_best(found)
 
     def exchange(self, groups: list[Recombination]) -> None:
@@ -101,7 +101,7 @@ class SolutionPool:
         if len(self.kept) < 2 or not self._profile.is_matched:
             return
         self.best, *others = self.kept
-        group = group_of_converged(self._profile, self.best)
+        group = find_exchange(self._profile, self.best)
         if group is not None and all(one.population is not None for one in self.kept):
             move = CompletionByOthers(group, others)
             self.best = improve_converged(self._profile, self.best, move, group, self.moves)
@@ -111,7 +111,7 @@ class SolutionPool:
 
         None of them may be redundant: of two equal ones one may be missing elsewhere.
         """
-        return not any(bool((self._are_singletons(group) | self._are_spare(group)).any()) for group in self.groups)
+        return not any(bool((self._find_singletons(group) | self._find_redundant(group)).any()) for group in self.groups)
 
     @property
     def num_singletons(self) -> int:
@@ -128,54 +128,54 @@ class SolutionPool:
         """
         if not self.groups or not self._improve(self._redundant):
             return False
-        self._take_best(self._combined())
+        self._take_best(self._without_states())
         return True
 
     def _take_best(self, found: Solution) -> None:
         candidates = [self.best, found] if self.best.parameters else [found]
         self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)
 
-    def _combined(self) -> Solution:
-        """The best with populations; training finds its states anew, as those of the exchange are few."""
+    def _without_states(self) -> Solution:
+        """The best one without its few states: training finds them anew."""
         assert self._best is not None
         return self._best.replace(population=None)
 
     def _join(self, found: Solution) -> None:
-        """Adds latents of a restart to the best, then those of the others."""
+        """Adds latents of a restart to the best, then of others."""
         before = self._best
         self._members.append(self.groups[0].populated(found))
         waiting = [self._members[-1]]
         while waiting:
             other = waiting.pop()
-            has_gained = [self._take(other), *map(self._improve, self._resolve)]
+            has_gained = [self._cross(other), *map(self._improve, self._resolve)]
             if any(has_gained):
                 waiting = [member for member in self._members if member is not other]
         if self._best is before:
             self._improve(self._redundant)
 
-    def _take(self, other: Solution) -> bool:
+    def _cross(self, other: Solution) -> bool:
         """Whether the best has become better by what another one has found."""
         if self._best is None:
             self._best = other
             return False
         before = self._best
         self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
-        self._best = self._improved(self._best, Crossover(self.groups, lesser))
+        self._best = self._apply(self._best, Crossover(self.groups, lesser))
         return self._best is not before
 
     def _improve(self, move: Move) -> bool:
-        """Whether a move improves the best; it is not repeated on the same one."""
+        """Whether a move improves the best; it is not repeated on it."""
         before = self._best
         assert before is not None
         if before is self._failed.get(move.name):
             return False
-        self._best = self._failed[move.name] = self._improved(before, move)
+        self._best = self._failed[move.name] = self._apply(before, move)
         return self._best is not before
 
-    def _improved(self, best: Solution, move: Move) -> Solution:
-        return improve(best, move, self._settled, self._profile.tolerance, self.moves)
+    def _apply(self, best: Solution, move: Move) -> Solution:
+        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
 
-    def _settled(self, child: Solution) -> Solution:
+    def _train_child(self, child: Solution) -> Solution:
         """Returns a trained proposal, or itself if training does not help.
 
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
@@ -188,36 +188,36 @@ class SolutionPool:
         return self.groups[0].populated(found, near)
 
     def _num_singletons(self, group: Recombination) -> int:
-        lonely = self._are_singletons(group)
-        if not bool(lonely.any()):
+        singletons = self._find_singletons(group)
+        if not bool(singletons.any()):
             return 0
-        spare = self._are_spare(group)
-        is_excused = int(spare.sum()) <= int((~lonely & ~spare).sum())
-        return int((lonely & ~spare if is_excused else lonely).sum())
+        redundant = self._find_redundant(group)
+        is_excused = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
+        return int((singletons & ~redundant if is_excused else singletons).sum())
 
-    def _are_singletons(self, group: Recombination) -> Tensor:
+    def _find_singletons(self, group: Recombination) -> Tensor:
         assert self._best is not None
         best = self._best
         return torch.stack([group.are_shared(best, member) for member in self._members]).sum(0) < 2
 
-    def _are_spare(self, group: Recombination) -> Tensor:
+    def _find_redundant(self, group: Recombination) -> Tensor:
         assert self._best is not None
-        return group.are_spare(self._best)
+        return group.find_redundant(self._best)
 
 
-def group_of_converged(profile: Profile, solution: Solution) -> Recombination | None:
+def find_exchange(profile: Profile, solution: Solution) -> Recombination | None:
     """The exchange of latents of converged solutions, if there is one."""
     groups = recombinations_of(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
     return groups[0] if groups else None
 
 
 def improve_converged(profile: Profile, best: Solution, move: Move, group: Recombination, counts: MoveCounts | None = None) -> Solution:
-    """Returns a converged solution after a move, each proposal of which is trained to convergence."""
+    """Returns a converged solution after a move, with trained proposals."""
 
     def converge(child: Solution) -> Solution:
         return retrain(profile, child, lambda trainer: to_convergence(trainer, profile.short_steps))
 
-    return improve(best, move, converge, 0.0, counts, group.known(best))
+    return improve(best, move, converge, 0.0, counts, group.rescore(best))
 
 
 def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:
@@ -225,7 +225,7 @@ def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:
 
     Most restarts hold no latent that is active only where another one is, and cost only this check.
     """
-    group = group_of_converged(profile, solution)
+    group = find_exchange(profile, solution)
     if group is None or solution.population is None:
         return solution
     return improve_converged(profile, solution, DifferenceCodes([group]), group)
@@ -240,4 +240,4 @@ def have_found_the_same(profile: Profile, one: Solution, other: Solution) -> boo
     groups = recombinations_of(profile, 0.0, one.parameters)
     if not groups or one.population is None or other.population is None:
         return True
-    return groups[0].share_most(groups[0].known(one), groups[0].known(other), profile.config.max_unmatched)
+    return groups[0].share_most(groups[0].rescore(one), groups[0].rescore(other), profile.config.max_unmatched)

@@ -205,13 +205,16 @@ class Profile:
         return dataclasses.replace(self, **fields)
 
     def with_decay(self, steps: int, last: float) -> Profile:
-        """Returns a profile whose learning rate falls to a part in so many steps."""
+        """Returns a profile with a falling learning rate.
+
+        It falls to a part in so many steps.
+        """
         return self.replace(lrd=last ** (1 / steps))
 
     def for_restarts(self) -> Profile:
-        """Returns the profile of restarts: a part of the data, and perhaps half the states.
+        """Returns the profile of restarts, of a part of the data.
 
-        Half are enough to compare restarts from one place, or near the end. Populations that hold all states stay whole.
+        Half the states are enough to compare restarts from one place, or near the end. Populations that hold all states stay whole.
         """
         number = self._num_data()
         is_all = self.is_shared or self.is_product or total_rows(self.y) <= number

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, matched, share_most
+from pyro_truncated.training.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.model_parameters import Medians
 from pyro_truncated.training.profile import Profile
@@ -65,20 +65,20 @@ class Recombination:
         self._first_words, self.space = learned.guide.words.clone(), learned.guide.space
 
     def populated(self, found: Solution, near: Solution | None = None) -> Solution:
-        """Returns a solution with populations, begun from those of a near one if given.
+        """Returns a solution with populations, begun from a near one if given.
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
         if near is None:
-            solution = self._adapted(found.parameters, self._first_words, _FILLING)
+            solution = self._adapt(found.parameters, self._first_words, _FILLING)
         else:
-            solution = _near(self._adapted(found.parameters, _words(near), _ADAPTING), near)
+            solution = _near(self._adapt(found.parameters, _words(near), _ADAPTING), near)
         if not found.companion:
             return solution
         return solution.replace(companion=found.companion, spread=found.free_energy - solution.estimate.free_energy)
 
     @torch.no_grad()
-    def known(self, found: Solution) -> Solution:
+    def rescore(self, found: Solution) -> Solution:
         """A solution with populations that were found before."""
         parameters, words = found.parameters, self.space.pack(found.states)
         return _solution(parameters, Population(self.space, words, self._learned.scorer(parameters).score(words)))
@@ -86,40 +86,40 @@ class Recombination:
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        correlation, partner = self._matched(better, other)
-        partner = self._with_the_least_needed_first(better, other, correlation, partner)
+        correlation, partner = self._match(better, other)
+        partner = self._pair_unmatched(better, other, correlation, partner)
         differs = self.latents.distances(better.parameters, other.parameters, partner) > _SAME
-        return self._with_blocks_of(better, other, correlation, partner, differs)
+        return self._take_blocks(better, other, correlation, partner, differs)
 
     def complete(self, one: Solution, other: Solution) -> Solution:
         """Completes the first of two similar solutions by differing latents that gain.
 
         What differs are latents that are not on for the same data points: most often none.
         """
-        correlation, partner = self._matched(one, other)
+        correlation, partner = self._match(one, other)
         differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
         if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
             return one
-        partner = self._with_the_least_needed_first(one, other, correlation, partner)
-        return self._with_blocks_of(one, other, correlation, partner, differs)
+        partner = self._pair_unmatched(one, other, correlation, partner)
+        return self._take_blocks(one, other, correlation, partner, differs)
 
-    def _with_blocks_of(self, better: Solution, other: Solution, correlation: Tensor, partner: Tensor, differs: Tensor) -> Solution:
+    def _take_blocks(self, better: Solution, other: Solution, correlation: Tensor, partner: Tensor, differs: Tensor) -> Solution:
         gains = {}
         for block in _blocks(correlation[:, partner]):
             if bool(differs[list(block)].any()):
-                gains[block] = self._exchanged(better, other, block, partner).free_energy - better.free_energy
+                gains[block] = self._exchange(better, other, block, partner).free_energy - better.free_energy
         best = better
         for block in sorted(gains, key=lambda one: gains[one], reverse=True):
             if gains[block] > self.tolerance:
-                changed = self._exchanged(best, other, block, partner)
+                changed = self._exchange(best, other, block, partner)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
-    def beside(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
+    def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
-        moved = self.latents.replaced(member.parameters, here, member.parameters, there)
-        return _near(self._adapted(self.latents.disturbed(moved, here, _APART, generator), _words(member), _ADAPTING), member)
+        moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
+        return _near(self._adapt(self.latents.perturb(moved, here, _APART, generator), _words(member), _ADAPTING), member)
 
     def resolve_difference_codes(self, member: Solution) -> Solution:
         """Resolves difference codes; returns the model itself if none gains.
@@ -132,17 +132,17 @@ class Recombination:
         if self.latents.num_values:
             return member
         best, start = member, self.latents.latents.start
-        for other, here in self._only_beside(member):
+        for other, here in self._find_difference_codes(member):
             words, states, space = _words(best), best.states, self.space
             # States with both latents have the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
             others = space.pack(states)
             for parameters in self.latents.sums(best.parameters, here, other):
-                changed = _near(self._adapted(parameters, words, _ADAPTING, others), best)
+                changed = _near(self._adapt(parameters, words, _ADAPTING, others), best)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
-    def mostly_on(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+    def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
 
         The most frequent come first.
@@ -158,7 +158,7 @@ class Recombination:
             return {}
         each = self._marginals(member)
         mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
-        new = [latent for latent in mostly if not any(_are_off_together(each[:, latent], other) for other in known)]
+        new = [latent for latent in mostly if not any(_are_equally_inactive(each[:, latent], other) for other in known)]
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
     def complement(self, member: Solution, latent: int) -> Solution:
@@ -170,7 +170,7 @@ class Recombination:
         states[..., place] = 1 - states[..., place]
         return member.replace(population=dataclasses.replace(member.population, words=self.space.pack(states)))  # type: ignore[type-var]
 
-    def _only_beside(self, member: Solution) -> list[tuple[int, int]]:
+    def _find_difference_codes(self, member: Solution) -> list[tuple[int, int]]:
         """Returns pairs whose second latent is active only beside the first.
 
         The most frequent come first.
@@ -180,7 +180,7 @@ class Recombination:
         pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
         return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
-    def badly_explained(self, member: Solution) -> Tensor:
+    def deficits(self, member: Solution) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
 
         It is a difference of mean free energies.
@@ -196,7 +196,7 @@ class Recombination:
         """Whether most latents of both models have a partner in the other."""
         return share_most(self._marginals(one), self._marginals(other), most_apart)
 
-    def are_spare(self, member: Solution) -> Tensor:
+    def find_redundant(self, member: Solution) -> Tensor:
         """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
         return is_redundant(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
@@ -206,11 +206,11 @@ class Recombination:
             return deletion_losses_of_values(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._learned.scorer(member.parameters))[self.latents.latents]
 
-    def _matched(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
+    def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
         """Returns correlations ``(H, H)`` of two models' latents, and partners."""
-        return matched(self._marginals(one), self._marginals(other))
+        return match_latents(self._marginals(one), self._marginals(other))
 
-    def _with_the_least_needed_first(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
+    def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
         is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
@@ -222,13 +222,13 @@ class Recombination:
     def _marginals(self, member: Solution) -> Tensor:
         return self.latents.probabilities(_population(member)).double().cpu()
 
-    def _exchanged(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
+    def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         here = torch.tensor(block)
-        parameters = self.latents.replaced(member.parameters, here, other.parameters, partner[here])
-        states = self._with_states_of(other, member, here, partner[here])
-        return _near(self._adapted(parameters, _words(member), _ADAPTING, states), member)
+        parameters = self.latents.replace_latents(member.parameters, here, other.parameters, partner[here])
+        states = self._copy_states(other, member, here, partner[here])
+        return _near(self._adapt(parameters, _words(member), _ADAPTING, states), member)
 
-    def _with_states_of(self, other: Solution, member: Solution, here: Tensor, there: Tensor) -> Tensor | None:
+    def _copy_states(self, other: Solution, member: Solution, here: Tensor, there: Tensor) -> Tensor | None:
         """Returns states with latents ``here`` set as ``there`` in the other model.
 
         The other model's likeliest states are used.
@@ -241,7 +241,7 @@ class Recombination:
         return space.pack(states)
 
     @torch.no_grad()
-    def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
+    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
         scorer = self._learned.scorer(parameters)
         beyond, population = self._learned.beyond(scorer), Population(self.space, words, scorer.score(words))
         if others is not None:
@@ -303,7 +303,7 @@ def _are_behind_a_network(profile: Profile, state: dict[str, Tensor], groups: Se
     return shared > sum(state[name].numel() for name in own)
 
 
-def _are_off_together(one: Tensor, other: Tensor) -> bool:
+def _are_equally_inactive(one: Tensor, other: Tensor) -> bool:
     """Whether two latents are inactive for nearly the same data points."""
     return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + ROUNDING)
 

@@ -1,4 +1,4 @@
-"""What a run has learned, and short runs: restarts, and those from a solution."""
+"""What a run has learned, and short runs from there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def copy_population(population: Population) -> Population:
 
 
 def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
-    """Runs a short training from where the model draws a start, or from present parameters.
+    """Runs a short training from a drawn start, or from present parameters.
 
     Args:
         profile: of restarts.
@@ -110,7 +110,7 @@ def trainer_at(profile: Profile, solution: Solution) -> Trainer:
     load_snapshot(profile.model, profile.y, solution.parameters)
     trainer = Trainer(profile)
     if trainer.truncated is not None and solution.companion:
-        trainer.see()
+        trainer.set_up()
         medians = Medians(profile.model, profile.y, trainer.truncated)
         trainer.take_over(medians.companion(solution.parameters, solution.companion))
     return trainer

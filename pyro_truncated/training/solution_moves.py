@@ -93,7 +93,7 @@ class CompletionByOthers:
         """Yields the solution with latents of all others that gain."""
         child = best
         for other in self._others:
-            child = self._group.complete(child, self._group.known(other))
+            child = self._group.complete(child, self._group.rescore(other))
         if child is not best:
             yield child
 
@@ -135,7 +135,7 @@ class Complement:
         """Yields a solution for each such latent."""
         first = best
         for group, failed in zip(self._groups, self._failed, strict=True):
-            for latent, share in group.mostly_on(first, failed).items():
+            for latent, share in group.find_mostly_active(first, failed).items():
                 before, best = best, (yield self._fit(group.complement(best, latent)))
                 if best is before:
                     failed.append(share)
@@ -157,12 +157,12 @@ class RedundantLatents:
         while best is not before:
             before = best
             for group in self._groups:
-                spare = group.are_spare(best)
-                if not bool(spare.any()) or bool(spare.all()):
+                redundant = group.find_redundant(best)
+                if not bool(redundant.any()) or bool(redundant.all()):
                     continue
-                need = group.badly_explained(best).masked_fill(spare, -math.inf)
-                for other in need.topk(min(self._max_candidates, int((~spare).sum()))).indices.tolist():
-                    last, best = best, (yield group.beside(best, int(spare.nonzero()[0]), other, self._generator))
+                need = group.deficits(best).masked_fill(redundant, -math.inf)
+                for other in need.topk(min(self._max_candidates, int((~redundant).sum()))).indices.tolist():
+                    last, best = best, (yield group.reinitialize(best, int(redundant.nonzero()[0]), other, self._generator))
                     if best is not last:
                         break
 

@@ -62,8 +62,8 @@ class StopRule:
         if number == 1 or self._have_agreed(pool):
             return None
         if pool.groups:
-            lonely = pool.num_singletons
-            return f"{lonely} latents of the best of {number} starts were found by fewer than two of them" if lonely else None
+            number_alone = pool.num_singletons
+            return f"{number_alone} latents of the best of {number} starts were found by fewer than two of them" if number_alone else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:

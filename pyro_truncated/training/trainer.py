@@ -68,7 +68,7 @@ class Trainer:
         self._elbo, self.relocations = elbo, Relocations(profile.model, self.truncated, profile.y)
         # A user's search may remember data points by their position among all.
         is_divisible = profile.search is None or isinstance(profile.search, (EvolutionarySearch, ExhaustiveSearch))
-        self._parts = parts_of(profile, self.guide, elbo) if is_divisible else None
+        self._parts = split_data(profile, self.guide, elbo) if is_divisible else None
         self._steps_each = 1 if self._parts is None else self._parts.number
         lrd = profile.lrd ** (1 / self._steps_each)
         self._rate = 1.0
@@ -98,7 +98,7 @@ class Trainer:
         return cast("dict[str, Tensor]", self.guide[0].state_dict()) if self.profile.has_companion else {}
 
     @torch.no_grad()
-    def see(self) -> None:
+    def set_up(self) -> None:
         """Sets the guide up on its data, as its first step would."""
         with spare_random_numbers(), poutine.block():
             self.guide(self.profile.y)
@@ -107,7 +107,7 @@ class Trainer:
     def take_over(self, companion: dict[str, Tensor]) -> None:
         """Takes another run's continuous latents, except those of data points."""
         if companion:
-            self.see()
+            self.set_up()
             for name, value in self.companion.items():
                 if value.shape == companion[name].shape:
                     value.copy_(companion[name])
@@ -116,7 +116,7 @@ class Trainer:
     def scorer(self) -> LogJoint:
         """The scorer of states, given the medians of continuous latents beside."""
         assert self.truncated is not None
-        self.see()
+        self.set_up()
         with spare_random_numbers(), poutine.block():
             values = self.truncated.other_values(Call(self.truncated.model, (self.profile.y,)), median=True)
             return self.truncated.log_joint_of(self.profile.y, values=values)
@@ -134,7 +134,7 @@ class Trainer:
         """Refits a network trained in parts to the states of the populations."""
         if self._parts is not None:
             assert self.truncated is not None
-            self._parts.give()
+            self._parts.collect()
             fit_decoder(self.profile.model, self.profile.y, self.truncated)
 
     def slow_down(self, steps: int) -> None:
@@ -201,7 +201,7 @@ class Trainer:
     def end(self) -> None:
         """Releases the model for other training, and keeps the guide's results."""
         if self._parts is not None:
-            self._parts.give()
+            self._parts.collect()
         if self._driver is not None:
             self._driver.release()
 
@@ -280,11 +280,11 @@ class Parts:
     def _begin(self) -> None:
         self._have_begun, population = True, self._guide.population()
         for first, guide in enumerate(self._guides):
-            words, log_joint = (part_of(value, first, self.number).clone() for value in (population.words, population.log_joint))
+            words, log_joint = (select_part(value, first, self.number).clone() for value in (population.words, population.log_joint))
             guide.populations.store_(log_joint, None, words)
 
     @torch.no_grad()
-    def give(self) -> None:
+    def collect(self) -> None:
         """Collects all states, with log joints under the present model."""
         if not self._have_begun:
             return
@@ -292,18 +292,18 @@ class Parts:
         words, log_joint = population.words.clone(), population.log_joint.clone()
         for first, guide in enumerate(self._guides):
             found = guide.population()
-            part_of(words, first, self.number).copy_(found.words)
-            part_of(log_joint, first, self.number).copy_(found.log_joint)
+            select_part(words, first, self.number).copy_(found.words)
+            select_part(log_joint, first, self.number).copy_(found.log_joint)
         self._guide.populations.store_(log_joint, None, words)
         self._guide.refresh_(self._y)
 
 
-def part_of(rows: Tensor, first: int, number: int) -> Tensor:
+def select_part(rows: Tensor, first: int, number: int) -> Tensor:
     """Returns every so many rows from one on, as a view."""
     return rows.as_subclass(Tensor)[first::number]
 
 
-def parts_of(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
+def split_data(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
     """Returns the parts of a network's data, ``None`` for other models.
 
     Data points must share no latents, and lie in one process.
@@ -325,15 +325,15 @@ def parts_of(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
         scores = whole.scorer.score(words)
         if float(whole.outside().detach()) != 0.0:
             return None
-        rows = [part_of(y, first, number).contiguous() for first in range(number)]
-        guides = [_guide_of(guide, part, first, profile) for first, part in enumerate(rows)]
+        rows = [select_part(y, first, number).contiguous() for first in range(number)]
+        guides = [_make_part_guide(guide, part, first, profile) for first, part in enumerate(rows)]
         for first, (part, own) in enumerate(zip(rows, guides, strict=True)):
-            if own is None or not _are_as_among_all(own, part, part_of(words, first, number), part_of(scores, first, number)):
+            if own is None or not _are_as_among_all(own, part, select_part(words, first, number), select_part(scores, first, number)):
                 return None
     return Parts(y, guide, rows, [own for own in guides if own is not None], elbo)
 
 
-def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, profile: Profile) -> AutoTruncated | None:
+def _make_part_guide(guide: AutoTruncated, rows: Tensor, first: int, profile: Profile) -> AutoTruncated | None:
     """Returns a guide of a part with its own random numbers.
 
     Its state space is that of all data.

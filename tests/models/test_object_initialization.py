@@ -145,7 +145,7 @@ class Rising:
         self.profile = SimpleNamespace(
             is_informed=True, has_companion=False, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.05
         )
-        self.relocations = SimpleNamespace(at_rest=lambda: None, are_done=True)
+        self.relocations = SimpleNamespace(move_at_convergence=lambda: None, are_done=True)
         self.guide = self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
 
     def step(self) -> float:

@@ -15,7 +15,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.learn_report import Restart
 from pyro_truncated.training.multi_start import MultiStart
-from pyro_truncated.training.overcomplete import num_parameters_of_one, start_overcomplete
+from pyro_truncated.training.overcomplete import num_parameters_per_latent, start_overcomplete
 from pyro_truncated.training.pool import SolutionPool, resolve_difference_codes
 from pyro_truncated.training.profile import Profile, profile_model
 from pyro_truncated.training.solution import Solution, solution_of
@@ -108,7 +108,7 @@ def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left()
     y = torch.randn(20, 9, generator=torch.Generator().manual_seed(0))
     for number, entries in ((4, 7), (2, 3)):
         profile = profile_model(SpikeSlabSparseCoding(9, number, covariance="full"), y)
-        assert num_parameters_of_one(profile) == 9 + 1 + 1 + entries
+        assert num_parameters_per_latent(profile) == 9 + 1 + 1 + entries
 
 
 @pytest.mark.parametrize(

@@ -499,8 +499,8 @@ def test_mixtures_exchange_components() -> None:
     exact_shares = [component_joint(loc, y).softmax(-1) for loc in (CENTRES, one)]
     correlation = torch.corrcoef(torch.cat(exact_shares, 1).mT)[:4, 4:]
     assert crossing.are_shared(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
-    assert crossing.are_spare(first).tolist() == [False, False, True, True]
-    assert not crossing.are_spare(child).any()
+    assert crossing.find_redundant(first).tolist() == [False, False, True, True]
+    assert not crossing.find_redundant(child).any()
 
 
 def estimated(profile: Profile, member: Solution) -> Solution:
@@ -587,9 +587,9 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     assert reached[0] < reached[1] < reached[2]
     assert len(fits) == 6
     population = Population(group.space, group.space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
-    known = group.known(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population))
-    assert set(group.mostly_on(known)) == set(range(6))
-    assert set(group.mostly_on(known, [states[:, 0].double()])) == set(range(1, 6))
+    known = group.rescore(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population))
+    assert set(group.find_mostly_active(known)) == set(range(6))
+    assert set(group.find_mostly_active(known, [states[:, 0].double()])) == set(range(1, 6))
 
 
 # --- in learn ---
