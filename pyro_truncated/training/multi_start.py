@@ -121,6 +121,6 @@ def _first_place(profile: Profile) -> dict[str, Tensor]:
 
     It is where the model is, or where ``initialize`` goes with these data.
     """
-    if hasattr(profile.model, "initialize"):
+    if profile.initializer == "fixed initialize":
         profile.model.initialize(profile.y)
     return snapshot(profile.model, profile.y)

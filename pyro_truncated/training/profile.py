@@ -74,8 +74,8 @@ class StartingModel(Protocol):
 
 
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
-# `draw_start`, `initialize(y, generator)`, `initialize(y)` or the parameters as they are.
-Initializer = Literal["draw_start", "initialize", "one place"]
+# `draw_start(y, generator)`, `initialize(y, generator)`, `initialize(y)`, or the parameters as they are.
+Initializer = Literal["draw_start", "initialize", "fixed initialize", "parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Profile:
     @property
     def draws_restarts(self) -> bool:
         """Whether the model draws where a restart begins."""
-        return self.initializer != "one place"
+        return self.initializer in ("draw_start", "initialize")
 
     def draw_start(self) -> None:
         """Goes where a start may lie that the model draws."""
@@ -314,8 +314,9 @@ def _check_search(search: Any, is_sampled: bool) -> None:
 def _initializer(model: Any) -> Initializer:
     if isinstance(model, StartingModel):
         return "draw_start"
-    initialize = getattr(model, "initialize", None)
-    return "initialize" if initialize is not None and len(inspect.signature(initialize).parameters) > 1 else "one place"
+    if not hasattr(model, "initialize"):
+        return "parameters"
+    return "initialize" if len(inspect.signature(model.initialize).parameters) > 1 else "fixed initialize"
 
 
 def _with_latents(profile: Profile) -> Profile:
