@@ -18,8 +18,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
-from pyro_truncated.training.loop import Training, fit
-from pyro_truncated.training.restarts import fit_restarts
+from pyro_truncated.training.loop import Training, fit, fit_restarts
 from pyro_truncated.utils.annealing import cooling
 
 if TYPE_CHECKING:

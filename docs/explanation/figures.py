@@ -10,16 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import pyro
 import torch
 from matplotlib.axes import Axes
-from pyro.infer import SVI
 from torch import Tensor
-
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
-from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.training import cooling, learn
 
 FOLDER = Path(__file__).with_name("figures")
 BLUE, ORANGE, GREY = "#1f5d85", "#d9822b", "#b8c4cc"
@@ -31,43 +24,6 @@ def axes(number: int = 1, width: float = 7.5, height: float = 2.6) -> tuple[plt.
     for each in grid[0]:
         each.spines[["top", "right"]].set_visible(False)
     return figure, list(grid[0])
-
-
-def bars_of(seed: int, temperature: float, steps: int = 60) -> tuple[BinarySparseCoding, list[float]]:
-    """Returns a model trained from one initialisation, and its free energies per image."""
-    y = IMAGES
-    pyro.set_rng_seed(seed)
-    model = BinarySparseCoding(25, 10).initialize(y, torch.Generator().manual_seed(seed))
-    guide = AutoTruncated(model, num_states=32)
-    elbo = Truncated_ELBO(EvolutionarySearch(crossover=True), temperature=cooling(temperature, steps))
-    svi = SVI(model, guide, ClosedForm(model), elbo)
-    energies = []
-    for _ in range(steps):
-        svi.step(y)
-        energies.append(float(guide.population().free_energy().sum()) / len(y))
-    return model, energies
-
-
-def images_of(model: BinarySparseCoding) -> Tensor:
-    """Returns the dictionary as images, ordered by the bar that each element shows, and marks those that show one."""
-    elements = model.weight.detach().mT
-    similarity = torch.nn.functional.cosine_similarity(elements.unsqueeze(1), BARS.mT.unsqueeze(0), dim=-1)
-    found = [elements[similarity[:, bar].argmax()] if similarity[:, bar].max() > 0.9 else torch.full((25,), torch.nan) for bar in range(10)]
-    return torch.stack(found).reshape(10, 5, 5)
-
-
-def strip(axis: Axes, images: Tensor, title: str) -> None:
-    """Draws images in two rows; an image of NaN is a missing bar."""
-    canvas = torch.full((2 * 6 - 1, 5 * 6 - 1), torch.nan)
-    for position, image in enumerate(images):
-        row, column = divmod(position, 5)
-        if image.isfinite().all():
-            canvas[6 * row : 6 * row + 5, 6 * column : 6 * column + 5] = image / image.abs().max()
-        else:
-            axis.add_patch(plt.Rectangle((6 * column, 6 * row), 4, 4, fill=False, edgecolor=ORANGE))
-    axis.imshow(canvas, cmap="Blues", vmin=-0.2, vmax=1.0)
-    axis.set_title(title, fontsize=9)
-    axis.set_axis_off()
 
 
 def bound() -> None:
@@ -104,28 +60,27 @@ def operators() -> None:
 
 
 def restarts() -> None:
-    """Free energies of runs from different initialisations beside that of learn, and which bars they find."""
-    figure, (axis,) = axes()
-    found = []
-    for seed in range(8):
-        model, energies = bars_of(seed, 1.0)
-        found.append(images_of(model))
-        axis.plot(energies, color=BLUE, alpha=0.7)
-    pyro.set_rng_seed(0)
-    learned = BinarySparseCoding(25, 10)
-    guide = learn(learned, IMAGES, num_states=32, progress=False, generator=torch.Generator().manual_seed(0))
-    reached = float(guide.population().free_energy().sum()) / len(IMAGES)
-    axis.axhline(reached, color=ORANGE, linestyle="--")
-    axis.set(xlabel="EM step", ylabel="free energy per image", ylim=(reached - 10, reached + 1))
-    axis.set_title("eight runs from different initialisations (blue), and learn (dashed)", fontsize=10)
-    figure.savefig(FOLDER / "learn.png", dpi=110)
-
-    worst = sorted(found, key=lambda images: int(images.isfinite().all((1, 2)).sum()))[:3]
-    figure, grid = axes(4, height=1.5)
-    for number, (axis, images) in enumerate(zip(grid, worst, strict=False), 1):
-        strip(axis, images, f"run {number}")
-    strip(grid[3], images_of(learned), "learn")
-    figure.savefig(FOLDER / "learn-exchange.png", dpi=110)
+    """The loop of learn: restarts, their pool with moves, and the training."""
+    figure, (axis,) = axes(height=1.6)
+    steps = [
+        "profile\nof the model",
+        "initialisation",
+        "short run,\nannealed",
+        "pool,\nmoves",
+        "stop rule",
+        "training\non all data",
+    ]
+    box = {"boxstyle": "round,pad=0.5", "fc": "white", "ec": BLUE}
+    for position, text in enumerate(steps):
+        axis.text(position, 0, text, ha="center", va="center", fontsize=8, bbox=box)
+        if position:
+            axis.annotate("", (position - 0.38, 0), (position - 0.62, 0), arrowprops={"arrowstyle": "->", "color": ORANGE})
+    back = {"arrowstyle": "->", "color": ORANGE, "connectionstyle": "arc3,rad=-0.25"}
+    axis.annotate("", (1, -0.25), (4, -0.25), arrowprops=back)
+    axis.text(2.5, -0.95, "another restart, until two agree", ha="center", fontsize=8)
+    axis.set(xlim=(-0.6, 5.6), ylim=(-1.1, 0.5))
+    axis.set_axis_off()
+    figure.savefig(FOLDER / "learn-loop.png", dpi=110)
 
 
 def networks() -> None:
@@ -245,8 +200,6 @@ def product_sets() -> None:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    DATA = linear_bars(200, 5, mean_active=2.0, generator=torch.Generator().manual_seed(0))
-    IMAGES, BARS = DATA.data, DATA.components
     drawings: tuple[Callable[[], None], ...]
     drawings = (bound, operators, restarts, networks, collapsing, psis, active_sets, subset_bounds, product_sets)
     for draw in drawings:

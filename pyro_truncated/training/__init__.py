@@ -2,17 +2,18 @@
 
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.checkpoint import CheckpointWarning
+from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learn_report import LearnReport
 from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
-from pyro_truncated.training.loop import Training, fit
-from pyro_truncated.training.restarts import Restarts, fit_restarts
+from pyro_truncated.training.loop import Restarts, Training, fit, fit_restarts
 from pyro_truncated.utils.annealing import cooling
 
 __all__ = [
     "CheckpointWarning",
     "ConvergenceWarning",
     "DisagreeingStartsWarning",
+    "LearnConfig",
     "LearnReport",
     "Restarts",
     "Training",

@@ -167,7 +167,7 @@ def likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
     return torch.stack(likelihoods).mean(0).double()
 
 
-def matched(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Returns correlations ``(H, H)`` of two models' latents, and partners.
 
     Args:
@@ -183,7 +183,7 @@ def are_shared(one: Tensor, other: Tensor) -> Tensor:
 
     Partners are active, or inactive, for the same data points.
     """
-    correlation, partner = matched(one, other)
+    correlation, partner = match_latents(one, other)
     return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > SHARED
 
 

@@ -14,7 +14,8 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.model_parameters import load_snapshot, snapshot
-from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -79,12 +80,12 @@ def best_start(
     if is_sampled and not isinstance(search, Preselection):
         raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
     part = drawn_rows(as_tensors(y), num_data, generator)
-    settings = Settings(search, num_states)
+    profile = profile_model(model, part, search, num_states=num_states, generator=generator)
     reached: list[float] = []
     with undriven(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(train(Run(model, part, settings, temperature), part, fixed(steps)).free_energy)
+            reached.append(train(Trainer(profile, temperature), fixed(steps)).free_energy)
             if reached[-1] == max(reached):
                 best = snapshot(model, part)
         load_snapshot(model, part, best)

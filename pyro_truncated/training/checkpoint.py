@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyro
+import torch
 from pyro.infer import SVI
+from torch import Tensor
 
+from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
-from pyro_truncated.training.compatibility import names_alone, refuse_other_models, refuse_other_runs, refuse_stale
 from pyro_truncated.training.fingerprint import describe_run
-from pyro_truncated.training.run_state import loose_parameters, modules_of_run, remembered, set_state, state_of
-from pyro_truncated.utils.parameter_store import absolute_names
+from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.parameter_store import absolute_names, relative_names, replaced_parameters
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
 LAYOUT = 4
@@ -149,7 +156,7 @@ def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Col
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
     refuse_other_models(content, svi, params, path)
-    undo = remembered(svi)
+    undo = keep_state(svi)
     try:
         set_state(svi, content, leaves=may_differ)
     except Exception as error:
@@ -164,3 +171,249 @@ def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
         return True
     pairs = ((module, content["modules"].get(name, {})) for name, module in modules_of_run(svi).items())
     return any(key in state for module, state in pairs for key in names_alone(module, state))
+
+
+MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
+
+
+def refuse_other_runs(
+    content: dict[str, Any], run: Mapping[str, str], settings: Mapping[str, Any] | None, may_differ: Collection[str], path: str | Path
+) -> None:
+    """Compares a run and its settings with the saved ones.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    if unknown := sorted(set(may_differ) - set(MAY_DIFFER)):
+        raise ValueError(f"may_differ names {unknown}; the parts of a run are {list(MAY_DIFFER)}")
+    if settings is not None:
+        refuse_other_settings(content["settings"], dict(settings), path)
+    compared = {*run, *(content["run"] if any(_group(name) == "data" for name in run) else ())}
+    names = sorted(name for name in compared if _group(name) not in may_differ and content["run"].get(name) != run.get(name))
+    if names:
+        groups = sorted({_group(name) for name in names})
+        lines = "; ".join(_difference(name, content["run"].get(name, "absent"), run.get(name, "absent")) for name in names)
+        raise ValueError(
+            f"{path} was written by another run: {lines}. Give this run another file or remove that one to start over; "
+            f"to go on from it nevertheless, pass may_differ={groups}"
+        )
+
+
+def _group(name: str) -> str:
+    return "data" if name.startswith("argument") else name
+
+
+def _difference(name: str, saved: str, now: str) -> str:
+    """Returns where two descriptions differ, shortened around the first difference."""
+    same = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
+    start = max(0, same - 40) if max(len(saved), len(now)) > 160 else 0
+    cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (saved, now)]
+    return f"{name}: {cut[0]} in the checkpoint, {cut[1]} now"
+
+
+def refuse_other_settings(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:
+    """Compares settings with those saved.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    differing = sorted(
+        name for name in saved.keys() | wanted.keys() if name not in saved or name not in wanted or saved[name] != wanted[name]
+    )
+    if differing:
+        lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} now" for name in differing)
+        raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
+
+
+def refuse_stale(svi: SVI) -> None:
+    """Refuses modules whose parameters are shadowed in Pyro's store."""
+    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*modules_of_run(svi).values()))
+    if stale:
+        raise ValueError(
+            f"Pyro's parameter store holds other parameters {stale} from an earlier model; "
+            "call pyro.clear_param_store() before making the model and the guide"
+        )
+
+
+def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, Tensor], path: str | Path) -> None:
+    """Refuses states that do not fit the modules, before loading any."""
+    modules, saved = modules_of_run(svi), content["modules"]
+    problems = [f"it holds the state of {sorted(saved)}, the run has {sorted(modules)}"] if saved.keys() != modules.keys() else []
+    pairs = {name: (value, params[name]) for name, value in content["params"].items()}
+    for name in saved.keys() & modules.keys():
+        state = saved[name]
+        pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
+        problems += _other_names(modules[name], state, name)
+        for prefix, part in modules[name].named_modules():
+            if isinstance(part, AutoTruncated):
+                problems += filter(None, [part.mismatch(state, f"{prefix}." if prefix else "")])
+    problems += [f"{name} has the shape {tuple(a.shape)}, here {tuple(b.shape)}" for name, (a, b) in pairs.items() if a.shape != b.shape]
+    if problems:
+        raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
+
+
+def _other_names(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
+    return [f"{name}.{key} is only {'in the checkpoint' if key in state else 'here'}" for key in names_alone(module, state)]
+
+
+def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Returns names that only one of two states has.
+
+    Parts that decide themselves what they load do not count.
+    """
+    standard = torch.nn.Module._load_from_state_dict
+    own = tuple(prefix for prefix, part in module.named_modules() if type(part)._load_from_state_dict is not standard)
+    if "" in own:
+        return []
+    return sorted(key for key in state.keys() ^ module.state_dict().keys() if not key.startswith(tuple(f"{prefix}." for prefix in own)))
+
+
+_COUNTS = ("num_evaluations", "num_steps")
+
+
+def state_of(svi: SVI) -> dict[str, Any]:
+    """Returns the complete state of a run under portable names.
+
+    It is made of tensors and plain Python values.
+    """
+    elbo, search = elbo_of(svi), search_of(svi)
+    return {
+        "modules": {name: module.state_dict() for name, module in modules_of_run(svi).items()},
+        "params": relative_names({name: value.detach() for name, value in loose_parameters(svi).items()}, svi.model, svi.guide),
+        "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
+        "counts": {name: getattr(elbo, name) for name in _COUNTS if hasattr(elbo, name)},
+        "search": {} if search is None else search.state_dict(),
+        "generators": {name: generator.get_state() for name, generator in generators_of(svi)},
+    }
+
+
+def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) -> None:
+    """Loads a state into a run, without the parts that may differ.
+
+    These are ``"optimizer"`` and ``"search"``.
+
+    Names of parameters are those of this process.
+    """
+    params = loose_parameters(svi)
+    for name, module in modules_of_run(svi).items():
+        module.load_state_dict(state["modules"][name])
+    with torch.no_grad():
+        for name, value in state["params"].items():
+            params[name].copy_(value)
+    if "optimizer" not in leaves:
+        _set_optimizer(svi.optim, state["optim"])
+    search = search_of(svi)
+    if search is not None and "search" not in leaves:
+        search.load_state_dict(brought(state["search"], _device_of(svi)))
+    for name, generator in generators_of(svi):
+        if name in state["generators"]:
+            generator.set_state(state["generators"][name])
+    for name, count in state["counts"].items():
+        if hasattr(elbo_of(svi), name):
+            setattr(elbo_of(svi), name, count)
+
+
+def _device_of(svi: SVI) -> torch.device:
+    """Returns the model's device, which learned values are loaded to."""
+    loose = next(iter(loose_parameters(svi).values()), None)
+    return device_of_module(modules_of_run(svi).get("model")) if loose is None else loose.device
+
+
+def keep_state(svi: SVI) -> Callable[[], None]:
+    """Returns a function that restores the present state of a run.
+
+    It covers modules, parameters, optimiser, search, counts and generators.
+    """
+    parts = [(part, _snapshot(part)) for module in modules_of_run(svi).values() for part in module.modules()]
+    tensors = [*loose_parameters(svi).values(), *(param for module in modules_of_run(svi).values() for param in module.parameters())]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    optimizer = _innermost(svi.optim)
+    optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
+    generators = [(generator, generator.get_state()) for _, generator in generators_of(svi)]
+    search, counts = search_of(svi), {name: getattr(elbo_of(svi), name) for name in _COUNTS if hasattr(elbo_of(svi), name)}
+    learned = {} if search is None else search.state_dict()
+
+    def undo() -> None:
+        """Puts everything back as it was."""
+        for part, held in parts:
+            part.__dict__.update(held)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        vars(optimizer).update(optim)
+        if search is not None:
+            search.load_state_dict(learned)
+        for generator, drawn in generators:
+            generator.set_state(drawn)
+        for name, count in counts.items():
+            setattr(elbo_of(svi), name, count)
+
+    return undo
+
+
+def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
+    buffers: dict[str, Any] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    return {**module.__dict__, "_buffers": buffers}
+
+
+def _innermost(optim: Any) -> Any:
+    return optim.optimizer if isinstance(optim, AllReduced) else optim
+
+
+def _set_optimizer(optim: Any, state: Any) -> None:
+    optim = _innermost(optim)
+    if hasattr(optim, "optim_objs"):
+        # Pyro gives a state only to optimisers of parameters that it has not met.
+        optim.optim_objs.clear()
+        optim.grad_clip.clear()
+    optim.set_state(copy.deepcopy(state))
+
+
+def modules_of_run(svi: SVI) -> dict[str, torch.nn.Module]:
+    """Returns the modules of model and guide, each once.
+
+    Methods and handlers are unwrapped.
+    """
+    found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _module_of(part)) is not None}
+    if found.get("model") is found.get("guide"):
+        found.pop("guide", None)
+    return found
+
+
+def _module_of(part: Any) -> torch.nn.Module | None:
+    while isinstance(part, functools.partial):
+        part = next((argument for argument in part.args[::-1] if callable(argument)), None)
+    owner = getattr(part, "__self__", part)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def loose_parameters(svi: SVI) -> dict[str, Tensor]:
+    """Returns unconstrained store parameters of no module of the run."""
+    owned = {id(param) for module in modules_of_run(svi).values() for param in module.parameters()}
+    return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
+
+
+def elbo_of(svi: SVI) -> Any:
+    """The ELBO, ``None`` where the loss is a function of its own."""
+    return getattr(svi.loss, "__self__", None)
+
+
+def search_of(svi: SVI) -> Search | None:
+    """The search of the ELBO, if it has one."""
+    search = getattr(elbo_of(svi), "search", None)
+    return search if isinstance(search, Search) else None
+
+
+def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
+    """Returns torch's global generators and that of the ELBO.
+
+    Searches save their own.
+    """
+    yield "cpu", torch.default_generator
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        for index, generator in enumerate(torch.cuda.default_generators):
+            yield f"cuda:{index}", generator
+    own: torch.Generator | None = getattr(elbo_of(svi), "generator", None)
+    if own is not None:
+        yield "elbo", own

@@ -5,23 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch import Tensor
 
 from pyro_truncated.training.agreement import STANDARD_ERRORS, FreeEnergyEstimate, estimate_mean, estimate_on_trend, likelihoods
-from pyro_truncated.training.model_kinds import has_informed_init, is_mixture
+from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
-# Steps of closed-form EM of which the gain is measured.
-WINDOW_STEPS = 5
-# Gain of these in nats per data point at convergence; in restarts of mixtures; relative to the total gain.
-_GAIN_NATS, _MIXTURE_GAIN_NATS, _RELATIVE_GAIN = 0.01, 0.005, 0.003
-# By gradients: steps of a mean, its gain at convergence, and that of networks, whose weights change
-# long after their latents are found.
-_GRADIENT_WINDOW_STEPS, _GRADIENT_GAIN_NATS, _NETWORK_GAIN_NATS = 10, 0.02, 0.1
-# Most steps by gradients, in multiples of the least; then those at a falling learning rate.
-_GRADIENT_FACTOR, _DECAY_STEPS = 4, 20
+# Most steps by gradients, in multiples of the least.
+_GRADIENT_FACTOR = 4
 # The same beside continuous latents, where 240 steps ended up to 250 nats below the optimum.
 _COMPANION_FACTOR = 16
 # Share of the steps that is a window there, so that slow gains are seen; least steps of one.
@@ -86,7 +76,7 @@ class Schedule:
     max_steps: int
     tol: float = 0.0
     gain: Callable[[Sequence[float], int], float] = last_gain
-    window: int = WINDOW_STEPS
+    window: int = 5
     stride: int = 1
     is_relative: bool = False
     decay: int = 0
@@ -104,49 +94,49 @@ def fixed(steps: int) -> Schedule:
     return Schedule(steps, steps)
 
 
-def to_convergence(run: Any, max_steps: int, tol: float = 0.0) -> Schedule:
+def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
     """Closed-form EM at temperature one, with a thorough search.
 
     Beside continuous latents it is :func:`by_gradients`.
     """
-    if run.has_companion:
-        return by_gradients(run, max_steps, tol)
-    return Schedule(0, max_steps, _GAIN_NATS, stride=WINDOW_STEPS, is_thorough=True)
+    profile = trainer.profile
+    if profile.has_companion:
+        return by_gradients(trainer, max_steps)
+    return Schedule(0, max_steps, profile.config.gain, window=profile.config.window, stride=profile.config.window, is_thorough=True)
 
 
-def by_gradients(run: Any, steps: int, tol: float = 0.0) -> Schedule:
+def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
-    Beside continuous latents it is noisy, and rises for long.
+    Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain to be gained there.
 
     Args:
-        run: the run.
+        trainer: the trainer.
         steps: least number of them.
-        tol: nats per data point that may remain to be gained beside continuous latents.
     """
-    if run.has_companion:
-        return by_plateaus(_COMPANION_FACTOR * steps, tol, steps=steps)
-    least = _NETWORK_GAIN_NATS if run.is_in_parts else _GRADIENT_GAIN_NATS
-    window = _GRADIENT_WINDOW_STEPS
-    return Schedule(steps, _GRADIENT_FACTOR * steps, least, mean_gain, window, window, decay=_DECAY_STEPS)
+    profile, config = trainer.profile, trainer.profile.config
+    if profile.has_companion:
+        return by_plateaus(_COMPANION_FACTOR * steps, profile.tolerance, steps=steps)
+    # Weights of networks change long after their latents are found.
+    least, window = config.network_gain if trainer.is_in_parts else config.gradient_gain, config.gradient_window
+    return Schedule(steps, _GRADIENT_FACTOR * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
-def of_restart(run: Any, model: Any, temperature: Temperature, steps: int, tol: float) -> Schedule:
+def of_restart(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
     """Returns the schedule of a restart.
 
     Args:
-        run: the run.
-        model: its model.
+        trainer: the trainer.
         temperature: of the run, as a function of the step.
         steps: how many there are, at least by gradients, and at most where EM may converge before.
-        tol: largest difference of restarts that agree.
     """
-    if has_informed_init(model):
-        return Schedule(1, steps, _RELATIVE_GAIN, is_relative=True)
-    if run.is_by_gradients:
-        return by_gradients(run, steps, tol)
-    if run.truncated is not None and is_mixture(model, run.truncated.space) and temperature_at(temperature, 0) == 1.0:
-        return Schedule(0, steps, _MIXTURE_GAIN_NATS)
+    profile, config = trainer.profile, trainer.profile.config
+    if profile.is_informed:
+        return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
+    if profile.is_by_gradients:
+        return by_gradients(trainer, steps)
+    if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
+        return Schedule(0, steps, config.mixture_gain, window=config.window)
     return fixed(steps)
 
 
@@ -156,25 +146,25 @@ def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float
     return Schedule(steps, max_steps, tol, remaining_gain, window, window, first_rate=first_rate, is_thorough=not steps)
 
 
-def train(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEstimate:
+def train(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstimate:
     """Trains until convergence; returns the free energy that is reached.
 
     A neural decoder is refitted to its states before the learning rate falls, where training otherwise ends in bad optima.
     """
     if schedule.first_rate is not None:
-        return _train_by_plateaus(run, y, schedule)
+        return _train_by_plateaus(trainer, schedule)
     if schedule.is_thorough:
-        run.intensify_search()
-    values = _until_convergence(run, y, schedule)
+        trainer.intensify_search()
+    values = _until_convergence(trainer, schedule)
     if schedule.decay:
-        run.fit_decoder(y)
-        run.slow_down(schedule.decay)
-        values += [run.step(y) for _ in range(schedule.decay)]
-    run.end()
-    return _reached(run, y, schedule, values)
+        trainer.fit_decoder()
+        trainer.slow_down(schedule.decay)
+        values += [trainer.step() for _ in range(schedule.decay)]
+    trainer.end()
+    return _estimate(trainer, schedule, values)
 
 
-def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEstimate:
+def _train_by_plateaus(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstimate:
     r"""Trains until neither more steps nor a smaller learning rate gain more.
 
     The noise of gradients lowers the free energy by an amount proportional to the rate. If a reduction of the rate by a factor :math:`f`
@@ -183,14 +173,14 @@ def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEst
     assert schedule.first_rate is not None
     reached, steps = FreeEnergyEstimate(-math.inf, remaining=math.inf), 0
     for reduction in range(1 + _REDUCTIONS):
-        run.set_rate(schedule.first_rate * _RATE_FACTOR**reduction)
+        trainer.set_rate(schedule.first_rate * _RATE_FACTOR**reduction)
         if reduction and schedule.is_thorough:
-            run.intensify_search()
+            trainer.intensify_search()
         # Half of the steps that are left, so that some are taken at smaller rates.
         left = schedule.max_steps - steps
         most = left if reduction == _REDUCTIONS else (left + 1) // 2
         some = dataclasses.replace(schedule, steps=0 if reduction else min(schedule.steps, most), max_steps=most)
-        values = _until_convergence(run, y, some)
+        values = _until_convergence(trainer, some)
         steps, before = steps + len(values), reached
         if values:
             reached = estimate_on_trend(values[-_window_of(values, schedule.window) :])
@@ -199,7 +189,7 @@ def _train_by_plateaus(run: Any, y: Tensor, schedule: Schedule) -> FreeEnergyEst
         reached = reached._replace(remaining=remaining, steps=steps)
         if remaining <= schedule.tol:
             break
-    run.end()
+    trainer.end()
     return reached
 
 
@@ -208,51 +198,50 @@ def _error(one: FreeEnergyEstimate, other: FreeEnergyEstimate) -> float:
     return math.hypot(one.noise, other.noise) / STANDARD_ERRORS
 
 
-def finish(run: Any, y: Tensor, max_steps: int, tol: float, companion_tol: float = 0.0) -> FreeEnergyEstimate:
+def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
     """Trains on all data to convergence; returns what is reached.
 
     The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
 
     Args:
-        run: the run.
-        y: all data.
+        trainer: the run.
         max_steps: the most steps. With less than ten none is kept back: searched states need a step to be trained.
-        tol: gain of five steps in nats per data point at convergence; minus infinity where it is not looked for.
-        companion_tol: nats per data point that may remain to be gained beside continuous latents.
+        tol: gain of a window in nats per data point at convergence; minus infinity where it is not looked for.
     """
-    if run.has_companion:
-        return train(run, y, by_plateaus(max_steps, companion_tol, first_rate=_RATE_FACTOR))
-    values = _until_convergence(run, y, Schedule(0, max_steps - max_steps // _PARTS, tol))
+    profile, window = trainer.profile, trainer.profile.config.window
+    if profile.has_companion:
+        return train(trainer, by_plateaus(max_steps, profile.tolerance, first_rate=_RATE_FACTOR))
+    values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // _PARTS, tol, window=window))
     left = max_steps - len(values)
-    if left and run.intensify_search():
-        values += _until_convergence(run, y, Schedule(0, left, tol / WINDOW_STEPS, window=1), values[-1:])
-    elif left and not Schedule(0, left, tol).has_converged(values):
-        values += _until_convergence(run, y, Schedule(0, left, tol))
-    run.end()
+    if left and trainer.intensify_search():
+        values += _until_convergence(trainer, Schedule(0, left, tol / window, window=1), values[-1:])
+    elif left and not Schedule(0, left, tol, window=window).has_converged(values):
+        values += _until_convergence(trainer, Schedule(0, left, tol, window=window))
+    trainer.end()
     return FreeEnergyEstimate(values[-1], steps=len(values))
 
 
-def _until_convergence(run: Any, y: Tensor, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
+def _until_convergence(trainer: Trainer, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
     """Takes steps until gains are small and no mixture component moves."""
-    values = [run.step(y) for _ in range(schedule.steps)]
+    values = [trainer.step() for _ in range(schedule.steps)]
     while len(values) < schedule.max_steps:
         if schedule.has_converged([*before, *values]):
-            run.relocations.at_rest()
-            if run.relocations.are_done:
+            trainer.relocations.move_at_convergence()
+            if trainer.relocations.are_done:
                 break
-        values += [run.step(y) for _ in range(min(schedule.stride, schedule.max_steps - len(values)))]
+        values += [trainer.step() for _ in range(min(schedule.stride, schedule.max_steps - len(values)))]
     return values
 
 
-def _reached(run: Any, y: Tensor, schedule: Schedule, values: list[float]) -> FreeEnergyEstimate:
+def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> FreeEnergyEstimate:
     steps = len(values)
-    if run.truncated is None:
+    if trainer.truncated is None:
         # The log joint of a sampler's draws: a mean over the last sixth.
-        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y), steps=steps)
-    if run.has_companion or run.truncated.conditional is not None:
+        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=likelihoods(trainer.guide, trainer.profile.y), steps=steps)
+    if trainer.profile.has_companion or trainer.profile.is_conditional:
         # Continuous latents make the free energy noisy; its trend is no noise.
-        return estimate_on_trend(values[-_GRADIENT_WINDOW_STEPS:])._replace(steps=steps)
-    reached = FreeEnergyEstimate(values[-1], each=run.truncated.population().free_energy(), steps=steps)
+        return estimate_on_trend(values[-trainer.profile.config.gradient_window :])._replace(steps=steps)
+    reached = FreeEnergyEstimate(values[-1], each=trainer.truncated.population().free_energy(), steps=steps)
     if schedule.max_steps == schedule.steps or schedule.gain is not last_gain or steps <= schedule.window:
         return reached
     gain = values[-1] - values[-1 - schedule.window]

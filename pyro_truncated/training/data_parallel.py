@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes, start_as_first
 from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 
 def is_shared_run(guide: Any, arguments: Any) -> bool:
@@ -79,3 +83,83 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
         )
     if portion is not None and portion.is_part:
         start_as_first(call.model, guide, elbo.search)
+
+
+# Searches are numbered from zero on.
+_LISTS = 2**40
+
+
+class EqualShares(Messenger):
+    """Effect handler that divides global log probabilities by the process number.
+
+    The sum of their losses and gradients is then that of all data.
+
+    Args:
+        plates: names of the data plates.
+    """
+
+    def __init__(self, plates: frozenset[str]) -> None:
+        super().__init__()
+        self.plates = plates
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not any(frame.name in self.plates for frame in msg["cond_indep_stack"]):
+            msg["scale"] = msg["scale"] / world.size()
+
+
+@contextmanager
+def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
+    """A context in which other guides draw as for all data.
+
+    Otherwise draws would depend on the size of a shard.
+
+    Args:
+        call: of the model.
+        guide: the guide.
+        number: of the loss.
+    """
+    parts = [part for part in guide.modules() if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.Module) else []
+    portion = portion_of((call.args, dict(call.kwargs)))
+    if portion is None or not parts:
+        yield
+        return
+    store = parts[0].populations
+    store.seed_()
+    if portion.is_part and not store.is_filled:
+        store.seed = world.agree(store.seed)
+    with spare_random_numbers():
+        torch.manual_seed(store.stream(number - _LISTS).seed)
+        yield
+
+
+@contextmanager
+def shared_out(parts: Sequence[AutoTruncated]) -> Iterator[None]:
+    """Divides the loss of a guide over processes with shards."""
+    with EqualShares(_data_plates(parts)) if are_shared(parts) else nullcontext():
+        yield
+
+
+def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
+    """Refuses what is not the same on several processes as on one.
+
+    Raises:
+        NotImplementedError: saying what.
+    """
+    if not are_shared(parts):
+        return
+    if current_batch() is not None:
+        raise NotImplementedError("beside other guides, minibatches of distributed.Batches are those of one process")
+    if not all(part.is_enumerable for part in parts):
+        raise NotImplementedError("beside other guides, a model that does not take many states at once is trained in one process")
+    with spare_random_numbers(), torch.no_grad(), isolated():
+        nodes = sample_nodes(guide.trace())
+    own, plates = {name for part in parts for name in (*part.layout.sites, part.index_name)}, _data_plates(parts)
+    others = [name for name, node in nodes.items() if name not in own and any(frame.name in plates for frame in node["cond_indep_stack"])]
+    if others:
+        raise NotImplementedError(
+            f"other guides sample {others} for every data point, in numbers that several processes do not draw as one would: train in one"
+        )
+
+
+def _data_plates(parts: Sequence[AutoTruncated]) -> frozenset[str]:
+    return frozenset(name for part in parts for name in part.layout.plates)

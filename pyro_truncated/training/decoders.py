@@ -79,7 +79,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         found = observed_numbers(model, y, layout)
     finally:
         handle.remove()
-    if found is None or not _has_one_noise(found[1]):
+    if found is None or not _has_one_scale(found[1]):
         return False
     nodes, observed = found
     (state,), mean, value = (nodes[name]["value"] for name in layout.sites), observed["fn"].mean, observed["value"]
@@ -91,7 +91,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
             continue
         means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
         before = snapshot(network.parameters())
-        is_fitted = fit_unit_by_unit(decoder, targets_of(guide.population(), means, arguments[0].dtype))
+        is_fitted = fit_unit_by_unit(decoder, make_targets(guide.population(), means, arguments[0].dtype))
         is_better = is_fitted and _free_energy(guide, y) >= float(guide.population().free_energy().sum())
         if is_fitted and not is_better:
             load_snapshot(network.parameters(), before)
@@ -99,7 +99,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
     return False
 
 
-def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
+def make_targets(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
     """Returns distinct states and the mean values ``(N, D)`` of each.
 
     Of more states than data points these are the commonest: otherwise the fit would be dearer than the steps.
@@ -171,7 +171,7 @@ def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> boo
         return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL * float(decoded.abs().max()))
 
 
-def _has_one_noise(site: dict[str, Any]) -> bool:
+def _has_one_scale(site: dict[str, Any]) -> bool:
     """Whether data are normal about their means with one deviation."""
     base = site["fn"]
     while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
@@ -295,7 +295,7 @@ class FittedUnits:
     @torch.no_grad()
     def put_last_layer(self) -> None:
         """Gives the network the optimal last layer."""
-        solution, _ = self._solved(self._design())
+        solution, _ = self._solve(self._design())
         self._last.weight.copy_(solution[: self._last.in_features].mT)
         if self._last.bias is not None:
             self._last.bias.copy_(solution[-1])
@@ -303,7 +303,7 @@ class FittedUnits:
     @torch.no_grad()
     def worth(self) -> Tensor:
         """Returns the rise of the penalised error without each unit, ``(J,)``."""
-        solution, moments = self._solved(self._design())
+        solution, moments = self._solve(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
         return rises[: self._last.in_features]
 
@@ -317,7 +317,7 @@ class FittedUnits:
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
-        left, basis = self._weighted - others @ self._solved(others)[0], torch.linalg.qr(others).Q
+        left, basis = self._weighted - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
             # All units together are further candidates.
@@ -346,7 +346,7 @@ class FittedUnits:
         columns = [seen[0].double()] + ([] if self._last.bias is None else [torch.ones_like(self._root)])
         return self._root * torch.cat(columns, 1)
 
-    def _solved(self, design: Tensor) -> tuple[Tensor, Tensor]:
+    def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
         """The best last layer, ``(J + 1, D)``, and the matrix of its normal equations."""
         moments = design.mT @ design
         least = _RIDGE * (1.0 + moments.diagonal().mean())
@@ -361,7 +361,7 @@ class FittedUnits:
 
     def _loss(self) -> Tensor:
         design = self._design()
-        solution, _ = self._solved(design.detach())
+        solution, _ = self._solve(design.detach())
         weights = solution[: self._last.in_features]
         error = (design @ solution - self._weighted).square().sum() + self._last_decay * weights.square().sum()
         penalties = [decay * value.double().square().sum() for decay, value in zip(self._decays, self.learned, strict=True)]

@@ -38,7 +38,7 @@ class Exchangeable(NamedTuple):
     axes: dict[str, int]
     num_values: int = 0
 
-    def replaced(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
+    def replace_latents(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
         """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
         moved = {}
         for name, axis in self.axes.items():
@@ -46,7 +46,7 @@ class Exchangeable(NamedTuple):
             moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
         return {**state, **moved}
 
-    def disturbed(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+    def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Adds noise to parameters of the latents ``here``.
 
         Its unit is the root mean square of the whole parameter.
@@ -67,14 +67,14 @@ class Exchangeable(NamedTuple):
         """
         vectors = [name for name in self.axes if state[name].ndim > 1]
         chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
-        return [{**state, **{name: self._added(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
+        return [{**state, **{name: self._add(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
 
     @staticmethod
-    def _added(value: Tensor, axis: int, here: int, other: int) -> Tensor:
+    def _add(value: Tensor, axis: int, here: int, other: int) -> Tensor:
         index = torch.tensor([here, other], device=value.device)
         return value.index_add(axis, index[:1], value.index_select(axis, index[1:]))
 
-    def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
+    def permute(self, levels: Tensor, order: Tensor) -> Tensor:
         """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
         moved = levels.clone()
         chosen = levels[..., self.latents]
@@ -153,8 +153,8 @@ def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, nu
 
     def is_same(group: Exchangeable, order: Tensor) -> bool:
         """Whether permuted latents and parameters have the same log joints."""
-        permuted = learned.scorer(group.replaced(state, torch.arange(len(order)), state, order))
-        return torch.allclose(permuted.score(words(group.permuted(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+        permuted = learned.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
+        return torch.allclose(permuted.score(words(group.permute(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
 
     number = num_values or latents.stop - latents.start
     groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned.learned(state), number))

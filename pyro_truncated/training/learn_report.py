@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 
-class Moves(dict[str, tuple[int, int]]):
+class MoveCounts(dict[str, tuple[int, int]]):
     """How often each kind of move was tried, and how often accepted."""
 
     def count(self, name: str, is_accepted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import log_density
-from pyro_truncated.training.model_kinds import StartingModel
 from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -97,20 +95,6 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
         size = max(_size(value), _size(reached[name]))
         noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=device_of(generator))
         value.add_((size or 1.0) * noise.to(value.device))
-
-
-def draws_starts(model: Any) -> bool:
-    """Whether a model draws restarts.
-
-    It does by ``draw_start`` or by ``initialize(y, generator)``; ``initialize(y)`` is one place.
-    """
-    initialize = getattr(model, "initialize", None)
-    return isinstance(model, StartingModel) or (initialize is not None and len(inspect.signature(initialize).parameters) > 1)
-
-
-def draw_start(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Goes where a start may lie that a model draws."""
-    (model.draw_start if isinstance(model, StartingModel) else model.initialize)(y, generator)
 
 
 def least_size(y: Tensor) -> float:
@@ -206,9 +190,9 @@ class Medians:
         nodes = [scorer.nodes[name] for name in self._supports if not scorer.is_inside(scorer.nodes[name])]
         return float(log_density(nodes)) / self.guide.layout.num_data
 
-    def state(self, beside: dict[str, Tensor]) -> dict[str, Tensor]:
+    def state(self, companion: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model's parameters and the medians of a guide's state."""
-        free = {name: biject_to(support)(beside[_LOC.format(name)]) for name, support in self._supports.items()}
+        free = {name: biject_to(support)(companion[_LOC.format(name)]) for name, support in self._supports.items()}
         return snapshot(self.model, self.y) | {
             _MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()
         }
@@ -218,7 +202,7 @@ class Medians:
         names = [*parameters_of(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
         return {name: state[name] for name in names}
 
-    def beside(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:
+    def companion(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns a guide's state with other medians."""
         medians = {
             _LOC.format(name): biject_to(support).inv(transform_to(support)(state[_MEDIAN + name]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from scipy.sparse.csgraph import connected_components
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import ROUNDING, SHARED, are_shared, matched, share_most
+from pyro_truncated.training.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
-from pyro_truncated.training.model_kinds import ConditionalModel
-from pyro_truncated.training.model_parameters import Medians, layers_of
-from pyro_truncated.training.model_runs import Settings, default_search
+from pyro_truncated.training.model_parameters import Medians
+from pyro_truncated.training.profile import Profile
 from pyro_truncated.training.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
+from pyro_truncated.training.solution import Solution, copy_population
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
 _FILLING, _ADAPTING = 8, 2
@@ -42,33 +41,6 @@ _MOST_TURNED, _DIFFERENT = 10, 0.2
 _APART = 0.3
 
 
-class Member(NamedTuple):
-    """What has been learned, and populations under it.
-
-    Attributes:
-        parameters: parameters, and medians of continuous latents beside.
-        population: populations under these.
-        beyond: the log density per data point of medians that belong to no data point.
-        beside: the state of the guide of continuous latents of this member, or of the one that it is near.
-        spread: what the free energy per data point has from the spread of that guide around its medians.
-    """
-
-    parameters: dict[str, Tensor]
-    population: Population
-    beyond: float = 0.0
-    beside: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
-    spread: float = 0.0
-
-    @property
-    def free_energy(self) -> float:
-        """The free energy per data point."""
-        return float(self.population.free_energy().mean()) + self.beyond + self.spread
-
-    def near(self, other: Member) -> Member:
-        """The same with the guide of continuous latents that another one has."""
-        return self._replace(beside=other.beside, spread=other.spread)
-
-
 class Recombination:
     """Exchanges latents between models that were trained from different starts.
 
@@ -90,59 +62,66 @@ class Recombination:
     def __init__(self, learned: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
         self._learned, self._guide, self._search = learned, learned.guide, search
         self.latents, self.tolerance = latents, tolerance
-        self._first_words = learned.guide.words.clone()
+        self._first_words, self.space = learned.guide.words.clone(), learned.guide.space
 
-    def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
-        """Returns a solution with populations, begun from a near one if given."""
+    def populated(self, found: Solution, near: Solution | None = None) -> Solution:
+        """Returns a solution with populations, begun from a near one if given.
+
+        Beside continuous latents their spread gives the free energy that was reached.
+        """
         if near is None:
-            return self._adapted(parameters, self._first_words, _FILLING)
-        return self._adapted(parameters, near.population.words, _ADAPTING).near(near)
+            solution = self._adapt(found.parameters, self._first_words, _FILLING)
+        else:
+            solution = _near(self._adapt(found.parameters, _words(near), _ADAPTING), near)
+        if not found.companion:
+            return solution
+        return solution.replace(companion=found.companion, spread=found.free_energy - solution.estimate.free_energy)
 
     @torch.no_grad()
-    def known(self, parameters: dict[str, Tensor], states: Tensor) -> Member:
-        """A model with populations that were found before, of unpacked states."""
-        words = self._guide.space.pack(states)
-        return Member(parameters, Population(self._guide.space, words, self._learned.scorer(parameters).score(words)))
+    def rescore(self, found: Solution) -> Solution:
+        """A solution with populations that were found before."""
+        parameters, words = found.parameters, self.space.pack(found.states)
+        return _solution(parameters, Population(self.space, words, self._learned.scorer(parameters).score(words)))
 
-    def cross(self, one: Member, other: Member) -> Member:
+    def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        correlation, partner = self._matched(better, other)
-        partner = self._with_the_least_needed_first(better, other, correlation, partner)
+        correlation, partner = self._match(better, other)
+        partner = self._pair_unmatched(better, other, correlation, partner)
         differs = self.latents.distances(better.parameters, other.parameters, partner) > _SAME
-        return self._with_blocks_of(better, other, correlation, partner, differs)
+        return self._take_blocks(better, other, correlation, partner, differs)
 
-    def complete(self, one: Member, other: Member) -> Member:
+    def complete(self, one: Solution, other: Solution) -> Solution:
         """Completes the first of two similar solutions by differing latents that gain.
 
         What differs are latents that are not on for the same data points: most often none.
         """
-        correlation, partner = self._matched(one, other)
+        correlation, partner = self._match(one, other)
         differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
         if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
             return one
-        partner = self._with_the_least_needed_first(one, other, correlation, partner)
-        return self._with_blocks_of(one, other, correlation, partner, differs)
+        partner = self._pair_unmatched(one, other, correlation, partner)
+        return self._take_blocks(one, other, correlation, partner, differs)
 
-    def _with_blocks_of(self, better: Member, other: Member, correlation: Tensor, partner: Tensor, differs: Tensor) -> Member:
+    def _take_blocks(self, better: Solution, other: Solution, correlation: Tensor, partner: Tensor, differs: Tensor) -> Solution:
         gains = {}
         for block in _blocks(correlation[:, partner]):
             if bool(differs[list(block)].any()):
-                gains[block] = self._exchanged(better, other, block, partner).free_energy - better.free_energy
+                gains[block] = self._exchange(better, other, block, partner).free_energy - better.free_energy
         best = better
         for block in sorted(gains, key=lambda one: gains[one], reverse=True):
             if gains[block] > self.tolerance:
-                changed = self._exchanged(best, other, block, partner)
+                changed = self._exchange(best, other, block, partner)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
-    def beside(self, member: Member, spare: int, other: int, generator: torch.Generator | None) -> Member:
+    def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
-        moved = self.latents.replaced(member.parameters, here, member.parameters, there)
-        return self.member(self.latents.disturbed(moved, here, _APART, generator), near=member)
+        moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
+        return _near(self._adapt(self.latents.perturb(moved, here, _APART, generator), _words(member), _ADAPTING), member)
 
-    def resolve_difference_codes(self, member: Member) -> Member:
+    def resolve_difference_codes(self, member: Solution) -> Solution:
         """Resolves difference codes; returns the model itself if none gains.
 
         A latent active only beside another one takes over their sum.
@@ -153,17 +132,17 @@ class Recombination:
         if self.latents.num_values:
             return member
         best, start = member, self.latents.latents.start
-        for other, here in self._only_beside(member):
-            words, states = best.population.words, best.population.states()
+        for other, here in self._find_difference_codes(member):
+            words, states, space = _words(best), best.states, self.space
             # States with both latents have the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
-            others = best.population.space.pack(states)
+            others = space.pack(states)
             for parameters in self.latents.sums(best.parameters, here, other):
-                changed = self._adapted(parameters, words, _ADAPTING, others).near(best)
+                changed = _near(self._adapt(parameters, words, _ADAPTING, others), best)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
-    def mostly_on(self, member: Member, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+    def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
 
         The most frequent come first.
@@ -175,23 +154,23 @@ class Recombination:
         Returns:
             The probabilities ``(N,)`` that each of them is on.
         """
-        if self.latents.num_values or self._guide.space.cardinalities[self.latents.latents.start] != 2:
+        if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return {}
         each = self._marginals(member)
         mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
-        new = [latent for latent in mostly if not any(_are_off_together(each[:, latent], other) for other in known)]
+        new = [latent for latent in mostly if not any(_are_equally_inactive(each[:, latent], other) for other in known)]
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
-    def complement(self, member: Member, latent: int) -> Member:
+    def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a binary latent complemented in all states.
 
         States keep their ranks; parameters do not fit them yet.
         """
-        states, place = member.population.states(), self.latents.latents.start + latent
+        states, place = member.states, self.latents.latents.start + latent
         states[..., place] = 1 - states[..., place]
-        return member._replace(population=dataclasses.replace(member.population, words=member.population.space.pack(states)))
+        return member.replace(population=dataclasses.replace(member.population, words=self.space.pack(states)))  # type: ignore[type-var]
 
-    def _only_beside(self, member: Member) -> list[tuple[int, int]]:
+    def _find_difference_codes(self, member: Solution) -> list[tuple[int, int]]:
         """Returns pairs whose second latent is active only beside the first.
 
         The most frequent come first.
@@ -201,37 +180,37 @@ class Recombination:
         pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
         return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
-    def badly_explained(self, member: Member) -> Tensor:
+    def deficits(self, member: Solution) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
 
         It is a difference of mean free energies.
         """
-        share, each = self._marginals(member), member.population.free_energy().cpu()
+        share, each = self._marginals(member), _population(member).free_energy().cpu()
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
-    def are_shared(self, one: Member, other: Member) -> Tensor:
+    def are_shared(self, one: Solution, other: Solution) -> Tensor:
         """Whether each latent has a partner in the other model, ``(H,)``."""
         return are_shared(self._marginals(one), self._marginals(other))
 
-    def share_most(self, one: Member, other: Member, most_apart: float) -> bool:
+    def share_most(self, one: Solution, other: Solution, most_apart: float) -> bool:
         """Whether most latents of both models have a partner in the other."""
         return share_most(self._marginals(one), self._marginals(other), most_apart)
 
-    def are_spare(self, member: Member) -> Tensor:
+    def find_redundant(self, member: Solution) -> Tensor:
         """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
         return is_redundant(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
-    def _losses(self, member: Member) -> Tensor:
+    def _losses(self, member: Solution) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
         if self.latents.num_values:
-            return deletion_losses_of_values(member.population, self.latents.latents.start, self.latents.num_values)
-        return deletion_losses(member.population, self._learned.scorer(member.parameters))[self.latents.latents]
+            return deletion_losses_of_values(_population(member), self.latents.latents.start, self.latents.num_values)
+        return deletion_losses(_population(member), self._learned.scorer(member.parameters))[self.latents.latents]
 
-    def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
+    def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
         """Returns correlations ``(H, H)`` of two models' latents, and partners."""
-        return matched(self._marginals(one), self._marginals(other))
+        return match_latents(self._marginals(one), self._marginals(other))
 
-    def _with_the_least_needed_first(self, one: Member, other: Member, correlation: Tensor, partner: Tensor) -> Tensor:
+    def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
         is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
@@ -240,74 +219,91 @@ class Recombination:
         needed, needed_there = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
         return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
 
-    def _marginals(self, member: Member) -> Tensor:
-        return self.latents.probabilities(member.population).double().cpu()
+    def _marginals(self, member: Solution) -> Tensor:
+        return self.latents.probabilities(_population(member)).double().cpu()
 
-    def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
+    def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
         here = torch.tensor(block)
-        parameters = self.latents.replaced(member.parameters, here, other.parameters, partner[here])
-        states = self._with_states_of(other, member, here, partner[here])
-        return self._adapted(parameters, member.population.words, _ADAPTING, states).near(member)
+        parameters = self.latents.replace_latents(member.parameters, here, other.parameters, partner[here])
+        states = self._copy_states(other, member, here, partner[here])
+        return _near(self._adapt(parameters, _words(member), _ADAPTING, states), member)
 
-    def _with_states_of(self, other: Member, member: Member, here: Tensor, there: Tensor) -> Tensor | None:
+    def _copy_states(self, other: Solution, member: Solution, here: Tensor, there: Tensor) -> Tensor | None:
         """Returns states with latents ``here`` set as ``there`` in the other model.
 
         The other model's likeliest states are used.
         """
         if self.latents.num_values:
             return None
-        start, space = self.latents.latents.start, member.population.space
-        states, likeliest = member.population.states(), space.unpack(other.population.mode())
+        start, space = self.latents.latents.start, self.space
+        states, likeliest = member.states, space.unpack(_population(other).mode())
         states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
         return space.pack(states)
 
     @torch.no_grad()
-    def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Member:
+    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
         scorer = self._learned.scorer(parameters)
-        beyond, population = self._learned.beyond(scorer), Population(self._guide.space, words, scorer.score(words))
+        beyond, population = self._learned.beyond(scorer), Population(self.space, words, scorer.score(words))
         if others is not None:
-            population = population.merge(Population(self._guide.space, others, scorer.score(others)))
+            population = population.merge(Population(self.space, others, scorer.score(others)))
         if bool((population.log_joint.amax(-1) == -torch.inf).any()):
             # Two latents may explain together what neither does.
-            return Member(parameters, population, beyond)
+            return _solution(parameters, population, beyond)
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
-        return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()), beyond)
+        return _solution(parameters, copy_population(population), beyond)
 
 
-def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+def _solution(parameters: dict[str, Tensor], population: Population, beyond: float = 0.0) -> Solution:
+    each = population.free_energy()
+    return Solution(FreeEnergyEstimate(float(each.mean()) + beyond, each=each), parameters, population)
+
+
+def _near(solution: Solution, other: Solution) -> Solution:
+    """The same with the guide of continuous latents that another one has."""
+    return solution.replace(companion=other.companion, spread=other.spread)
+
+
+def _population(solution: Solution) -> Population:
+    assert solution.population is not None
+    return solution.population
+
+
+def _words(solution: Solution) -> Tensor:
+    return _population(solution).words
+
+
+def recombinations_of(profile: Profile, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
     """Returns recombinations for each group of exchangeable latents.
 
     Args:
-        model: the model.
-        y: its data.
-        settings: what all runs have in common.
+        profile: of the model.
         tolerance: least gain in free energy per data point.
-        state: parameters, and medians of continuous latents beside, in which latents differ.
+        state: parameters, and medians of continuous latents, in which latents differ.
     """
-    if isinstance(model, ConditionalModel):
+    if profile.is_conditional:
         return []  # its draws given the states hold for these states only
-    guide = settings.guide_for(model, y)
-    learned = Medians(model, y, guide)
+    guide = profile.set_up_guide()
+    learned = Medians(profile.model, profile.y, guide)
     groups = exchangeable_latents(learned, state)
-    if are_behind_a_network(model, y, state, groups):
+    if _are_behind_a_network(profile, state, groups):
         return []
-    search = settings.search or default_search(model, guide.space, settings.num_states)
+    search = profile.search or profile.default_search(guide.space)
     search.forget()
     return [Recombination(learned, search, latents, tolerance) for latents in groups]
 
 
-def are_behind_a_network(model: Any, y: Tensor, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
+def _are_behind_a_network(profile: Profile, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
     """Whether most parameters are shared by all latents, as in a network.
 
     They mean nothing in another network.
     """
     own = {name for group in groups for name in group.axes}
-    shared = sum(state[name].numel() for name in layers_of(model, y) - own)
+    shared = sum(state[name].numel() for name in profile.layers - own)
     return shared > sum(state[name].numel() for name in own)
 
 
-def _are_off_together(one: Tensor, other: Tensor) -> bool:
+def _are_equally_inactive(one: Tensor, other: Tensor) -> bool:
     """Whether two latents are inactive for nearly the same data points."""
     return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + ROUNDING)
 

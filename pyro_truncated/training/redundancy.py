@@ -36,11 +36,11 @@ def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2)
     Returns:
         The losses in nats, ``(H,)`` in float64.
     """
-    return losses_and_stand_ins(population, log_joint, depth)[0]
+    return losses_with_substitutes(population, log_joint, depth)[0]
 
 
 @torch.no_grad()
-def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
+def losses_with_substitutes(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
     """Returns :func:`deletion_losses`, and the share of each substitute.
 
     Args:
@@ -74,7 +74,7 @@ def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int
     return losses, (changed / changed.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
 
 
-def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
+def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tensor:
     """Returns latents of least deletion loss, none a substitute of another.
 
     At least one, at most a given number.
@@ -83,10 +83,10 @@ def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
 
     Args:
         losses: what the data would lose without each latent, ``(H,)``.
-        stand_ins: the part of the data points of each latent in which each other one makes up for it, ``(H, H)``.
+        substitutes: the part of the data points of each latent in which each other one makes up for it, ``(H, H)``.
         number: how many are asked for.
     """
-    linked, chosen = ((stand_ins > _OFTEN) | (stand_ins.mT > _OFTEN)).cpu(), [int(losses.argmin())]
+    linked, chosen = ((substitutes > _OFTEN) | (substitutes.mT > _OFTEN)).cpu(), [int(losses.argmin())]
     for latent in losses.argsort().tolist()[1:]:
         if len(chosen) < number and not bool(linked[latent, chosen].any()):
             chosen.append(latent)

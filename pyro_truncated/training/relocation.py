@@ -104,7 +104,7 @@ class Relocations:
             self._moves.after(self._steps, self._model, self._guide)
         self._steps += 1
 
-    def at_rest(self) -> None:
+    def move_at_convergence(self) -> None:
         """Moves components at once, after EM has converged."""
         if self._moves is not None and not self._moves.is_done:
             self._moves.after(0, self._model, self._guide)

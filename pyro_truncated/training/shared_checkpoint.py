@@ -19,7 +19,7 @@ from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
-from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
+from pyro_truncated.training.checkpoint_file import folder_of, read_rows, remove_others, write_rows
 
 # Prefix of files with per-data-point values of the search.
 _SEARCH = "search"

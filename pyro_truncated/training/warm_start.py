@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import Any, Self
 
@@ -14,15 +13,13 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.distributions.linear import LinearSuperposition
-from pyro_truncated.em.closed_form import ClosedFormModel, Statistics
-from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.search.automatic import is_of_many
+from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.convergence import fixed, train
 from pyro_truncated.training.decoders import observed_numbers
-from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, load_snapshot, parameters_of
-from pyro_truncated.training.model_runs import Run, Settings, insert_states, num_posteriors
-from pyro_truncated.training.starts import AsTheyAre, Start
+from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of
+from pyro_truncated.training.profile import Profile
+from pyro_truncated.training.solution import FixedStates, Solution, fit_states, trainer_at
+from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.devices import device_of
 
 # Least noise in units of the data, least probability, and relative ridge of the M-step.
@@ -31,7 +28,7 @@ _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
 _LEAST_PART = 0.1
 
 
-def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
+def decoded_values(profile: Profile) -> Tensor | None:
     """Returns the real numbers ``(N, D)`` that a network decodes states into.
 
     They are in units of their deviation.
@@ -39,18 +36,18 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     ``None`` for other models: those with ``draw_start``, shared or continuous latents, several discrete sites, frozen networks,
     counts or missing values, and data in files or several processes.
     """
-    if isinstance(model, (ClosedFormModel, GibbsModel)) or draws_starts(model) or not is_a_network(model, y):
+    model, y = profile.model, profile.y
+    if not profile.is_by_gradients or profile.draws_restarts or not profile.is_network or profile.is_large or profile.has_companion:
         return None
     parameters = parameters_of(model, y)
-    if not any(takes_gradients(model, parameters[name]) for name in layers_of(model, y) & parameters.keys()):
+    if not any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys()):
         return None
-    guide = settings.guide_for(model, y)
-    layout = guide.layout
-    is_apart = num_posteriors(guide, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
-    if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or is_of_many(layout.space):
+    layout = profile.set_up_guide().layout
+    is_apart = not profile.is_shared and total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
+    if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or layout.space.num_latents < 2:
         return None
     found = observed_numbers(model, y, layout)
-    if found is None or layout.space.num_latents < 2:
+    if found is None:
         return None
     value = found[1]["value"]
     value = value.detach().as_subclass(Tensor).flatten(1).float()
@@ -59,15 +56,13 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     return value / unit if bool(unit > 0) else None
 
 
-def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, found: Start) -> Tensor:
-    """Returns a linear model's likeliest state of each data point, ``(N, H)``."""
-    assert found.states is not None
-    load_snapshot(model, values, found.parameters)
-    with forgetting_guides(model, values):
-        run = Run(model, values, settings)
-        insert_states(run, values, found.states)
-        assert run.truncated is not None
-        return run.truncated.space.unpack(run.truncated.population().mode())
+def likeliest_states(profile: Profile, found: Solution) -> Tensor:
+    """Returns a model's likeliest state of each data point, ``(N, H)``."""
+    with forgetting_guides(profile.model, profile.y):
+        trainer = trainer_at(profile, found)
+        trainer.insert_states(found.states)
+        assert trainer.truncated is not None
+        return trainer.truncated.space.unpack(trainer.truncated.population().mode())
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:
@@ -79,12 +74,13 @@ def takes_gradients(model: Any, value: Tensor) -> bool:
 
 
 @torch.no_grad()
-def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
+def shuffle(profile: Profile) -> None:
     """Permutes the entries of learned parameters; frozen ones stay.
 
     Weights that are all equal get noise instead, since any order leaves them and their units equal.
     """
-    for value in parameters_of(model, y).values():
+    model, generator = profile.model, profile.generator
+    for value in parameters_of(model, profile.y).values():
         if not takes_gradients(model, value):
             continue
         order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
@@ -95,14 +91,11 @@ def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
         value.copy_(values.view_as(value))
 
 
-def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -> None:
+def teach(profile: Profile, code: Tensor) -> None:
     """Trains a network to decode fixed states ``(N, H)``, one per data point."""
-    with forgetting_guides(model, y):
-        run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1))
-        assert run.truncated is not None
-        words = run.truncated.space.pack(code.unsqueeze(1))
-        run.truncated.populations.store_(run.scorer(y).score(words), None, words)
-        train(run, y, fixed(steps))
+    with forgetting_guides(profile.model, profile.y):
+        trainer = Trainer(profile.replace(search=FixedStates(), num_states=1))
+        fit_states(trainer, lambda scorer: trainer.profile.space.pack(code.unsqueeze(1)))  # type: ignore[union-attr]
 
 
 class LinearCauses(torch.nn.Module):

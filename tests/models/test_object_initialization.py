@@ -13,6 +13,7 @@ from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.models.object_initialization import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
+from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.convergence import of_restart, train
 
 
@@ -141,13 +142,14 @@ class Rising:
     """A run whose free energies are given."""
 
     def __init__(self, values: list[float]) -> None:
-        self.values, self.taken, self.has_companion = values, 0, False
-        self.relocations = SimpleNamespace(at_rest=lambda: None, are_done=True)
-        self.guide = self.truncated = SimpleNamespace(
-            conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1))
+        self.values, self.taken = values, 0
+        self.profile = SimpleNamespace(
+            is_informed=True, has_companion=False, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.05
         )
+        self.relocations = SimpleNamespace(move_at_convergence=lambda: None, are_done=True)
+        self.guide = self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
 
-    def step(self, y: torch.Tensor) -> float:
+    def step(self) -> float:
         self.taken += 1
         return self.values[self.taken - 1]
 
@@ -159,7 +161,7 @@ class Rising:
 def test_a_start_ends_where_five_steps_raise_little_of_what_all_have(most: int, taken: int, noise: float) -> None:
     """It rises by 200 at first, by 20 in a step until the sixteenth, and then by .14: five steps of these are less than .3 % of all."""
     run = Rising([0.0, 200.0, *(200.0 + 20.0 * step for step in range(1, 16)), *(500.0 + 0.14 * step for step in range(1, 60))])
-    reached = train(run, torch.zeros(1), of_restart(run, OcclusiveComponents(2, (6, 6), (3, 3)), 1.0, most, 0.05))
+    reached = train(run, of_restart(run, 1.0, most))
     assert run.taken == taken
     assert reached.noise == pytest.approx(noise)
     assert reached.free_energy == run.values[taken - 1]

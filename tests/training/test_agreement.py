@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_truncated import GPSelect, cooling, learn
+from pyro_truncated import GPSelect
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
-from pyro_truncated.training import multi_start
 from pyro_truncated.training.agreement import (
     FreeEnergyEstimate,
     are_alike,
@@ -19,12 +20,10 @@ from pyro_truncated.training.agreement import (
     have_agreed,
     is_gain_below_error,
 )
-from pyro_truncated.training.model_parameters import snapshot
-from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.multi_start import MultiStart
-from pyro_truncated.training.starts import Start
-from pyro_truncated.training.stop_rule import Plan
-from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.training.convergence import finish
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.trainer import Trainer
+from tests.training.scripted import disagreement, ended, scripted_restarts
 
 
 def start(each: torch.Tensor, **fields: float) -> FreeEnergyEstimate:
@@ -71,21 +70,16 @@ def causes(y: torch.Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize(
-    ("one", "number", "are_compared"), [(EACH + 0.2 * NOISE, 2, True), (EACH.roll(1), 3, True), (EACH.roll(1), 2, False)]
-)
-def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(
-    monkeypatch: pytest.MonkeyPatch, one: torch.Tensor, number: int, are_compared: bool
-) -> None:
+@pytest.mark.parametrize(("one", "number", "tolerance"), [(EACH + 0.2 * NOISE, 2, None), (EACH.roll(1), 3, None), (EACH.roll(1), 2, 0.05)])
+def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(one: torch.Tensor, number: int, tolerance: float | None) -> None:
     assert have_agreed([start(EACH), start(one)], 0.05)
-    assert are_alike(start(EACH), start(one), 0.05) == (number == 2 and are_compared)
+    assert are_alike(start(EACH), start(one), 0.05) == (number == 2 and tolerance is None)
     starts = iter([start(EACH), start(one), start(EACH - 5.0)])
-    monkeypatch.setattr(multi_start, "start", lambda model, y, *rest: Start(next(starts), snapshot(model, y), None))
-    plan = Plan(3, 2, cooling(1.0, 2), 0.05, None, are_compared=are_compared)
-    found = MultiStart(causes, torch.randn(32, 2), Settings(None, 4, 0.1), plan)
-    found.make(progress_bar(False))
+    found = scripted_restarts(
+        causes, torch.randn(32, 2), lambda profile, *_: ended(profile, next(starts)), max_restarts=3, tolerance=tolerance
+    )
     assert len(found.pool.energies) == number
-    assert (found.rule.disagreement(found.pool) is None) == (number == 2)
+    assert (disagreement(found) is None) == (number == 2)
 
 
 def test_what_belongs_to_no_data_point_counts_in_full() -> None:
@@ -113,15 +107,13 @@ def test_means_over_draws_are_known_to_three_standard_errors() -> None:
 
 
 @pytest.mark.slow
-def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_come_to_the_parameters_of_the_best_start_before_these_change() -> None:
     """One step of draws from chains that have just begun would take bars away."""
     bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = MaxSpikeSlabSparseCoding(16, 8)
     model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
-    best = Start(FreeEnergyEstimate(0.0), {name: value.clone() for name, value in model.state_dict().items()}, None)
-    monkeypatch.setattr(multi_start, "start", lambda *args: best)
-    learn(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"), steps=1, starts=1, progress=False)
+    finish(Trainer(profile_model(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"))), 1, -math.inf)
     assert matched_bars(model.weight, bars.components, 0.98) == 8
 
 

@@ -14,7 +14,7 @@ from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.distributions import NormalOrMissing
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.training import decoders
-from pyro_truncated.training.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, targets_of
+from pyro_truncated.training.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, make_targets
 from tests.training.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 
@@ -166,7 +166,7 @@ def test_targets_are_the_means_of_each_state_and_what_varies_about_them():
     guide = AutoTruncated(model, num_states=8)
     guide.setup(y)
     guide.refresh_(y)
-    targets, population = targets_of(guide.population(), y.double(), torch.float32), guide.population()
+    targets, population = make_targets(guide.population(), y.double(), torch.float32), guide.population()
     assert float(targets.weights.sum()) == pytest.approx(len(y), rel=1e-3)
     states, weights = population.states(torch.float32), population.weights().double()
     for state, weight, mean in zip(targets.states, targets.weights, targets.means, strict=True):
@@ -186,7 +186,7 @@ def test_targets_are_no_more_than_data_points():
     y = data()[:6] + 1e6
     words = StateSpace([2] * NUM_LATENTS).pack(every_state().expand(6, -1, -1))
     log_joint = torch.linspace(0, -1, 32).expand(6, -1)
-    targets = targets_of(Population(StateSpace([2] * NUM_LATENTS), words, log_joint), y.double(), torch.float32)
+    targets = make_targets(Population(StateSpace([2] * NUM_LATENTS), words, log_joint), y.double(), torch.float32)
     weights = log_joint[0].double().softmax(0)[:6]
     torch.testing.assert_close(targets.states, every_state()[:6])
     torch.testing.assert_close(targets.weights, 6 * weights, rtol=1e-5, atol=0.0)

@@ -28,11 +28,11 @@ from pyro_truncated.models import (
     SpikeSlabSparseCoding,
 )
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
-from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, multi_start
+from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.model_parameters import least_size, rate_of, snapshot
-from pyro_truncated.training.redundancy import deletion_losses, gained_from_noise, least_missed, losses_and_stand_ins
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.model_parameters import least_size, rate_of
+from pyro_truncated.training.redundancy import deletion_losses, gained_from_noise, losses_with_substitutes, select_for_pruning
+from tests.training.scripted import disagreement, ended, scripted_restarts
 from tests.training.started_models import StartedAtRows
 
 QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
@@ -101,8 +101,8 @@ def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_ev
     assert (losses[5:] < 1e-3 * single[5]).all()
     assert (single > 1000).all()
     # Either may go, and not both.
-    _, stand_ins = losses_and_stand_ins(*complete(doubled, bars.data))
-    assert len({5, 6} & set(least_missed(losses, stand_ins, 6).tolist())) == 1
+    _, stand_ins = losses_with_substitutes(*complete(doubled, bars.data))
+    assert len({5, 6} & set(select_for_pruning(losses, stand_ins, 6).tolist())) == 1
     assert stand_ins[5, 6] > 0.9
     # Where two starts differ by what a spare latent's nine parameters gain from noise, they agree.
     assert gained_from_noise(losses, 9, 200) == pytest.approx(0.5 * 9 / 200)
@@ -429,22 +429,21 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0.5, 0.6), (0.5, 0.5, 0.5)])
-def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, rates):
+def test_starts_of_a_function_do_not_begin_where_others_have_ended(rates):
     """Whether latents are alike or not."""
     begun = []
 
     def model(y):
         own(y, rates)
 
-    def start(model, y, *args):
+    def start(profile, *args):
         begun.append(pyro.param("own.loc").detach().clone())
         with torch.no_grad():
             pyro.get_param_store()["own.loc"].unconstrained().add_(3000.0)
-        return Start(FreeEnergyEstimate(float(len(begun))), snapshot(model, y), None)
+        return ended(profile, FreeEnergyEstimate(float(len(begun))))
 
-    monkeypatch.setattr(multi_start, "start", start)
-    with pytest.warns(DisagreeingStartsWarning):
-        learn(model, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
+    found = scripted_restarts(model, 50 * torch.rand(20, generator=generator()), start, max_restarts=3)
+    assert disagreement(found)
     # Where it was, and twice near that place, by noise as large as what was reached, which is 3000 away.
     assert torch.equal(begun[0], torch.full((3,), 50.0))
     noise = [loc - 50.0 for loc in begun[1:]]
@@ -453,31 +452,29 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 @pytest.mark.parametrize(("rates", "starts", "made"), [((0.1, 0.5, 0.9), None, 8), ((0.5, 0.5, 0.5), None, 16), ((0.5, 0.5, 0.5), 3, 3)])
-def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, rates, starts, made):
+def test_twice_as_many_starts_are_made_where_they_exchange_latents(rates, starts, made):
     begun = []
 
-    def start(model, y, *args):
+    def start(profile, *args):
         begun.append(0)
-        return Start(FreeEnergyEstimate(float(len(begun))), snapshot(model, y), None)
+        return ended(profile, FreeEnergyEstimate(float(len(begun))))
 
-    monkeypatch.setattr(multi_start, "start", start)
     pyro.set_rng_seed(0)
-    learn(lambda y: own(y, rates), 50 * torch.rand(20, generator=generator()), starts=starts, steps=1, short_steps=1, progress=False)
+    y = 50 * torch.rand(20, generator=generator())
+    scripted_restarts(lambda y: own(y, rates), y, start, max_restarts=starts, short_steps=1)
     assert len(begun) == made
 
 
-@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 @pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 2)])
-def test_few_rows_have_eight_starts_even_if_two_agree(monkeypatch, rows, made):
+def test_few_rows_have_eight_starts_even_if_two_agree(rows, made):
     """Few: less than sixteen for each of three latents. Of enough the second agrees with the first."""
-    monkeypatch.setattr(multi_start, "start", lambda model, y, *_: Start(FreeEnergyEstimate(0.0), snapshot(model, y), None))
     pyro.set_rng_seed(0)
-    guide = learn(
-        lambda y: own(y, (0.1, 0.5, 0.9)), torch.rand(rows, generator=generator()), tolerance=0.1, steps=1, short_steps=1, progress=False
+    y = torch.rand(rows, generator=generator())
+    found = scripted_restarts(
+        lambda y: own(y, (0.1, 0.5, 0.9)), y, lambda profile, *_: ended(profile, FreeEnergyEstimate(0.0)), tolerance=0.1
     )
-    assert len(guide.starts) == made
+    assert len(found.pool.energies) == made
 
 
 @pytest.mark.nightly

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ from pyro.optim import ClippedAdam
 from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture as Reference
 
-from pyro_truncated import AutoTruncated, ClosedForm, DisagreeingStartsWarning, Truncated_ELBO, learn
+from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
-from pyro_truncated.training import multi_start
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.model_kinds import is_mixture
-from pyro_truncated.training.model_runs import Settings, layout_of
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.solution import Solution
+from tests.training.scripted import disagreement, ended, scripted_restarts
 
 
 @pytest.mark.nightly(keep=1)
@@ -58,46 +56,37 @@ def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tu
 
 
 @pytest.mark.slow
-def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def ends_at(heights: Iterator[float]) -> Callable[..., Solution]:
+    return lambda profile, *_: ended(profile, FreeEnergyEstimate(next(heights)))
+
+
+def test_starts_of_a_mixture_end_when_another_one_promises_little() -> None:
     """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
     heights = [1.0, 1.9, 2.0, 1.7, 1.2]
     y = torch.randn(10_000, 3)  # small mixtures have eight starts at least
     for tolerance, number, is_sure in ((0.95, 2, True), (0.07, 3, True), (0.051, 4, True), (0.045, 5, True), (0.035, 5, False)):
-        left = iter(heights)
-
-        def begin(model: GaussianMixture, *_: Any, left: Iterator[float] = left) -> Start:
-            return Start(FreeEnergyEstimate(next(left)), multi_start.snapshot(model, y), None)
-
-        monkeypatch.setattr(multi_start, "start", begin)
-        warns = contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more")
-        with warns:
-            guide = learn(GaussianMixture(3, 2), y, starts=5, tolerance=tolerance, steps=1, progress=False)
-        assert guide.starts == heights[:number]
+        found = scripted_restarts(GaussianMixture(3, 2), y, ends_at(iter(heights)), max_restarts=5, tolerance=tolerance)
+        assert found.pool.energies == heights[:number]
+        assert is_sure or "another one may reach more" in (disagreement(found) or "")
+        assert (disagreement(found) is None) == is_sure
 
 
 @pytest.mark.parametrize(("rows", "starts", "number"), [(1250, None, 8), (1250, 3, 3), (1251, None, 2)])
-def test_a_small_mixture_has_eight_starts_even_if_two_agree(
-    monkeypatch: pytest.MonkeyPatch, rows: int, starts: int | None, number: int
-) -> None:
+def test_a_small_mixture_has_eight_starts_even_if_two_agree(rows: int, starts: int | None, number: int) -> None:
     """Small: values of the data times components are at most 50 000."""
     y = torch.randn(rows, 10)
-    monkeypatch.setattr(multi_start, "start", lambda model, *_: Start(FreeEnergyEstimate(0.0), multi_start.snapshot(model, y), None))
-    guide = learn(GaussianMixture(10, 4, covariance="spherical"), y, starts=starts, steps=1, progress=False)
-    assert len(guide.starts) == number
+    model = GaussianMixture(10, 4, covariance="spherical")
+    found = scripted_restarts(model, y, ends_at(itertools.repeat(0.0)), max_restarts=starts)
+    assert len(found.pool.energies) == number
 
 
 @pytest.mark.parametrize(("others", "is_sure"), [(-0.039, True), (-0.041, False), (-0.2, False)])
-def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(
-    monkeypatch: pytest.MonkeyPatch, others: float, is_sure: bool
-) -> None:
+def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(others: float, is_sure: bool) -> None:
     heights = iter([0.0] + [others] * 49)
-    y = torch.randn(20, 1)
-    monkeypatch.setattr(
-        multi_start, "start", lambda model, *_: Start(FreeEnergyEstimate(next(heights)), multi_start.snapshot(model, y), None)
-    )
-    with contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more"):
-        guide = learn(GaussianMixture(1, 2), y, starts=50, tolerance=0.01, steps=1, progress=False)
-    assert len(guide.starts) == (8 if is_sure else 50)
+    found = scripted_restarts(GaussianMixture(1, 2), torch.randn(20, 1), ends_at(heights), max_restarts=50, tolerance=0.01)
+    assert (disagreement(found) is None) == is_sure
+    assert is_sure or "another one may reach more" in (disagreement(found) or "")
+    assert len(found.pool.energies) == (8 if is_sure else 50)
 
 
 @pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
@@ -107,21 +96,13 @@ def test_populations_of_very_many_components_are_small(number: int, num_states: 
 
 
 @pytest.mark.parametrize(("shape", "number", "rows"), [((10_500, 1), 2, 10_000), ((10_500, 20), 13, 10_500)])
-def test_starts_have_data_for_what_they_learn(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], number: int, rows: int) -> None:
+def test_starts_have_data_for_what_they_learn(shape: tuple[int, int], number: int, rows: int) -> None:
     """Ten thousand, or two for each number that the mixture holds, if there are as many."""
-    sizes = []
-
-    def begin(model: GaussianMixture, y: torch.Tensor, *_: Any) -> Start:
-        sizes.append(len(y))
-        return Start(FreeEnergyEstimate(0.0), multi_start.snapshot(model, y), None)
-
-    monkeypatch.setattr(multi_start, "start", begin)
-    learn(GaussianMixture(shape[1], number), torch.randn(shape), starts=1, steps=1, progress=False)
-    assert sizes == [rows]
+    assert len(profile_model(GaussianMixture(shape[1], number), torch.randn(shape)).for_restarts().y) == rows
 
 
 def test_a_single_cause_is_no_mixture() -> None:
     """No lead over other starts that grows with their number, and no early end."""
     y = torch.rand(20, 4).round()
     for model, expected in ((GaussianMixture(4, 2), True), (PoissonMixture(4, 2), True), (BinarySparseCoding(4, 1), False)):
-        assert is_mixture(model, layout_of(model, y, Settings(None, 1)).space) == expected
+        assert profile_model(model, y).is_mixture == expected

@@ -13,12 +13,11 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
-from pyro_truncated.training import DisagreeingStartsWarning, learning, multi_start
 from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.model_parameters import disturb, layers_of, snapshot
-from pyro_truncated.training.model_runs import Settings
+from pyro_truncated.training.profile import profile_model
 from pyro_truncated.training.recombination import recombinations_of
-from pyro_truncated.training.starts import Start
+from tests.training.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS = 3
 
@@ -57,7 +56,7 @@ def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_lay
     model, y = make(), torch.randn(10, 5, generator=generator())
     first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert bool(recombinations_of(model, y, Settings(None, 4), 0.1, snapshot(model, y))) == exchanges
+    assert bool(recombinations_of(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))) == exchanges
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
@@ -74,27 +73,26 @@ def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     # What is behind a network is not exchanged, as if its weights were its own.
     first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert not recombinations_of(model, y, Settings(None, 4), 0.1, snapshot(model, y))
+    assert not recombinations_of(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("unlike", "made"), [(1.0, 4), (0.0, 8)])
-def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_better(monkeypatch, unlike, made):
+def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_better(unlike, made):
     """Each reaches a nat more; free energies of the same data points differ by a deviation of ``unlike`` times ten nats."""
     network, begun = perceptron(), []
     y = torch.randn(60, 5, generator=generator())
 
-    def start(model, y, *args):
+    def start(profile, *args):
         begun.append(network[0].weight.detach().clone())
         with torch.no_grad():
             network[0].weight.fill_(3000.0)
         each = len(begun) + 10 * unlike * torch.randn(len(y), dtype=torch.float64)
-        return Start(FreeEnergyEstimate(float(len(begun)), each=each), snapshot(model, y), None)
+        return ended(profile, FreeEnergyEstimate(float(len(begun)), each=each))
 
-    monkeypatch.setattr(multi_start, "start", start)
-    with pytest.warns(DisagreeingStartsWarning):
-        learn(behind(network), y, steps=1, short_steps=1, progress=False)
+    found = scripted_restarts(behind(network), y, start, short_steps=1)
+    assert disagreement(found)
     assert len(begun) == made
     # By noise as large as what was reached, around where the first one began, not around 3000.
     assert all(float((loc - begun[0]).mean().abs()) < 2500.0 for loc in begun[1:])
@@ -123,14 +121,15 @@ def test_poses_that_a_model_guides_itself_are_left_to_it_and_parts_are_found(rec
 
 
 @pytest.mark.nightly
-def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_given(monkeypatch):
+def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_given():
     x, switches, poses = bumps(12)
     rates = []
-    monkeypatch.setattr(learning, "Settings", lambda *args, **kwargs: rates.append(args[2]) or Settings(*args, **kwargs))
     for options in ({}, {"lr": 0.3}):
         model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)
-        learn(model, x[8:], starts=1, steps=1, short_steps=1, progress=False, **options)
-    learn(behind(perceptron()), torch.randn(8, 5), starts=1, steps=1, short_steps=1, progress=False)
+        guide = learn(model, x[8:], starts=1, steps=1, short_steps=1, progress=False, **options)
+        rates.append(guide.learn_report.settings["lr"])
+    guide = learn(behind(perceptron()), torch.randn(8, 5), starts=1, steps=1, short_steps=1, progress=False)
+    rates.append(guide.learn_report.settings["lr"])
     assert rates == [0.02, 0.3, 0.1]
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
-from pyro_truncated.training import dead_latents
+from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.dead_latents import revive_dead_latents
 from pyro_truncated.training.model_parameters import snapshot
-from pyro_truncated.training.model_runs import Settings, num_posteriors
-from pyro_truncated.training.starts import Start
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.solution import Solution
+from pyro_truncated.training.solution_moves import dead_latents, revive_dead_latents
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:
@@ -66,7 +66,7 @@ def test_number_of_posteriors(is_shared: bool, expected: int):
             on = pyro.sample("on", dist.Bernoulli(0.5)) if shared is None else shared
             pyro.sample("y", dist.Normal(on, 1.0), obs=y)
 
-    assert num_posteriors(Settings(None, 1).guide_for(model, y), y) == expected
+    assert profile_model(model, y).num_posteriors == expected
 
 
 WEIGHT = torch.tensor([2.0, 0.0, -3.0, 0.0, 0.0, 1.5])
@@ -96,32 +96,37 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     x = torch.randn(60, 6)
     y = x @ weight + 0.5 * torch.randn(60)
     model = selection(x, -weight)
-    off = Start(FreeEnergyEstimate(-1000.0), snapshot(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
-    found = revive_dead_latents(model, y, Settings(None, 8), off, tolerance=0.05, steps=30)
+    off = in_states(model, y, torch.zeros(1, 1, 6), free_energy=-1000.0)
+    found = revive_dead_latents(profile_model(model, y, num_states=8, tolerance=0.05, short_steps=30), off)
     chosen = weight != 0
     rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
     truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
-    assert found.reached.free_energy >= float(truth) - 0.05  # other states, and chance beside the truth, add to it
+    assert found.free_energy >= float(truth) - 0.05  # other states, and chance beside the truth, add to it
     torch.testing.assert_close(found.parameters["weight"][chosen], weight[chosen], atol=0.3, rtol=0.0)
+
+
+def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:
+    """A solution with these states of the one posterior, ``(1, S, 6)``."""
+    space = profile_model(model, y).set_up_guide().space
+    population = Population(space, space.pack(states.to(torch.uint8)), torch.zeros(states.shape[:2]))
+    return Solution(FreeEnergyEstimate(free_energy), snapshot(model, y), population)
 
 
 def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     pyro.set_rng_seed(4)
     x = torch.randn(10, 6)
     model, y = selection(x, WEIGHT), x @ WEIGHT
-    on = Start(FreeEnergyEstimate(0.0), snapshot(model, y), torch.eye(6, dtype=torch.uint8).unsqueeze(0))
-    assert revive_dead_latents(model, y, Settings(None, 6), on, tolerance=0.05, steps=1) is on
+    on = in_states(model, y, torch.eye(6).unsqueeze(0))
+    assert revive_dead_latents(profile_model(model, y, num_states=6, tolerance=0.05, short_steps=1), on) is on
 
 
-def test_the_states_of_what_is_woken_at_once_have_a_bound(monkeypatch: pytest.MonkeyPatch):
+def test_the_states_of_what_is_woken_at_once_have_a_bound():
     """Six bytes are a state of six latents."""
     pyro.set_rng_seed(5)
     x = torch.randn(10, 6)
     model, y = selection(x, -WEIGHT), x @ WEIGHT
-    off = Start(FreeEnergyEstimate(0.0), snapshot(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
-    every = dead_latents._asleep(model, y, Settings(None, 1), off)
-    assert len(every) == 6
-    monkeypatch.setattr(dead_latents, "_BYTES", 17)
-    some = dead_latents._asleep(model, y, Settings(None, 1), off)
+    off, profile = in_states(model, y, torch.zeros(1, 1, 6)), profile_model(model, y, num_states=1)
+    assert len(dead_latents(profile, off)) == 6
+    some = dead_latents(profile, off, max_bytes=17)
     assert len(some) == 2
     assert some[0] < some[1]

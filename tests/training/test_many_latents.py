@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -15,13 +16,12 @@ from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, Evolutionary
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
-from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training import cooling, learn, learning
+from pyro_truncated.training import LearnConfig, cooling, learn
 from pyro_truncated.training.agreement import have_agreed
 from pyro_truncated.training.convergence import Schedule, by_gradients, finish, remaining_gain, to_convergence, train
-from pyro_truncated.training.model_kinds import has_informed_init
-from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.profile import profile_model
 from pyro_truncated.training.relocation import Relocations
+from pyro_truncated.training.trainer import Trainer
 from tests.training.started_models import StartedAtRows
 
 
@@ -38,27 +38,26 @@ def generator(seed: int = 0) -> torch.Generator:
         (BinarySparseCoding(16, 100), 3000),
     ],
 )
-def test_starts_see_fifty_data_points_per_latent(monkeypatch, model, number):
-    seen = []
-
-    def begin(model, y, settings, plan):
-        seen.append(len(y))
-        raise InterruptedError
-
-    monkeypatch.setattr(learning, "MultiStart", begin)
-    with pytest.raises(InterruptedError):
-        learn(model, torch.randn(3000, 16, generator=generator()), progress=False)
-    assert seen == [number]
+def test_starts_see_fifty_data_points_per_latent(model, number):
+    assert len(profile_model(model, torch.randn(3000, 16, generator=generator())).for_restarts().y) == number
 
 
-def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them(monkeypatch):
-    sizes = []
-    step = Run.step
-    monkeypatch.setattr(Run, "step", lambda run, y: sizes.append(run.truncated.space.num_latents) or step(run, y))
+class Counted(NoisyOr):
+    """Notes how many latents the models have that are initialised."""
+
+    sizes: ClassVar[set[int]] = set()
+
+    def initialize(self, y, generator=None):
+        self.sizes.add(self.num_latents)
+        return super().initialize(y, generator)
+
+
+def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them():
     y = (torch.rand(20, 16, generator=generator()) < 0.3).float()
+    model = Counted(16, 260)
     with pytest.warns(DisagreeingStartsWarning, match="no two of 2 starts"):
-        guide = learn(NoisyOr(16, 260), y, steps=1, short_steps=2, num_states=4, tolerance=0.0, progress=False)
-    assert (len(guide.starts), set(sizes)) == (2, {260})
+        guide = learn(model, y, steps=1, short_steps=2, num_states=4, tolerance=0.0, progress=False)
+    assert (len(guide.starts), Counted.sizes) == (2, {260})
 
 
 def bars_at_truth(search=None):
@@ -66,7 +65,7 @@ def bars_at_truth(search=None):
     model = BinarySparseCoding(16, 8, dtype=torch.float64)
     model.weight, model.prior, model.scale = bars.components.double(), torch.tensor(0.25).double(), torch.tensor(1.0).double()
     y = bars.data.double()
-    return model, y, Run(model, y, Settings(search, 32))
+    return model, y, Trainer(profile_model(model, y, search, num_states=32))
 
 
 @pytest.mark.parametrize("search", [None, EvolutionarySearch(crossover=True)])
@@ -76,18 +75,18 @@ def test_training_begins_with_good_states(search):
     exact = AutoTruncated(model, num_states=2**8)
     optimum = exact.rescored(exact.log_joint_of(y)).free_energy().mean()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    run.find_states(y)
+    run.find_states()
     found = run.truncated.population().free_energy().mean()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     # The populations hold an eighth of the states; without a search the first step finds a free energy tens of nats lower.
     assert optimum - 0.1 < found <= optimum + 1e-9
-    unsearched = bars_at_truth(search)[2].step(y)
+    unsearched = bars_at_truth(search)[2].step()
     assert unsearched < optimum - 1.0
 
 
 def test_states_are_looked_for_as_long_as_that_raises_the_free_energy(monkeypatch):
     torch.manual_seed(0)
-    _, y, run = bars_at_truth()
+    _, _, run = bars_at_truth()
     rounds, search = [], Batch.search_
 
     def searched(batch, *arguments):
@@ -96,7 +95,7 @@ def test_states_are_looked_for_as_long_as_that_raises_the_free_energy(monkeypatc
         return found
 
     monkeypatch.setattr(Batch, "search_", searched)
-    run.find_states(y)
+    run.find_states()
     gains = torch.stack(rounds).diff()
     assert 1 <= len(gains) < 9
     assert (gains[:-1] >= 0.01).all()
@@ -107,23 +106,24 @@ def test_a_search_that_was_asked_for_stays():
     search = EvolutionarySearch(crossover=True)
     steps = []
     search.step = lambda batch: steps.append(1) or batch.population
-    _, y, run = bars_at_truth(search)
+    _, _, run = bars_at_truth(search)
     run.intensify_search()
-    run.step(y)
+    run.step()
     assert steps
 
 
 def run_of(values, has_companion=False):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
-    run = SimpleNamespace(step=lambda y: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
-    run.fit_decoder, run.has_companion, run.relocations = lambda y: None, has_companion, Relocations(None, None, None)
+    run = SimpleNamespace(step=lambda: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
+    run.fit_decoder, run.relocations, run.is_in_parts = lambda: None, Relocations(None, None, None), False
+    run.profile = SimpleNamespace(has_companion=has_companion, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.0)
     return run
 
 
 def test_starts_are_compared_at_convergence():
     def reached(values, steps):
         run = run_of(values)
-        return train(run, None, to_convergence(run, steps))
+        return train(run, to_convergence(run, steps))
 
     rising = [float(step) for step in range(12)] + [12.0] * 60
     # Five steps from the last rise on are the first that raise nothing.
@@ -147,7 +147,7 @@ def test_what_falls_has_not_converged():
     assert not has_converged([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 0.003, is_relative=True)
     falling = [*(1.0 - 0.1 * step for step in range(10)), *[3.0] * 60]
     run = run_of(falling)
-    assert train(run, None, to_convergence(run, 60)).free_energy == 3.0
+    assert train(run, to_convergence(run, 60)).free_energy == 3.0
 
 
 @pytest.mark.parametrize("approach", [lambda t: 1 - 1 / t, lambda t: 1 - torch.exp(-t / 100), lambda t: 1 - torch.exp(-t / 400)])
@@ -180,8 +180,8 @@ class Bars(StartedAtRows):
 
 
 def test_only_models_with_m_steps_of_their_own_start_near_the_end():
-    assert has_informed_init(OcclusiveComponents(2, (6, 6), (3, 3)))
-    assert not has_informed_init(Bars(torch.randn(9, 4)))
+    assert profile_model(OcclusiveComponents(2, (6, 6), (3, 3)), torch.rand(4, 6, 6, 3)).is_informed
+    assert not profile_model(Bars(torch.randn(9, 4)), torch.randn(20, 9)).is_informed
 
 
 @pytest.mark.slow
@@ -192,9 +192,22 @@ def test_states_of_starts_are_not_offered_beside_continuous_latents():
     assert len(guide.starts) == 1
 
 
+def own_bars(number):
+    """Latents that begin where the program is."""
+
+    def model(y):
+        weight = pyro.param("weight", lambda: torch.randn(number, 4))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((number,), 0.5)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y)
+
+    return model
+
+
 def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population():
-    assert Settings(None, 64).halved(StateSpace([2] * 7)).num_states == 32
-    assert Settings(None, 64).halved(StateSpace([2] * 6)).num_states == 64
+    for number, expected in ((7, 32), (6, 64)):
+        pyro.clear_param_store()
+        assert profile_model(own_bars(number), torch.randn(20, 4), num_states=64).for_restarts().num_states == expected
 
 
 @pytest.mark.parametrize(
@@ -211,9 +224,9 @@ def test_training_ends_at_convergence_and_with_a_thorough_search_if_a_step_is_le
     values = [float(min(step, rises)) for step in range(20)]
     run = run_of(values)
     take = run.step
-    run.step = lambda y: done.append("step") or take(y)
+    run.step = lambda: done.append("step") or take()
     run.intensify_search = lambda: done.append("look") or True
-    assert finish(run, None, steps, 0.001).steps == expected.count("step")
+    assert finish(run, steps, 0.001).steps == expected.count("step")
     assert done == expected
 
 
@@ -231,7 +244,7 @@ def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, is
     slowed = []
     run = run_of(values)
     run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(values), steps)), is_in_parts
-    assert train(run, None, by_gradients(run, 20)).free_energy == pytest.approx(reached)
+    assert train(run, by_gradients(run, 20)).free_energy == pytest.approx(reached)
     assert slowed == [(steps, 20)]
     assert 126 - len(values) == steps + 20
 
@@ -239,7 +252,8 @@ def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, is
 class Noisy:
     """Free energies that rise as 1 / t, and by a nat with the learning rate, with noise of a deviation of 0.02."""
 
-    guide, truncated, has_companion = None, SimpleNamespace(conditional=None), True
+    guide, truncated = None, SimpleNamespace()
+    profile = SimpleNamespace(has_companion=True, is_conditional=False, config=LearnConfig(), tolerance=0.02)
     relocations = Relocations(None, None, None)
 
     def __init__(self):
@@ -248,7 +262,7 @@ class Noisy:
     def set_rate(self, rate):
         self.rates.append(rate)
 
-    def step(self, y):
+    def step(self):
         self.steps += 1
         return -20 / (self.steps + 20) - self.rates[-1] + float(self.noise[self.steps])
 
@@ -258,7 +272,7 @@ class Noisy:
 
 def test_runs_beside_continuous_latents_end_where_neither_steps_nor_smaller_rates_gain():
     run = Noisy()
-    reached = train(run, None, by_gradients(run, 60, 0.02))
+    reached = train(run, by_gradients(run, 60))
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081][: len(run.rates)])
     assert len(run.rates) >= 4
     assert 300 < reached.steps == run.steps <= 60 * 16
@@ -269,14 +283,14 @@ def test_runs_beside_continuous_latents_end_where_neither_steps_nor_smaller_rate
 
 def test_runs_that_are_cut_off_say_what_they_would_have_gained_and_do_not_agree():
     run = Noisy()
-    reached = train(run, None, Schedule(0, 100, 0.02, remaining_gain, 20, 20, first_rate=1.0))
+    reached = train(run, Schedule(0, 100, 0.02, remaining_gain, 20, 20, first_rate=1.0))
     # Half of the steps that are left are taken at each rate.
     assert reached.steps == run.steps == 100
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081])
     assert reached.remaining > 0.1
     assert not have_agreed([reached, reached], 0.02)
     assert have_agreed([reached._replace(remaining=0.01)] * 2, 0.02)
-    cut = train(Noisy(), None, Schedule(0, 30, 0.02, remaining_gain, 20, 20, first_rate=1.0))
+    cut = train(Noisy(), Schedule(0, 30, 0.02, remaining_gain, 20, 20, first_rate=1.0))
     assert (cut.remaining, cut.steps) == (math.inf, 30)
 
 
@@ -284,9 +298,9 @@ def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converg
     done: list[str] = []
     run = run_of([0.0] * 60)
     take, run.is_in_parts = run.step, True
-    run.step = lambda y: done.append("step") or take(y)
-    run.fit_decoder, run.slow_down = lambda y: done.append("fit"), lambda steps: done.append("slow down")
-    train(run, None, by_gradients(run, 20))
+    run.step = lambda: done.append("step") or take()
+    run.fit_decoder, run.slow_down = lambda: done.append("fit"), lambda steps: done.append("slow down")
+    train(run, by_gradients(run, 20))
     assert done == 20 * ["step"] + ["fit", "slow down"] + 20 * ["step"]
 
 
@@ -300,8 +314,8 @@ def clusters(y):
 
 
 def test_starts_begin_at_draws_of_continuous_latents_from_their_prior():
-    run = Run(clusters, torch.randn(9, 2), Settings(None, 3), cooling(1.0, 2))
-    run.step(torch.randn(9, 2))
+    run = Trainer(profile_model(clusters, torch.randn(9, 2), None, num_states=3), cooling(1.0, 2))
+    run.step()
     # Six draws of deviation twenty: all below two by chance once in four million.
     assert run.guide[0].locs.loc.abs().max() > 2
 

@@ -17,8 +17,9 @@ from pyro_truncated.models import BinarySparseCoding, BinaryVAE
 from pyro_truncated.search import EvolutionarySearch, Search, SurrogateSearch
 from pyro_truncated.training.agreement import share_most
 from pyro_truncated.training.model_parameters import is_a_network
-from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.starts import start
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.solution import run_restart
+from pyro_truncated.training.trainer import Trainer
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4
 
@@ -50,9 +51,8 @@ def program(decode: torch.nn.Module, beside: Tensor | None = None, is_shared: bo
 def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
     """All 16 states are there, so that the loss is minus the log evidence; at a rate of nearly zero no step changes it."""
     y, model = data(), BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
-    settings = Settings(None, 16, lr=1e-9)
-    run = Run(model, y, settings)
-    value = run.step(y)
+    run = Trainer(profile_model(model, y, num_states=16, lr=1e-9))
+    value = run.step()
     run.end()
     assert run.truncated is not None
     each = run.truncated.population().free_energy()
@@ -65,9 +65,9 @@ def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
 
 def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
     y, model = data(), BinaryVAE(NUM_OBSERVED, 12, hidden=(8,))
-    run = Run(model, y, Settings(None, 8, lr=1e-9))
+    run = Trainer(profile_model(model, y, None, num_states=8, lr=1e-9))
     before = run.truncated.refresh_(y).free_energy()
-    run.step(y)
+    run.step()
     run.end()
     gained = run.truncated.population().free_energy() - before
     assert float(gained.min()) > -1e-3
@@ -76,7 +76,7 @@ def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
 
 def in_parts(model, y: Tensor, search: Search | None = None) -> bool:
     pyro.clear_param_store()
-    return Run(model, y, Settings(search, 4)).is_in_parts
+    return Trainer(profile_model(model, y, search, num_states=4)).is_in_parts
 
 
 def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
@@ -137,7 +137,7 @@ def test_counts_whose_bound_is_that_of_all_rows_are_not_divided():
 
 
 def test_data_points_of_different_parts_get_different_random_numbers():
-    run = Run(BinaryVAE(NUM_OBSERVED, 12, hidden=(8,)), data(), Settings(None, 8))
+    run = Trainer(profile_model(BinaryVAE(NUM_OBSERVED, 12, hidden=(8,)), data(), num_states=8))
     seeds = [guide.populations.seed for guide in run._parts._guides]
     assert len({*seeds, run.truncated.populations.seed}) == 4
 
@@ -167,9 +167,9 @@ def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
             s = pyro.sample("s", dist.Bernoulli(torch.full((1,), 0.5)).to_event(1))
             pyro.sample("y", dist.Normal(net(0.0 * s), 1.0).to_event(1), obs=rows)
 
-    run = Run(model, y, Settings(None, 2, lr=1.0).slowing(300, 1e-3))
+    run = Trainer(profile_model(model, y, None, num_states=2, lr=1.0).with_decay(300, 1e-3))
     for _ in range(300):
-        run.step(y)
+        run.step()
     assert run.is_in_parts
     assert float(decode(torch.zeros(1, 1)).detach()) == pytest.approx(4.0, abs=0.1)
 
@@ -199,7 +199,7 @@ def test_latents_that_are_never_on_are_no_code_that_starts_could_agree_on(rate, 
             pyro.sample("y", dist.Normal(net(s), 1.0).to_event(1), obs=y)
 
     decode, y = network(), data()
-    found = start(model, y, Settings(None, 16), 1.0, 1, None)
+    found = run_restart(profile_model(model, y, num_states=16, short_steps=1), 1.0)
     assert (found.probabilities is not None) == is_code
 
 

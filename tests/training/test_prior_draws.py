@@ -9,7 +9,8 @@ import torch
 
 from pyro_truncated.training import cooling
 from pyro_truncated.training.model_parameters import prior_draw
-from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.trainer import Trainer
 
 
 def topics(y):
@@ -27,9 +28,9 @@ def test_two_starts_begin_apart_in_vectors_and_simplices():
     for seed in range(2):
         torch.manual_seed(seed)
         pyro.clear_param_store()
-        run = Run(topics, torch.zeros(9, 2), Settings(None, 3, lr=1e-6), cooling(1.0, 2))
-        run.step(torch.zeros(9, 2))
-        begins.append({name: value for name, value in run.beside.items() if "locs" in name})
+        run = Trainer(profile_model(topics, torch.zeros(9, 2), None, num_states=3, lr=1e-6), cooling(1.0, 2))
+        run.step()
+        begins.append({name: value for name, value in run.companion.items() if "locs" in name})
     assert len(begins[0]) == 3
     for name, value in begins[0].items():
         assert (value - begins[1][name]).abs().amax() > 0.1, name

@@ -23,13 +23,14 @@ from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.states.population import Population
 from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
+from pyro_truncated.training.learn_report import Restart
 from pyro_truncated.training.model_parameters import Medians, prior_draw, snapshot
-from pyro_truncated.training.model_runs import Settings
-from pyro_truncated.training.recombination import Member, Recombination, recombinations_of
+from pyro_truncated.training.pool import SolutionPool
+from pyro_truncated.training.profile import Profile, profile_model
+from pyro_truncated.training.recombination import Recombination, recombinations_of
 from pyro_truncated.training.redundancy import deletion_losses_of_values
-from pyro_truncated.training.starts import Start, fitted, settled
+from pyro_truncated.training.solution import Solution
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -249,7 +250,7 @@ def test_two_models_find_together_what_each_of_them_lacks() -> None:
     lacking = {"weight": one, "rate": whole["rate"]}
     coded = {"weight": other[:, order], "rate": whole["rate"][order]}
     crossing = recombination(bars.data)
-    first, second = crossing.member(lacking), crossing.member(coded)
+    first, second = populated(crossing, lacking), populated(crossing, coded)
     assert first.free_energy == pytest.approx(exact(lacking, bars.data), rel=1e-5)
     assert second.free_energy == pytest.approx(exact(coded, bars.data), rel=1e-5)
     for pair in ((first, second), (second, first)):
@@ -266,8 +267,8 @@ def test_two_models_find_together_what_each_of_them_lacks() -> None:
 def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     bars = linear_bars(200, 3, mean_active=2.0, noise=1.0, generator=generator())
     crossing = recombination(bars.data)
-    whole = crossing.member({"weight": bars.components, "rate": torch.full((6,), -0.7)})
-    broken = crossing.member({"weight": bars.components.roll(1, 0).contiguous(), "rate": torch.zeros(6)})
+    whole = populated(crossing, {"weight": bars.components, "rate": torch.full((6,), -0.7)})
+    broken = populated(crossing, {"weight": bars.components.roll(1, 0).contiguous(), "rate": torch.zeros(6)})
     assert crossing.cross(whole, broken) is whole
     assert crossing.cross(broken, whole) is whole
 
@@ -278,7 +279,7 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     tangled = bars.components.clone()
     tangled[:, 4] -= tangled[:, 1]
     crossing = recombination(bars.data)
-    stuck = crossing.member({"weight": tangled, "rate": torch.full((6,), -0.1)})
+    stuck = populated(crossing, {"weight": tangled, "rate": torch.full((6,), -0.1)})
     found = crossing.resolve_difference_codes(stuck)
     assert matched_bars(found.parameters["weight"], bars.components) == 6
     assert found.free_energy == pytest.approx(exact(found.parameters, bars.data), rel=1e-5)
@@ -296,7 +297,7 @@ def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() ->
     tangled[:, 4] -= tangled[:, 1]
     rate[1] = -2.0
     crossing = recombination(bars.data)
-    found = crossing.resolve_difference_codes(crossing.member({"weight": tangled, "rate": rate}))
+    found = crossing.resolve_difference_codes(populated(crossing, {"weight": tangled, "rate": rate}))
     assert matched_bars(found.parameters["weight"], bars.components) == 6
     assert torch.equal(found.parameters["rate"], rate)
     assert found.free_energy == pytest.approx(exact({"weight": bars.components, "rate": rate}, bars.data), rel=1e-5)
@@ -340,20 +341,36 @@ def repeating(bars: Bars) -> dict[str, Tensor]:
     return {**parameters, "weight": bars.components[:, [0, 1, 2, 3, 4, 4]]}
 
 
-def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> Assembly:
+def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> SolutionPool:
     """Starts that have ended with these parameters, which are left as they are."""
-    assembly = Assembly([recombination(bars.data)], as_start, as_start)
+    assembly = pool_of([recombination(bars.data)])
     for value in parameters:
-        assembly.join(Start(FreeEnergyEstimate(0.0), value, None))
+        add(assembly, Solution(FreeEnergyEstimate(0.0), value))
     return assembly
 
 
-def as_start(member: Member) -> Start:
-    return Start(FreeEnergyEstimate(member.free_energy), member.parameters, None)
+def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
+    return group.populated(Solution(FreeEnergyEstimate(0.0), parameters))
 
 
-def as_start_with_continuous_latents(member: Member, less: float) -> Start:
-    return Start(FreeEnergyEstimate(member.free_energy - less), member.parameters, None, {"scale": torch.ones(())})
+def pool_of(groups: list[Recombination], refine: Any = None, fit: Any = None, **arguments: Any) -> SolutionPool:
+    """Restarts that exchange latents of these groups; what moves propose is left as it is unless said otherwise."""
+    arguments = {"model": bars_model, "y": torch.zeros(4, 9), "tolerance": 0.01, **arguments}
+    pool = SolutionPool(profile_model(**arguments), refine or as_it_is, fit or as_it_is)
+    pool.exchange(groups)
+    return pool
+
+
+def add(pool: SolutionPool, found: Solution) -> None:
+    pool.add(found, Restart("", 1, found.free_energy))
+
+
+def as_it_is(profile: Profile, solution: Solution) -> Solution:
+    return solution.replace(companion={})
+
+
+def with_continuous_latents(profile: Profile | None, solution: Solution, less: float) -> Solution:
+    return Solution(FreeEnergyEstimate(solution.free_energy - less), solution.parameters, None, {"scale": torch.ones(())})
 
 
 @pytest.mark.parametrize("is_better", [True, False])
@@ -364,13 +381,13 @@ def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is
     tangled["weight"][:, 4] -= bars.components[:, 1]
     crossing = recombination(bars.data)
     for pair in ((without(bars, 3), without(bars, 4)), (tangled, tangled)):
-        settle = partial(as_start_with_continuous_latents, less=0.0 if is_better else 1000.0)
-        assembly = Assembly([crossing], settle, as_start)
-        starts = [as_start_with_continuous_latents(crossing.member(parameters), less=1.0) for parameters in pair]
+        settle = partial(with_continuous_latents, less=0.0 if is_better else 1000.0)
+        assembly = pool_of([crossing], settle)
+        starts = [with_continuous_latents(None, populated(crossing, parameters), less=1.0) for parameters in pair]
         for start in starts:
-            assembly.join(start)
-        expected = exact(whole(bars), bars.data) - 1 if is_better else max(start.reached.free_energy for start in starts)
-        assert assembly.best.reached.free_energy == pytest.approx(expected, rel=1e-5)
+            add(assembly, start)
+        expected = exact(whole(bars), bars.data) - 1 if is_better else max(start.free_energy for start in starts)
+        assert assembly.best.free_energy == pytest.approx(expected, rel=1e-5)
 
 
 def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None:
@@ -380,17 +397,17 @@ def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None
     counts = torch.zeros(6)
     assembly = assembly_of(bars)
     for number, parameters in enumerate(starts):
-        assembly.join(Start(FreeEnergyEstimate(0.0), parameters, None))
+        add(assembly, Solution(FreeEnergyEstimate(0.0), parameters))
         if number == 0:
             continue  # the best lacks bars as yet
         each = [exact_marginals(start, bars.data) for start in starts[: number + 1]]
         counts = sum((torch.corrcoef(torch.cat([together, one], 1).mT)[:6, 6:].diagonal().nan_to_num() > 0.9).int() for one in each)
-        assert assembly.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+        assert assembly.best.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
         assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
         assert assembly.num_singletons == int((counts < 2).sum()) > 0
         assert not assembly.is_complete()
-    assembly.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
-    assembly.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
+    add(assembly, Solution(FreeEnergyEstimate(0.0), whole(bars)))
+    add(assembly, Solution(FreeEnergyEstimate(0.0), whole(bars)))
     assert (assembly.num_singletons, assembly.is_complete()) == (0, True)
 
 
@@ -417,7 +434,7 @@ def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
     for seed in range(3):
         order = torch.randperm(6, generator=generator(seed))
         together = assembly_of(bars, repeating(bars), {name: value[..., order] for name, value in lost.items()})
-        assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+        assert together.best.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -428,18 +445,18 @@ def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
     code = torch.tensor([[-0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0.5, 0.5, -0.5]])
     coded["weight"] = torch.cat([coded["weight"][:, :3], bars.components[:, 3:] @ code], 1)
     together = assembly_of(bars, coded, without(bars, 1), without(bars, 3))
-    assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+    assert together.best.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
 
 
 def test_nothing_is_complete_before_each_group_is() -> None:
     """What a single start has found is missed in each of two groups."""
     bars = linear_bars(100, 3, mean_active=2.0, noise=1.0, generator=generator())
     latents = recombination(bars.data)
-    both = Assembly([latents, latents], as_start, as_start)
+    both = pool_of([latents, latents])
     for parameters in (whole(bars), without(bars, 5), without(bars, 5)):
-        both.join(Start(FreeEnergyEstimate(0.0), parameters, None))
+        add(both, Solution(FreeEnergyEstimate(0.0), parameters))
     assert (both.num_singletons, both.is_complete()) == (2, False)
-    both.join(Start(FreeEnergyEstimate(0.0), whole(bars), None))
+    add(both, Solution(FreeEnergyEstimate(0.0), whole(bars)))
     assert (both.num_singletons, both.is_complete()) == (0, True)
 
 
@@ -477,47 +494,44 @@ def test_mixtures_exchange_components() -> None:
     one = CENTRES[[0, 1, 2, 2]]
     other = CENTRES[[3, 3, 1, 0]]
     crossing = crossing_of_clusters(y)
-    first, second = (crossing.member({"loc": loc, "share": torch.zeros(4)}) for loc in (one, other))
+    first, second = (populated(crossing, {"loc": loc, "share": torch.zeros(4)}) for loc in (one, other))
     assert first.free_energy == pytest.approx(float(component_joint(one, y).logsumexp(-1).mean()), rel=1e-5)
     child = crossing.cross(first, second)
     assert child.free_energy == pytest.approx(float(component_joint(CENTRES, y).logsumexp(-1).mean()), rel=1e-5)
     exact_shares = [component_joint(loc, y).softmax(-1) for loc in (CENTRES, one)]
     correlation = torch.corrcoef(torch.cat(exact_shares, 1).mT)[:4, 4:]
     assert crossing.are_shared(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
-    assert crossing.are_spare(first).tolist() == [False, False, True, True]
-    assert not crossing.are_spare(child).any()
+    assert crossing.find_redundant(first).tolist() == [False, False, True, True]
+    assert not crossing.find_redundant(child).any()
 
 
-def estimated(y: Tensor, member: Member) -> Start:
+def estimated(profile: Profile, member: Solution) -> Solution:
     """What EM makes of the locations of components that have the same share."""
-    loc = member.parameters["loc"]
+    y, loc = profile.y, member.parameters["loc"]
     for _ in range(30):
         weight = component_joint(loc, y).softmax(-1).float()
         loc = (weight.mT @ y) / weight.sum(0).unsqueeze(-1)
-    return Start(FreeEnergyEstimate(0.0), {**member.parameters, "loc": loc}, None)
+    return Solution(FreeEnergyEstimate(0.0), {**member.parameters, "loc": loc})
 
 
 def test_a_component_that_all_starts_have_twice_goes_where_data_are_explained_worst() -> None:
     y = in_clusters()
-    stuck = Start(
-        FreeEnergyEstimate(0.0),
-        {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)},
-        None,
-    )
-    assembly = Assembly([crossing_of_clusters(y)], partial(estimated, y), as_start, generator())
-    assembly.join(stuck)
+    parameters = {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)}
+    stuck = Solution(FreeEnergyEstimate(0.0), parameters)
+    assembly = pool_of([crossing_of_clusters(y)], estimated, model=clusters, y=y, generator=generator())
+    add(assembly, stuck)
     assert assembly.best.parameters is stuck.parameters
     # Nothing is tried before another start has failed to help.
-    assembly.join(stuck)
+    add(assembly, stuck)
     torch.testing.assert_close(torch.cdist(CENTRES, assembly.best.parameters["loc"]).amin(1), torch.zeros(4), rtol=0, atol=0.5)
-    assert assembly.best.reached.free_energy == pytest.approx(
+    assert assembly.best.free_energy == pytest.approx(
         float(component_joint(assembly.best.parameters["loc"], y).logsumexp(-1).mean()), rel=1e-5
     )
 
 
 def test_a_value_is_worth_what_the_best_states_lose_without_it() -> None:
     y, loc = in_clusters(40), CENTRES[[0, 1, 2, 2]]
-    member = crossing_of_clusters(y).member({"loc": loc, "share": torch.zeros(4)})
+    member = populated(crossing_of_clusters(y), {"loc": loc, "share": torch.zeros(4)})
     joint = component_joint(loc, y)
     expected = [(joint.amax(1) - joint[:, [k for k in range(4) if k != value]].amax(1)).sum() for value in range(4)]
     torch.testing.assert_close(deletion_losses_of_values(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
@@ -541,14 +555,14 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     right = {"weight": bars.components, "offset": torch.zeros(9)}
     turned = {"weight": bars.components.clone(), "offset": bars.components[:, 2].clone()}
     turned["weight"][:, 2] *= -1
-    settings = Settings(EvolutionarySearch(), 16)
-    (group,) = recombinations_of(above_an_offset, bars.data, settings, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
-    settle, fit = (partial(method, above_an_offset, bars.data, settings, steps=40) for method in (settled, fitted))
-    assembly = Assembly([group], settle, fit)
-    assembly.join(Start(FreeEnergyEstimate(0.0), turned, None))
+    profile = profile_model(above_an_offset, bars.data, EvolutionarySearch(), num_states=16, tolerance=0.05, short_steps=40)
+    groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
+    (group,), assembly = groups, SolutionPool(profile)
+    assembly.exchange(groups)
+    add(assembly, Solution(FreeEnergyEstimate(0.0), turned))
     # Of six latents with a probability of .2 one that is turned is on in .8 of the data points.
-    assert group.member(turned).free_energy < group.member(right).free_energy - 0.5
-    assert assembly.best.reached.free_energy > group.member(right).free_energy
+    assert populated(group, turned).free_energy < populated(group, right).free_energy - 0.5
+    assert assembly.best.free_energy > populated(group, right).free_energy
     assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
     torch.testing.assert_close(assembly.best.parameters["offset"], torch.zeros(9), rtol=0, atol=1.0)
 
@@ -564,18 +578,21 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     torch.manual_seed(0)
     weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.full((100, 6), 0.75))
     y = states @ weight.mT + torch.randn(100, 9)
-    (group,) = recombinations_of(mostly_on, y, Settings(EvolutionarySearch(), 16), 0.05, {"weight": torch.randn(9, 6)})
-    fits: list[Member] = []
-    assembly = Assembly([group], as_start, lambda member: fits.append(member) or as_start(member))
+    profile = profile_model(mostly_on, y, EvolutionarySearch(), num_states=16, tolerance=0.05)
+    groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6)})
+    fits: list[Solution] = []
+    (group,), assembly = groups, SolutionPool(profile, as_it_is, lambda profile, one: fits.append(one) or as_it_is(profile, one))
+    assembly.exchange(groups)
     reached = []
     for part in (0.9, 0.95, 1.0):
-        assembly.join(Start(FreeEnergyEstimate(0.0), {"weight": part * weight}, None))
-        reached.append(assembly.best.reached.free_energy)
+        add(assembly, Solution(FreeEnergyEstimate(0.0), {"weight": part * weight}))
+        reached.append(assembly.best.free_energy)
     assert reached[0] < reached[1] < reached[2]
     assert len(fits) == 6
-    known = group.known({"weight": weight}, states.unsqueeze(1))
-    assert set(group.mostly_on(known)) == set(range(6))
-    assert set(group.mostly_on(known, [states[:, 0].double()])) == set(range(1, 6))
+    population = Population(group.space, group.space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
+    known = group.rescore(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population))
+    assert set(group.find_mostly_active(known)) == set(range(6))
+    assert set(group.find_mostly_active(known, [states[:, 0].double()])) == set(range(1, 6))
 
 
 # --- in learn ---

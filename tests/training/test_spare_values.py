@@ -9,11 +9,8 @@ import torch
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
-from pyro_truncated import learn
-from pyro_truncated.training import multi_start
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.model_parameters import snapshot
-from pyro_truncated.training.starts import Start
+from tests.training.scripted import ended, scripted_restarts, train_best
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
 # All where no data are; one for two clusters, and one for none.
@@ -29,17 +26,16 @@ def mixture(y: Tensor) -> None:
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1]])
-def test_a_component_that_explains_nothing_is_tried_elsewhere_whichever_start_comes_last(monkeypatch, order):
+def test_a_component_that_explains_nothing_is_tried_elsewhere_whichever_start_comes_last(order):
     pyro.set_rng_seed(0)
     y = CENTRES.repeat_interleave(40, 0) + torch.randn(120, 2)
     ends = iter(ENDS[order])
 
-    def start(model, y, *args):
+    def start(profile, *args):
         pyro.get_param_store()["loc"] = next(ends).clone()
-        return Start(FreeEnergyEstimate(-1000.0), snapshot(model, y), None)
+        return ended(profile, FreeEnergyEstimate(-1000.0))
 
-    monkeypatch.setattr(multi_start, "start", start)
-    learn(mixture, y, starts=2, progress=False)
+    found = scripted_restarts(mixture, y, start, max_restarts=2)
+    train_best(found, mixture, y)
     assert float(torch.cdist(CENTRES, pyro.param("loc").detach()).amin(1).max()) < 1.0

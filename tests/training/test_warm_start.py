@@ -16,13 +16,14 @@ from pyro_truncated import AutoTruncated, learn
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
-from pyro_truncated.training import DisagreeingStartsWarning, multi_start
+from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import FreeEnergyEstimate, share_most
-from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import snapshot
-from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.profile import ResizableModel, profile_model
+from pyro_truncated.training.solution import run_restart
+from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.training.warm_start import LinearCauses, decoded_values, shuffle, teach
+from tests.training.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
 
@@ -84,7 +85,7 @@ def data(number: int = 40) -> Tensor:
 @pytest.mark.parametrize("make", [lambda: behind(perceptron()), lambda: Frozen(is_frozen=False)])
 def test_what_a_network_decodes_states_into_is_given_in_units_of_its_deviation(make):
     y = data()
-    values = decoded_values(make(), y, Settings(None, 4))
+    values = decoded_values(profile_model(make(), y, num_states=4))
     torch.testing.assert_close(values.mean(0), torch.zeros(NUM_OBSERVED), rtol=0, atol=1e-5)
     assert float(values.std(correction=0)) == pytest.approx(1.0)
     ratio = (y - y.mean(0)) / values
@@ -105,7 +106,7 @@ def test_all_other_models_begin_as_before(kind):
         "draws its starts": lambda: BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,)),
     }
     make = models.get(kind, lambda: behind(perceptron(), kind))
-    assert decoded_values(make(), y, Settings(None, 4)) is None
+    assert decoded_values(profile_model(make(), y, num_states=4)) is None
 
 
 def test_the_linear_model_is_what_starts_need_and_its_m_step_is_least_squares():
@@ -146,8 +147,8 @@ def test_steps_of_the_linear_model_never_lower_its_free_energy_and_its_causes_ar
     bars = linear_bars(400, 3, mean_active=1.5, generator=generator())
     y = (bars.data - bars.data.mean(0)) / bars.data.std()
     model = LinearCauses(9, 6).initialize(y, generator())
-    run = Run(model, y, Settings(None, 64))
-    values = [run.step(y) for _ in range(10)]
+    run = Trainer(profile_model(model, y, None, num_states=64))
+    values = [run.step() for _ in range(10)]
     assert all(later > earlier - 1e-4 for earlier, later in itertools.pairwise(values))
     guide = learn(model, y, steps=20, progress=False)
     assert share_most(bars.states.double(), guide.population().marginals().double(), 0.0)
@@ -165,7 +166,7 @@ def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     model, y = Frozen(is_frozen=False), data()
     model.network[0].requires_grad_(False)
     before = snapshot(model, y)
-    shuffle(model, y, generator())
+    shuffle(profile_model(model, y, generator=generator()))
     after = snapshot(model, y)
     assert torch.equal(after["network.0.weight"], before["network.0.weight"])
     assert not torch.equal(after["network.2.weight"], before["network.2.weight"])
@@ -173,7 +174,7 @@ def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
     shuffled = snapshot(model, y)
     for name, value in model.state_dict().items():
         value.copy_(before[name])
-    shuffle(model, y, generator())
+    shuffle(profile_model(model, y, generator=generator()))
     assert all(torch.equal(value, shuffled[name]) for name, value in snapshot(model, y).items())
 
 
@@ -183,12 +184,12 @@ def test_weights_that_are_all_the_same_do_not_stay_so():
         for parameter in model.parameters():
             parameter.fill_(0.1)
         model.network[2].weight.zero_()
-    shuffle(model, y, generator())
+    shuffle(profile_model(model, y, generator=generator()))
     assert all(len(model.network[layer].weight.unique()) > 1 for layer in (0, 2))
     assert bool((model.network[0].bias == 0.1).all())
 
 
-def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_is(monkeypatch):
+def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_is():
     y = torch.cat([data(200), torch.zeros(200, 50)], 1)
     network, made = perceptron(), []
     code = (torch.rand(200, NUM_LATENTS, generator=generator()) < 0.3).double()
@@ -201,15 +202,13 @@ def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_
                 "y", dist.Normal(decode(s) + rows[:, NUM_OBSERVED:].sum(1, keepdim=True), 1.0).to_event(1), obs=rows[:, :NUM_OBSERVED]
             )
 
-    def told(model, y, *args):
+    def told(profile, *args):
         made.append(-10.0 - 0.6 * len(made))
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
-        return Start(FreeEnergyEstimate(made[-1], each=each), snapshot(model, y), None, probabilities=code)
+        return ended(profile, FreeEnergyEstimate(made[-1], each=each), probabilities=code)
 
-    monkeypatch.setattr(multi_start, "start", told)
-    monkeypatch.setattr(multi_start.MultiStart, "_linear_code", lambda self, decoded: code.long())
-    with pytest.warns(DisagreeingStartsWarning, match="found the same latents, but free energies"):
-        learn(model, y, steps=1, short_steps=1, starts=3, progress=False)
+    found = scripted_restarts(model, y, told, short_steps=1, max_restarts=3)
+    assert "found the same latents, but free energies" in disagreement(found)
     assert len(made) == 3
 
 
@@ -229,32 +228,26 @@ def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_t
             return float((network(states) - y).square().mean())
 
     before = explained()
-    teach(model, y, Settings(None, 4), states.long(), 100)
+    teach(profile_model(model, y, num_states=4, short_steps=100), states.long())
     assert explained() < 0.3 * before
-    found = start(model, y, Settings(None, 4, lr=1e-9), 1.0, 1, None, states.long())
+    found = run_restart(profile_model(model, y, num_states=4, lr=1e-9, short_steps=1), 1.0, states.long())
     assert bool((found.states == states.unsqueeze(1)).all(-1).any(1).double().mean() > 0.8)
 
 
 @pytest.mark.parametrize(("lead", "is_silent"), [(0.08, True), (0.6, False)])
-def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(monkeypatch, lead, is_silent):
+def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(lead, is_silent):
     """Of six numbers of a data point: .12 nats at most."""
     y, made = data(200), []
     code = (torch.rand(200, NUM_LATENTS, generator=generator()) < 0.3).double()
 
-    def told(model, y, *args):
+    def told(profile, *args):
         made.append(-10.0 - lead * len(made))
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
-        return Start(FreeEnergyEstimate(made[-1], each=each), snapshot(model, y), None, probabilities=code)
+        return ended(profile, FreeEnergyEstimate(made[-1], each=each), probabilities=code)
 
-    monkeypatch.setattr(multi_start, "start", told)
-    model = BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
-    if is_silent:
-        learn(model, y, steps=1, short_steps=1, progress=False)
-        assert len(made) == 2
-        return
-    with pytest.warns(DisagreeingStartsWarning, match="found the same latents, but free energies"):
-        learn(model, y, steps=1, short_steps=1, progress=False)
-    assert len(made) > 2
+    found = scripted_restarts(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,)), y, told, short_steps=1)
+    assert (len(made) == 2, disagreement(found) is None) == (is_silent, is_silent)
+    assert is_silent or "found the same latents, but free energies" in disagreement(found)
 
 
 @pytest.mark.nightly

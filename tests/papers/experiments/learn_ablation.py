@@ -28,17 +28,9 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.training import (
-    assembly,
-    learning,
-    model_runs,
-    multi_start,
-    overcomplete,
-    relocation,
-    stop_rule,
-)
-from pyro_truncated.training.recombination import Recombination
-from pyro_truncated.training.starts import start
+from pyro_truncated.training import multi_start, pool, profile, relocation, solution_moves, stop_rule, trainer
+from pyro_truncated.training.config import LearnConfig
+from pyro_truncated.training.solution import run_restart
 from pyro_truncated.warmup import warm_up
 from tests.papers.experiments import every_model, gp_select, own_functions, own_graphs, own_models, own_priors
 from tests.papers.experiments import learning as bars
@@ -328,13 +320,15 @@ class Mechanism(NamedTuple):
 
     Attributes:
         patches: owner, name and replacement that switch it off.
-        watched: owner and name of functions whose time is its cost.
-        has_acted: whether a call of these has changed something, by the function's arguments and result.
+        watched: owner and name of functions whose time is its cost; moves are watched where they are tried.
+        has_acted: whether a call of these has changed something, by its result.
+        config: numbers that switch it off.
     """
 
-    patches: tuple[tuple[Any, str, Any], ...]
+    patches: tuple[tuple[Any, str, Any], ...] = ()
     watched: tuple[tuple[Any, str], ...] = ()
-    has_acted: Callable[[tuple[Any, ...], Any], bool] = lambda arguments, result: result is not arguments[1]
+    has_acted: Callable[[Any], bool] = bool
+    config: LearnConfig | None = None
 
 
 class _Still(relocation.Relocations):
@@ -349,88 +343,51 @@ def constant(start: float, steps: int) -> Callable[[int], float]:
     return lambda step: 1.0
 
 
-def best_of(starts: Any) -> Any:
-    return max(starts, key=lambda one: one.reached.free_energy)
+def nothing(self: Any, best: Any) -> Iterator[Any]:
+    """Proposals of a move that is off."""
+    yield from ()
+
+
+def without(*moves: type) -> Mechanism:
+    return Mechanism(tuple((move, "propose", nothing) for move in moves))
+
+
+def is_false(result: Any) -> bool:
+    return not result
+
+
+def is_there(result: Any) -> bool:
+    return result is not None
+
+
+def rule(name: str, result: bool, has_acted: Callable[[Any], bool]) -> Mechanism:
+    """A rule of agreement that always says the same."""
+    return Mechanism(((stop_rule, name, lambda *args: result),), ((stop_rule, name),), has_acted)
 
 
 MECHANISMS = {
-    "complement": Mechanism(((Recombination, "mostly_on", lambda *args: {}),), ((assembly.Assembly, "_complement"),)),
-    "use of redundant latents": Mechanism(
-        ((assembly.Assembly, "use_spare_latents", lambda self: False),),
-        ((assembly.Assembly, "use_spare_latents"),),
-        lambda arguments, result: bool(result),
-    ),
-    "revival of dead latents": Mechanism(
-        ((multi_start, "revive_dead_latents", lambda *args: args[3]),),
-        ((multi_start, "revive_dead_latents"),),
-        lambda arguments, result: result is not arguments[3],
-    ),
-    "replacement of difference codes": Mechanism(
-        ((Recombination, "resolve_difference_codes", lambda self, member: member),),
-        ((assembly.Assembly, "_resolve_difference_codes"), (overcomplete, "mended")),
-        lambda arguments, result: not any(result is one for one in arguments),
-    ),
-    "crossover, closed form": Mechanism(
-        ((multi_start, "completed", lambda *args: best_of(args[3])),),
-        ((multi_start, "completed"),),
-        lambda arguments, result: result is not best_of(arguments[3]),
-    ),
-    "tolerance of networks per number": Mechanism(
-        ((stop_rule, "_GAP_OF_A_NUMBER", 0.0),), ((stop_rule.StopRule, "_of_one_code"),), lambda arguments, result: bool(result)
-    ),
-    "equal latents, networks": Mechanism(
-        ((stop_rule, "share_most", lambda *args: True),), ((stop_rule, "share_most"),), lambda arguments, result: not result
-    ),
-    "equal data points, gradients": Mechanism(
-        ((stop_rule, "are_alike", lambda *args: True),), ((stop_rule, "are_alike"),), lambda arguments, result: not result
-    ),
-    "equal latents, closed form": Mechanism(
-        ((stop_rule, "have_found_the_same", lambda *args: True),),
-        ((stop_rule, "have_found_the_same"),),
-        lambda arguments, result: not result,
-    ),
-    "end by expected gain": Mechanism(
-        ((stop_rule, "is_gain_below_error", lambda *args: False),),
-        ((stop_rule, "is_gain_below_error"),),
-        lambda arguments, result: bool(result),
-    ),
-    "split and merge": Mechanism(
-        ((model_runs, "Relocations", _Still),), ((relocation.SplitAndMerge, "after"),), lambda arguments, result: result > 0
-    ),
-    "refit of decoders": Mechanism(
-        ((model_runs, "fit_decoder", lambda *args: False),), ((model_runs, "fit_decoder"),), lambda arguments, result: bool(result)
-    ),
+    "complement": without(solution_moves.Complement),
+    "use of redundant latents": without(solution_moves.RedundantLatents),
+    "revival of dead latents": without(solution_moves.DeadLatents),
+    "replacement of difference codes": without(solution_moves.DifferenceCodes),
+    "crossover": without(solution_moves.Crossover, solution_moves.CompletionByOthers),
+    "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((stop_rule.StopRule, "_same_code"),)),
+    "equal latents, networks": rule("share_most", True, is_false),
+    "equal data points, gradients": rule("are_alike", True, is_false),
+    "equal latents, closed form": rule("have_found_the_same", True, is_false),
+    "end by expected gain": rule("is_gain_below_error", False, bool),
+    "split and merge": Mechanism(((trainer, "Relocations", _Still),), ((relocation.SplitAndMerge, "after"),)),
+    "refit of decoders": Mechanism(((trainer, "fit_decoder", lambda *args: False),), ((trainer, "fit_decoder"),)),
     "linear start of networks": Mechanism(
-        ((multi_start, "decoded_values", lambda *args: None),),
-        ((multi_start, "decoded_values"),),
-        lambda arguments, result: result is not None,
+        ((multi_start, "decoded_values", lambda *args: None),), ((multi_start, "decoded_values"),), is_there
     ),
-    "crossover, gradients": Mechanism(
-        ((Recombination, "cross", lambda self, one, other: max(one, other, key=lambda member: member.free_energy)),),
-        ((assembly.Assembly, "_take"),),
-        lambda arguments, result: bool(result),
-    ),
-    "overcomplete start": Mechanism(
-        ((overcomplete, "_GROWTH", 1),), ((multi_start, "start_overcomplete"),), lambda arguments, result: True
-    ),
+    "overcomplete start": Mechanism(watched=((multi_start, "start_overcomplete"),), config=LearnConfig(growth=1), has_acted=is_there),
     "overcomplete start and pruning": Mechanism(
-        (
-            (
-                multi_start,
-                "start_overcomplete",
-                lambda model, y, settings, temperature, steps, generator, tolerance: start(
-                    model, y, settings, temperature, steps, generator, None, tolerance
-                ),
-            ),
-        ),
+        ((multi_start, "start_overcomplete", lambda profile: run_restart(profile, profile.temperature)),),
         ((multi_start, "start_overcomplete"),),
-        lambda arguments, result: True,
+        is_there,
     ),
-    "annealing": Mechanism(
-        ((learning, "cooling", constant), (multi_start, "cooling", constant)),
-        ((learning, "cooling"),),
-        lambda arguments, result: result(0) > 1.0,
-    ),
+    "annealing": Mechanism(((profile, "cooling", constant),), ((profile, "cooling"),), lambda result: result(0) > 1.0),
 }
 
 # What the package had when the first runs were made, and has no longer; the last was of two at once.
@@ -442,9 +399,7 @@ def switched_off(name: str) -> Iterator[None]:
     """``learn`` without a mechanism, or with all (``"none"``)."""
     with contextlib.ExitStack() as stack:
         for owner, attribute, replacement in () if name == "none" else MECHANISMS[name].patches:
-            stack.enter_context(
-                patch(f"{owner}.{attribute}", replacement) if isinstance(owner, str) else patch.object(owner, attribute, replacement)
-            )
+            stack.enter_context(patch.object(owner, attribute, replacement))
         yield
 
 
@@ -453,23 +408,23 @@ def watched() -> Iterator[dict[str, list[float]]]:
     """Counts calls, calls that change something, and CPU seconds of each mechanism."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
 
-    def timed(name: str, function: Callable[..., Any], has_acted: Callable[[tuple[Any, ...], Any], bool]) -> Callable[..., Any]:
+    def timed(name: str | None, function: Callable[..., Any], has_acted: Callable[[Any], bool]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **named: Any) -> Any:
             began = time.process_time()
             result = function(*arguments, **named)
-            one = spent[name]
+            one = spent[arguments[1].name if name is None else name]
             one[0], one[2] = one[0] + 1, round(one[2] + time.process_time() - began, 3)
-            one[1] += has_acted(arguments, result)
+            one[1] += result is not arguments[0] if name is None else has_acted(result)
             return result
 
         return wrapped
 
     with contextlib.ExitStack() as stack:
+        for owner in (pool, solution_moves):
+            stack.enter_context(patch.object(owner, "improve", timed(None, owner.improve, bool)))
         for name, mechanism in MECHANISMS.items():
             for owner, attribute in mechanism.watched:
-                function = timed(name, getattr(owner, attribute), mechanism.has_acted)
-                function.__name__ = attribute
-                stack.enter_context(patch.object(owner, attribute, function))
+                stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute), mechanism.has_acted)))
         yield spent
 
 
@@ -498,7 +453,8 @@ def run(family: str, name: str, seed: int, mechanism: str, before: dict[str, Any
     with switched_off(mechanism), watched() as spent, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         began = time.process_time()
-        guide: Any = learn(trial.model, trial.y, progress=False, **trial.arguments)
+        config = None if mechanism == "none" else MECHANISMS[mechanism].config
+        guide: Any = learn(trial.model, trial.y, config=config, progress=False, **trial.arguments)
         seconds = time.process_time() - began
     if family == "continuous latents" and name in KINDS and KINDS[name].evidence is not None:
         reached = KINDS[name].evidence(trial.y)
@@ -542,8 +498,6 @@ def acted(one: dict[str, Any], mechanism: str) -> bool:
         return acted(one, "swap of sites") or acted(one, "complement")
     if mechanism == "second threshold of difference codes":
         mechanism = "replacement of difference codes"
-    if mechanism == "crossover, gradients":
-        return mechanism in one["spent"] and one["moves"].get("crossover", (0, 0))[1] > 0
     return one["spent"].get(mechanism, (0, 0))[1] > 0
 
 

@@ -25,7 +25,8 @@ from torch.nn.functional import softplus
 
 from pyro_truncated import Truncated_ELBO, learn
 from pyro_truncated.training import DisagreeingStartsWarning
-from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.profile import profile_model
+from pyro_truncated.training.trainer import Trainer
 
 NUM_DATA, NUM_LOSSES = 500, 20
 Program = Callable[[Tensor], None]
@@ -262,7 +263,7 @@ def reached_from_truth(kind: Kind, program: Program, y: Tensor) -> float:
     """The free energy per data point where learning begins with the true parameters, or the evidence."""
     if kind.evidence is not None:
         return kind.evidence(y)
-    run = Run(program, y, Settings(None, 64).slowing(*kind.steps))
+    run = Trainer(profile_model(program, y, None, num_states=64).with_decay(*kind.steps))
     values = [run.step(y) for _ in range(kind.steps[0])]
     return sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 

@@ -1,0 +1,378 @@
+"""What a model is, and how it is trained: found out once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
+from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.chain_scorer import ChainLayout
+from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
+from pyro_truncated.search.base import Search
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.config import LearnConfig
+from pyro_truncated.training.model_parameters import is_a_network, layers_of, parameters_of
+from pyro_truncated.utils.annealing import cooling
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+# Parents of evolution under user-defined models, whose scores dominate the cost. Their 30 children
+# reached as much as the 56 of eight parents; four parents once ended in a worse optimum.
+_NUM_PARENTS = 6
+
+
+@runtime_checkable
+class ResizableModel(Protocol):
+    """A model of exchangeable discrete latents whose number can change.
+
+    They are off at zero.
+    """
+
+    num_latents: int
+
+    def with_latents(self, index: Tensor) -> Self:
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
+
+
+@runtime_checkable
+class SearchedModel(Protocol):
+    """A model that says itself how its states are found."""
+
+    def default_search(self, num_states: int) -> Search:
+        """A search for populations of so many states per data point."""
+
+
+@runtime_checkable
+class ConditionalModel(Protocol):
+    """A model that samples its continuous latents given the discrete ones."""
+
+    def default_conditional(self) -> Conditional:
+        """What :class:`~pyro_truncated.AutoTruncated` takes as its ``conditional``."""
+
+
+@runtime_checkable
+class StartingModel(Protocol):
+    """A model that draws its own restarts, which are not annealed.
+
+    It is trained by gradients.
+    """
+
+    def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """Goes there, for each start anew."""
+
+
+Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
+# `draw_start(y, generator)`, `initialize(y, generator)`, `initialize(y)`, or the parameters as they are.
+Initializer = Literal["draw_start", "initialize", "fixed initialize", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A model, its data, and all that decides how it is trained.
+
+    :func:`profile_model` makes it; nothing else asks what a model is.
+
+    Attributes:
+        model: the model; its parameters are changed in place.
+        y: the data.
+        search: fills the populations; ``None`` for the model's own.
+        num_states: states per data point.
+        lr: learning rate of gradient steps.
+        lrd: what it is multiplied by from step to step.
+        max_count: largest value of count sites without an upper end.
+        generator: source of randomness.
+        config: the numbers.
+        optimizer: how parameters are changed.
+        initializer: where restarts begin.
+        space: the states of a data point; ``None`` for Gibbs samplers.
+        num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
+        is_product: whether each node of the program has a set of states.
+        is_chain: whether these are steps of chains.
+        is_informed: whether ``initialize`` searches for the components itself, so that restarts need no annealing.
+        is_mixture: whether it is a mixture with closed-form M-steps and a search of its own.
+        is_resizable: whether it is a model of causes that can have more of them.
+        is_network: whether two or more of torch's layers hold weights.
+        layers: names of weights and biases of torch's own layers.
+        has_companion: whether continuous latents are left to a guide beside the truncated one.
+        is_conditional: whether the model samples its continuous latents given the discrete ones.
+        temperature: of a restart, as a function of the step.
+        short_steps: steps of a restart.
+        max_restarts: most of them, if said.
+        tolerance: largest difference in nats per data point of two restarts that agree.
+        compares_latents: whether agreement needs the same latents, too.
+        watch: is told the free energy per data point after every step.
+    """
+
+    model: Any
+    y: Tensor
+    search: Search | None
+    num_states: int
+    lr: float
+    optimizer: Optimizer
+    initializer: Initializer
+    space: StateSpace | None
+    num_posteriors: float
+    temperature: Callable[[int], float]
+    tolerance: float
+    config: LearnConfig
+    lrd: float = 1.0
+    max_count: int | Mapping[str, int] | None = None
+    generator: torch.Generator | None = None
+    is_product: bool = False
+    is_chain: bool = False
+    is_informed: bool = False
+    is_mixture: bool = False
+    is_resizable: bool = False
+    is_network: bool = False
+    layers: frozenset[str] = frozenset()
+    has_companion: bool = False
+    is_conditional: bool = False
+    short_steps: int = 60
+    max_restarts: int | None = None
+    compares_latents: bool = True
+    watch: Callable[[float], None] = lambda free_energy: None
+
+    @property
+    def is_by_gradients(self) -> bool:
+        """Whether the model has no M-steps of its own."""
+        return self.optimizer == "gradients"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rows of data share latents."""
+        return self.num_posteriors < total_rows(self.y) and not self.is_product
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there are more than 256 binary latents.
+
+        To double them, or to evaluate each, costs several times the training.
+        """
+        return self.space is not None and is_of_many(self.space)
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether restarts are compared latent by latent.
+
+        They are for closed-form models of causes that are off at zero.
+        """
+        return self.is_resizable and self.optimizer == "closed-form M-steps"
+
+    @property
+    def draws_restarts(self) -> bool:
+        """Whether the model draws where a restart begins."""
+        return self.initializer in ("draw_start", "initialize")
+
+    def draw_start(self) -> None:
+        """Goes where a start may lie that the model draws."""
+        (self.model.draw_start if self.initializer == "draw_start" else self.model.initialize)(self.y, self.generator)
+
+    def make_guide(self) -> AutoTruncated:
+        """A truncated guide that has not seen its data yet."""
+        conditional = self.model.default_conditional() if self.is_conditional else None
+        return AutoTruncated(self.model, num_states=self.num_states, conditional=conditional, max_count=self.max_count)
+
+    def set_up_guide(self) -> AutoTruncated:
+        """A truncated guide that knows the latents of its data."""
+        guide = self.make_guide()
+        with spare_random_numbers():
+            guide.setup(self.y)
+        return guide
+
+    def default_search(self, space: StateSpace) -> Search:
+        """What fills populations if no search was named."""
+        if isinstance(self.model, SearchedModel) and not self.is_product:
+            return self.model.default_search(self.num_states)
+        is_combined = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
+        if self.is_product or not is_combined or space.size <= self.num_states or is_of_many(space):
+            return AutomaticSearch()
+        return EvolutionarySearch(_NUM_PARENTS if self.is_by_gradients else None, crossover=True)
+
+    def replace(self, **fields: Any) -> Profile:
+        """Returns a profile with other fields."""
+        return dataclasses.replace(self, **fields)
+
+    def with_decay(self, steps: int, last: float) -> Profile:
+        """Returns a profile with a falling learning rate.
+
+        It falls to a part in so many steps.
+        """
+        return self.replace(lrd=last ** (1 / steps))
+
+    def for_restarts(self) -> Profile:
+        """Returns the profile of restarts, of a part of the data.
+
+        Half the states are enough to compare restarts from one place, or near the end. Populations that hold all states stay whole.
+        """
+        number = self._num_data()
+        is_all = self.is_shared or self.is_product or total_rows(self.y) <= number
+        part = some_rows(self.y, total_rows(self.y)) if is_all else drawn_rows(self.y, number, self.generator)
+        return self.replace(y=part, num_states=self._num_restart_states())
+
+    def _num_data(self) -> int:
+        num_causes = self.model.num_latents if self.space is None else self.space.num_latents
+        if self.space is not None and num_causes == 1:
+            num_causes = self.space.cardinalities[0]
+        number = max(self.config.min_data, self.config.data_per_latent * num_causes)
+        if not self.is_mixture:
+            return number
+        num_parameters = sum(value.numel() for value in parameters_of(self.model, self.y).values())
+        return max(number, self.config.mixture_min_data, self.config.mixture_data_per_parameter * num_parameters)
+
+    def _num_restart_states(self) -> int:
+        is_full = self.max_restarts == 1 or self.is_product or (self.draws_restarts and not self.is_informed)
+        if is_full or self.space is None or self.space.size <= self.num_states:
+            return self.num_states
+        return max(1, self.num_states // 2)
+
+
+def profile_model(
+    model: Any,
+    y: Tensor,
+    search: Search | None = None,
+    *,
+    num_states: int | None = None,
+    short_steps: int = 60,
+    max_restarts: int | None = None,
+    temperature: float | None = None,
+    tolerance: float | None = None,
+    lr: float | None = None,
+    max_count: int | Mapping[str, int] | None = None,
+    generator: torch.Generator | None = None,
+    config: LearnConfig | None = None,
+) -> Profile:
+    """Finds out what a model is; arguments are those of :func:`~pyro_truncated.learn`.
+
+    Raises:
+        ValueError: if a number is out of range, a count has no bound, or the search does not fit.
+        TypeError: if the search is none.
+    """
+    config = LearnConfig() if config is None else config
+    is_sampled: bool = isinstance(model, GibbsModel)
+    is_conditional: bool = isinstance(model, ConditionalModel)
+    has_closed_form: bool = isinstance(model, ClosedFormModel)
+    _check_search(search, is_sampled)
+    if max_count is not None and is_sampled:
+        raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
+    lr = (config.conditional_lr if is_conditional else config.lr) if lr is None else lr
+    if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
+        raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
+    optimizer: Optimizer = "Gibbs sampling" if is_sampled else "closed-form M-steps" if has_closed_form else "gradients"
+    profile = Profile(
+        model, y, search, num_states or 1, lr, optimizer, _initializer(model), None, total_rows(y), lambda step: 1.0, 0.0, config
+    )
+    profile = profile.replace(
+        max_count=max_count,
+        generator=generator,
+        is_conditional=is_conditional,
+        # The first steps of an optimiser may lose more than they gain in the end.
+        is_informed=optimizer != "gradients" and bool(getattr(model, "has_informed_init", False)),
+        is_resizable=isinstance(model, ResizableModel) and not is_sampled,
+        short_steps=short_steps,
+        max_restarts=max_restarts,
+        compares_latents=tolerance is None,
+    )
+    if not is_sampled:
+        profile = _with_latents(profile)
+    if profile.is_chain and temperature not in (None, 1.0):
+        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
+    first, nearness = _annealing(profile)
+    falling = cooling(first if temperature is None else temperature, short_steps)
+    is_many = profile.is_mixture and profile.space is not None and profile.space.size > config.num_states
+    num_states = num_states or (config.mixture_num_states if is_many else config.num_states)
+    if search is not None and profile.space is not None and profile.space.size > num_states:
+        search.check_space(profile.space)
+    nearness = max(nearness, config.total_tolerance / profile.num_posteriors) if tolerance is None else tolerance
+    return profile.replace(num_states=num_states, temperature=falling, tolerance=nearness)
+
+
+def _check_search(search: Any, is_sampled: bool) -> None:
+    if isinstance(search, (Tensor, np.ndarray)):
+        raise TypeError(
+            "learn takes one array of data, and the argument after it is a search. A model of several takes them side by side: "
+            "learn(lambda rows: model(rows[:, :p], rows[:, p:]), torch.cat([x, y], 1))"
+        )
+    if search is not None and not isinstance(search, Preselection if is_sampled else Search):
+        raise TypeError(
+            "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
+            f"such as GPSelect(5); got {search!r}"
+        )
+
+
+def _initializer(model: Any) -> Initializer:
+    if isinstance(model, StartingModel):
+        return "draw_start"
+    if not hasattr(model, "initialize"):
+        return "parameters"
+    return "initialize" if len(inspect.signature(model.initialize).parameters) > 1 else "fixed initialize"
+
+
+def _with_latents(profile: Profile) -> Profile:
+    """Returns the profile of a model with truncated posteriors, given its latents."""
+    guide, model, y = profile.set_up_guide(), profile.model, profile.y
+    has_one = guide.space.num_latents == 1
+    return profile.replace(
+        space=guide.space,
+        num_posteriors=num_posteriors(guide, y),
+        is_product=guide.product is not None,
+        is_chain=isinstance(guide.product, ChainLayout),
+        # Models of a single binary cause have no search of their own.
+        is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
+        is_network=is_a_network(model, y),
+        layers=frozenset(layers_of(model, y)),
+        has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
+    )
+
+
+def _annealing(profile: Profile) -> tuple[float, float]:
+    """Returns the first temperature and the tolerance.
+
+    Mixture components that a high temperature makes equal do not separate. Gibbs chains and gradients lose most components at the high
+    temperature, and recover too slowly. Beside continuous latents the free energy bounds the evidence, where a nat in all tells models
+    apart.
+    """
+    config = profile.config
+    if profile.has_companion:
+        return 1.0, config.fine_tolerance
+    if profile.is_product or profile.is_informed or profile.initializer == "draw_start":
+        return 1.0, config.tolerance
+    if profile.space is not None and profile.space.num_latents == 1:
+        return 1.0, config.fine_tolerance
+    return config.temperature if profile.optimizer == "closed-form M-steps" else config.slow_temperature, config.tolerance
+
+
+def num_posteriors(guide: AutoTruncated, y: Tensor) -> float:
+    """Returns how many posteriors the rows of data have.
+
+    Rows may share latents; without a plate all data have one posterior. Of sequences of chains every step has one.
+    """
+    steps = guide.product.num_steps if isinstance(guide.product, ChainLayout) else 1
+    return steps * total_rows(y) * min(1.0, guide.layout.num_data / len(y))
+
+
+@contextlib.contextmanager
+def starting(model: Any) -> Iterator[None]:
+    """A context that sets a model's ``is_starting`` during restarts.
+
+    Details may then wait for the training on all data.
+    """
+    if not hasattr(model, "is_starting"):
+        yield
+        return
+    model.is_starting = True
+    try:
+        yield
+    finally:
+        model.is_starting = False

@@ -1,0 +1,43 @@
+"""Restarts that end where a test says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.convergence import finish
+from pyro_truncated.training.model_parameters import load_snapshot, snapshot
+from pyro_truncated.training.multi_start import MultiStart
+from pyro_truncated.training.profile import Profile, profile_model
+from pyro_truncated.training.solution import Solution
+from pyro_truncated.training.trainer import Trainer
+from pyro_truncated.utils.console import progress_bar
+
+
+def ended(profile: Profile, estimate: FreeEnergyEstimate, **fields: Any) -> Solution:
+    """A restart that has ended with the present parameters of the model."""
+    return Solution(estimate, snapshot(profile.model, profile.y), **fields)
+
+
+def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **arguments: Any) -> MultiStart:
+    """What is made of restarts that are given, with the arguments of ``profile_model``."""
+    found = MultiStart(profile_model(model, y, **arguments).for_restarts(), restart)
+    found.run(progress_bar(False))
+    return found
+
+
+def train_best(found: MultiStart, model: Any, y: Tensor, **arguments: Any) -> None:
+    """Trains on all data from the best restart."""
+    load_snapshot(model, y, found.pool.best.parameters)
+    trainer = Trainer(profile_model(model, y, **arguments))
+    trainer.find_states()
+    finish(trainer, 100, -math.inf)
+
+
+def disagreement(found: MultiStart) -> str | None:
+    """Why the best may be a local optimum."""
+    return found.rule.disagreement(found.pool)
