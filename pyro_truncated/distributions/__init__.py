@@ -4,19 +4,27 @@ import importlib
 from typing import Any
 
 from pyro_truncated.distributions.binary_chains import BinaryChains
-from pyro_truncated.distributions.component import Component, categorical
-from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
-from pyro_truncated.distributions.component_multivariate_normal import ComponentMultivariateNormal
-from pyro_truncated.distributions.component_normal import ComponentNormal
-from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
-from pyro_truncated.distributions.deferred_validation import defer_validation
+from pyro_truncated.distributions.components import (
+    Component,
+    ComponentLowRankNormal,
+    ComponentMultivariateNormal,
+    ComponentNormal,
+    categorical,
+)
+from pyro_truncated.distributions.deferred_validation import NormalOrMissing, defer_validation
 from pyro_truncated.distributions.linear import LinearSuperposition
-from pyro_truncated.distributions.max_family import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum
-from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
-from pyro_truncated.distributions.max_superposition import MaximumSuperposition
+from pyro_truncated.distributions.maximum import (
+    BernoulliMaximum,
+    ExponentialMaximum,
+    FamilyMaximum,
+    GammaMaximum,
+    MaximumSlabs,
+    MaximumSuperposition,
+    PiecewiseGaussian,
+    PoissonMaximum,
+)
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
-from pyro_truncated.distributions.normal_or_missing import NormalOrMissing
-from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
+from pyro_truncated.distributions.slabs import CorrelatedSlabSuperposition, SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.ops.component_sums import component_sums
 from pyro_truncated.ops.low_rank import component_products
