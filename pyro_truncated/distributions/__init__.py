@@ -71,7 +71,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior"), "pyro_truncated.gp.active_sets.distributions"),
     "GivenActiveSet": "pyro_truncated.gp.active_sets.distributions",
     "ActiveSet": "pyro_truncated.gp.active_sets.active_set",
-    **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.arrangement"),
+    **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.occlusion"),
     **dict.fromkeys(("Canvas", "OccludedScene", "SceneParameters"), "pyro_truncated.scenes.occlusion"),
 }
 

@@ -1,4 +1,4 @@
-"""Components of mixtures: Gaussians of which a data point takes one, and the choice itself."""
+"""Components of mixtures: the choice of one, and their Gaussians."""
 
 from __future__ import annotations
 

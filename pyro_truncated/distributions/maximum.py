@@ -1,4 +1,4 @@
-"""Superpositions of which the largest cause counts: Gaussian, of exponential families, and with slabs."""
+"""Superpositions of which the largest cause counts."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.kernels.evaluation import Covariance
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
-from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.owned_rows import gather_all_rows
-from pyro_truncated.distributed.shards import own_rows, sums_of, total_rows
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.distributed.shards import gather_all_rows, own_rows, sums_of, total_rows
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
 
 # Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
 _RANK_TOLERANCE = 1e-7

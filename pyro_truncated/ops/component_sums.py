@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
 from pyro_truncated.ops.deferred_checks import raise_if
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 
 def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:

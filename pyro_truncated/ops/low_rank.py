@@ -11,8 +11,8 @@ from torch import Tensor
 from pyro_truncated.ops.component_sums import check_components
 from pyro_truncated.ops.deferred_checks import cholesky, raise_if
 from pyro_truncated.ops.grouped import Grouped
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import current_budget, rows_per_block
-from pyro_truncated.utils.counts import check_count
 
 # What rounding may take of the identity that the square of directions, in units of the noise, is added to.
 _MIN_PRECISION = 0.1

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyro_truncated.ops.low_rank import posterior_means
-from pyro_truncated.restoration.noise_estimation import filled, smoothed
+from pyro_truncated.restoration.noise import filled, smoothed
 from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.iterated_mixture import Learned, expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.nonlocal_groups import average_groups
+from pyro_truncated.restoration.patch_mixture import Learned, expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import device_of
 

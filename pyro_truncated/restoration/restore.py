@@ -11,30 +11,44 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.channels import (
+from pyro_truncated.restoration.kriging import predicted
+from pyro_truncated.restoration.large_holes import fill_large_holes
+from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
     channel_axis,
     check_noise,
+    check_stabilised,
+    checked,
+    filled,
+    floating,
+    gain_of,
+    mean_of_stabilised,
+    nearly_no_noise,
     noise_levels,
     per_channel,
     related_channels,
     root_mean_square,
+    stabilise,
+    warn_of_varying_noise,
 )
-from pyro_truncated.restoration.iterated_mixture import expected_errors, find_consensus, run_rounds
-from pyro_truncated.restoration.kriging import predicted
-from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.low_rank_groups import average_low_rank_groups
-from pyro_truncated.restoration.model_training import ModelOfPatches, make_model, posterior_means, start, train
-from pyro_truncated.restoration.noise_estimation import checked, filled, floating, nearly_no_noise
-from pyro_truncated.restoration.nonlocal_groups import average_groups
-from pyro_truncated.restoration.patch_size import can_stack_sides, side_for_model, side_of, sides_of_mixtures
+from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups
+from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
+from pyro_truncated.restoration.patch_model import (
+    ModelOfPatches,
+    can_stack_sides,
+    make_model,
+    posterior_means,
+    side_for_model,
+    side_of,
+    sides_of_mixtures,
+    start,
+    train,
+)
 from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
-from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
 from pyro_truncated.restoration.windows import Patches
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
-from pyro_truncated.utils.counts import check_counts
 
 # Of the last round, of which it is found out which of them suit the image.
 _CANDIDATES = (4, 5, 6, 8, 10, 12)

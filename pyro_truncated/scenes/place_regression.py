@@ -15,11 +15,11 @@ from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.ops.k_means import k_means
-from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
+from pyro_truncated.scenes.place_scan import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
+from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_counts
 
 
 class PlaceRegression(LearnedAffinity[Candidates]):

@@ -9,8 +9,7 @@ from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import space_options
 from pyro_truncated.states.population import Population, join
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 
 class CombinedFlips(Search):

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_count
 
 
 class ExhaustiveSearch(Search):

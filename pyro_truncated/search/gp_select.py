@@ -21,8 +21,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch, flat_observations
 from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
 from pyro_truncated.search.preselection import Preselection, space_options
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.arguments import check_counts, check_kinds, names_arguments
 
 
 class ReplayMemory:

@@ -30,7 +30,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         regression: the Gaussian process regression, ``None`` before the first batch.
         learns: that it has to :meth:`meet` the data first where they are searched in blocks or on shards. What it
             keeps of this process's data points is in :meth:`state_dict` in the form of
-            :func:`pyro_truncated.distributed.owned_rows.rows_of`.
+            :func:`pyro_truncated.distributed.shards.rows_of`.
     """
 
     learns: ClassVar[bool] = True

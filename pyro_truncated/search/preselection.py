@@ -18,8 +18,7 @@ from pyro_truncated.ops.fields import single_states
 from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 
 
 class SampledSearch(Search):

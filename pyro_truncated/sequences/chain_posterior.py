@@ -20,10 +20,9 @@ from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 
 # Flips of the best members of a step are proposed.

@@ -15,15 +15,12 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.sklearn.posteriors import binary_posteriors
-from pyro_truncated.sklearn.runs_apart import apart
-from pyro_truncated.sklearn.units import ColumnUnits
-from pyro_truncated.sklearn.validation import validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import learn
 from pyro_truncated.training.loop import fit
-from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 _MAX_COMPONENTS = 100

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.fields import WORD_BITS
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 _MAX_ENUMERATED = 2**22
 _MAX_CARDINALITY = 2**31

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import forgetting_guides, load_snapshot, snapshot

@@ -31,9 +31,8 @@ from pyro_truncated.training.em_step import EMStep, collect_on_chains
 from pyro_truncated.training.mixed_guides import MixedGuides, pyros_own
 from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_draws, shared_out
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed
 

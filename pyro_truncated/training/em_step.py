@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import current_batch
+from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows, own_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
@@ -34,10 +34,9 @@ from pyro_truncated.training.model_runs import Run, Settings, insert_states, num
 from pyro_truncated.training.multi_start import MultiStart
 from pyro_truncated.training.stop_rule import Plan
 from pyro_truncated.utils.annealing import cooling
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.counts import check_count
 
 # Data points of a restart: at least, and for each latent (or value of a single one). Of 100 latents,
 # restarts found 5 to 50 on 1000 data points, and 88 to 100 on 2000 to 6000.

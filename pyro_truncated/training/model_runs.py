@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
+from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.chain_scorer import ChainLayout

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.training.agreement import FreeEnergyEstimate
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed

@@ -14,8 +14,7 @@ import pyro
 from pyro.infer import SVI
 
 from pyro_truncated.training.loop import Training, fit
-from pyro_truncated.utils.arguments import check_kinds
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, check_kinds
 
 
 @dataclasses.dataclass(frozen=True)

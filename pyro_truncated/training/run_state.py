@@ -12,7 +12,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.launch import AllReduced
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.devices import brought, device_of_module
 from pyro_truncated.utils.parameter_store import relative_names

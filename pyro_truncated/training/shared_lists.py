@@ -13,8 +13,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import current_batch
-from pyro_truncated.distributed.shards import portion_of
+from pyro_truncated.distributed.shards import current_batch, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes

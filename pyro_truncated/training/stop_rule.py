@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.training.agreement import FreeEnergyEstimate, are_alike, have_agreed, is_gain_below_error, share_most
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, have_found_the_same

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import ClosedFormModel, Statistics
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import fixed, train

@@ -17,7 +17,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.arguments import check_counts
 
 Fit = Callable[..., Any]
 

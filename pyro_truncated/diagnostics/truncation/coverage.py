@@ -19,8 +19,8 @@ from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
 from pyro_truncated.search.base import check_search
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population, initial_population
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_count
 
 MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may have thousands of values
 

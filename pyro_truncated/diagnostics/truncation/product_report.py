@@ -28,7 +28,7 @@ from pyro_truncated.search import AutomaticSearch, Search
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
 from pyro_truncated.states.population import initial_population
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 

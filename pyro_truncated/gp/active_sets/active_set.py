@@ -22,9 +22,8 @@ from torch.nn import functional
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, stable_cholesky
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)

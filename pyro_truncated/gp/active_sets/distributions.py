@@ -17,10 +17,9 @@ from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_
 from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import or_missing
-from pyro_truncated.utils.counts import check_count
 
 
 class ActiveSetScaleWarning(UserWarning):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.gp.pivoted_cholesky import pivoted_cholesky
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 
 Schedule = int | Callable[[int], int]
 Choose = Callable[[Kernel, Tensor, int], Tensor]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, are_positions, positive_parameter
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 
 
 class PrecomputedKernel(DataKernel):

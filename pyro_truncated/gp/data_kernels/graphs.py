@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
 
 # Two odd constants with well spread bits (of the golden ratio, and of a published 64-bit finaliser), as signed 64-bit integers.
 _GOLDEN = -7046029254386353131

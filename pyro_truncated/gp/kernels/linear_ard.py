@@ -8,10 +8,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, nonnegative_finite
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 

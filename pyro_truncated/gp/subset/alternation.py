@@ -20,7 +20,7 @@ from pyro_truncated.gp.optimization import FitRecord, FitSettings, minimize
 from pyro_truncated.gp.subset.exact_regression import fit_exactly
 from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_from_log
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 

@@ -11,9 +11,8 @@ from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, ExchangeSearch, SubsetSearch
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
-from pyro_truncated.utils.counts import check_count
 
 
 class InducingSubset:

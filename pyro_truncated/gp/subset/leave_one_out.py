@@ -21,9 +21,8 @@ from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, piv
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
-from pyro_truncated.utils.counts import check_count
 
 Parameters = dict[str, Tensor]
 NOISE = "noise"

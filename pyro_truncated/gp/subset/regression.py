@@ -44,9 +44,8 @@ from pyro_truncated.gp.subset.objectives import (
     noise_from_log,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
-from pyro_truncated.utils.counts import check_count, check_counts
 
 # By default so many inducing inputs at first, and twice as many as long as that gains so much per data point or nothing is explained.
 FIRST_SIZE, MIN_GAIN_NATS = 32, 0.01

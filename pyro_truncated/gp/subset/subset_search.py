@@ -12,9 +12,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.subset.objectives import SubsetProblem, check_index
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.counts import check_count, check_counts
 
 
 @dataclasses.dataclass

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.constraints import check_entries, finite, nonnegative_finite
-from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import NearestSet
 from pyro_truncated.gplvm.decoders.latents import OwnLatents, climb_among_neighbors, log_joint
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]

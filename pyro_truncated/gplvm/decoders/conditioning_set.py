@@ -8,11 +8,10 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor, nn
 
-from pyro_truncated.distributed.owned_rows import gather_all_rows
-from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of
+from pyro_truncated.distributed.shards import gather_all_rows, own_rows, rows_at, sums_of
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, NearestSet, ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.active_sets.splits import Choose
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 _DEFAULT_SIZE = 1000
 # Each pattern of missing entries costs a factorisation of its own.

@@ -21,9 +21,19 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
-from pyro_truncated.distributed.owned_rows import as_shard_like, ending_together, gather_all_rows, own_positions
-from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
+from pyro_truncated.distributed.launch import AllReduced, SummedELBO
+from pyro_truncated.distributed.shards import (
+    Portion,
+    as_shard_like,
+    draw_alike,
+    ending_together,
+    gather_all_rows,
+    own_positions,
+    own_rows,
+    rows_at,
+    sums_of,
+    total_rows,
+)
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
@@ -33,10 +43,9 @@ from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior
 from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import gather_owned_rows, leave_to_owners, take_from_owners
-from pyro_truncated.distributed.shards import Portion, draw_alike, portion_of, rows_at
+from pyro_truncated.distributed.shards import Portion, draw_alike, gather_owned_rows, leave_to_owners, portion_of, rows_at, take_from_owners
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 
 _NAMES = ("z_loc", "z_scale")

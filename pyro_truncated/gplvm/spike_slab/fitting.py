@@ -18,9 +18,8 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 

@@ -16,11 +16,10 @@ from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_count, check_counts
 
 # The deviation that latents start with, and the length of the first step.
 _FIRST_SCALE, _FIRST_STEP = 0.1, 0.1

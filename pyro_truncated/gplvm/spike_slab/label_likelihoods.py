@@ -24,7 +24,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 _NODES = 32
 _DRAWS = 512

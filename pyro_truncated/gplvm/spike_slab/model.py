@@ -23,10 +23,9 @@ from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
-from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 Views = Tensor | Sequence[Tensor]

@@ -14,15 +14,13 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import ending_together
-from pyro_truncated.distributed.shards import draw_alike, is_spread, portion_of, sums_of
+from pyro_truncated.distributed.shards import draw_alike, ending_together, is_spread, portion_of, sums_of
 from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 
 # Parameters with a row per data point.

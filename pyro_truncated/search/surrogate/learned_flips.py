@@ -15,8 +15,7 @@ from pyro_truncated.search.gp_select import RegressionAffinity
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.search.sampling import draw_by_weight
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 
 class LearnedFlips(AffinitySearch):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
-from pyro_truncated.states.moments import Moments
+from pyro_truncated.states.population import Moments
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import row_slices
 

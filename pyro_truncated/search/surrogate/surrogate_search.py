@@ -17,8 +17,7 @@ from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelih
 from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.arguments import check_counts, check_kinds, names_arguments
 
 # In the place of the log joints of states of probability zero, and of repetitions.
 _LOWEST = -1e30
