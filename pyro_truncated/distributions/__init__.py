@@ -68,9 +68,9 @@ __all__ = [
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).
 _ELSEWHERE = {
-    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior"), "pyro_truncated.gp.active_sets.distributions"),
-    "GivenActiveSet": "pyro_truncated.gp.active_sets.distributions",
-    "ActiveSet": "pyro_truncated.gp.active_sets.active_set",
+    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior"), "pyro_truncated.gp.active_set_distributions"),
+    "GivenActiveSet": "pyro_truncated.gp.active_set_distributions",
+    "ActiveSet": "pyro_truncated.gp.active_sets",
     **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.occlusion"),
     **dict.fromkeys(("Canvas", "OccludedScene", "SceneParameters"), "pyro_truncated.scenes.occlusion"),
 }

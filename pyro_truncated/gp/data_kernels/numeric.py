@@ -9,7 +9,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, KernelColumns, as_data_kernel
-from pyro_truncated.gp.kernels.evaluation import evaluate
+from pyro_truncated.gp.kernels import evaluate
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 

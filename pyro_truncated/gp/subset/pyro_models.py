@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
-from pyro_truncated.gp.kernels.evaluation import outside_programs
+from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import SubsetSearch

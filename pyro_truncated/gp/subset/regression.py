@@ -22,14 +22,17 @@ from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
+    EXACT_UP_TO,
     Alternation,
+    ExactPosterior,
+    default_size,
+    fit_exactly,
     fitted_from_some_start,
     held_out_rows,
     hyper_parameters,
     num_alternation_rows,
     polish,
 )
-from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objectives import (
     NOISE_FLOOR,

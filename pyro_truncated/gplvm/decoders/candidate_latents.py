@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.active_set import NearestSet
+from pyro_truncated.gp.active_sets import NearestSet
 from pyro_truncated.gplvm.decoders.latents import OwnLatents, climb_among_neighbors, log_joint
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors

@@ -9,8 +9,7 @@ from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor, nn
 
 from pyro_truncated.distributed.shards import gather_all_rows, own_rows, rows_at, sums_of
-from pyro_truncated.gp.active_sets.active_set import ActiveSet, NearestSet, ProjectedSet, ProjectedStatistics, projected_statistics
-from pyro_truncated.gp.active_sets.splits import Choose
+from pyro_truncated.gp.active_sets import ActiveSet, Choose, NearestSet, ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.utils.arguments import check_count
 
 _DEFAULT_SIZE = 1000
@@ -31,7 +30,7 @@ class KeptPoints:
     Attributes:
         latents: ``(M, Q)``.
         outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
-        gram: see :class:`~pyro_truncated.gp.active_sets.active_set.ProjectedStatistics`, or ``None``.
+        gram: see :class:`~pyro_truncated.gp.active_sets.ProjectedStatistics`, or ``None``.
         moment: see there.
         num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
         examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.

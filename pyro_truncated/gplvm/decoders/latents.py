@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.active_set import NearestSet, conditional_log_prob
+from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.

@@ -34,9 +34,8 @@ from pyro_truncated.distributed.shards import (
     sums_of,
     total_rows,
 )
-from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
-from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
+from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split, UniformSplits, least_variance, split_weights
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
@@ -597,10 +596,10 @@ class SASDecoder(UniqueModule):
             x: the training data.
             size: number of points to keep, chosen to leave the least variance.
             projected: condition on *all* complete data points, through their projection on the chosen ones
-                (:class:`~pyro_truncated.gp.active_sets.active_set.ProjectedSet`).
+                (:class:`~pyro_truncated.gp.active_sets.ProjectedSet`).
             num_neighbors: condition each prediction on so many complete data points, the closest to its latent
-                (:class:`~pyro_truncated.gp.active_sets.active_set.NearestSet`).
-            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.splits.least_variance`.
+                (:class:`~pyro_truncated.gp.active_sets.NearestSet`).
+            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.least_variance`.
 
         Raises:
             ValueError: if the data have another shape, or a number is not positive. Also if no data

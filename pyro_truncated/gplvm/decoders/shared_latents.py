@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion, draw_alike, gather_owned_rows, leave_to_owners, portion_of, rows_at, take_from_owners
-from pyro_truncated.gp.active_sets.splits import Split, split_weights
+from pyro_truncated.gp.active_sets import Split, split_weights
 
 _NAMES = ("z_loc", "z_scale")
 

@@ -13,7 +13,7 @@ from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
-from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics
+from pyro_truncated.gp.uncertain import PsiStatistics
 from pyro_truncated.utils.constraints import without_missing
 
 _LOG_2PI = math.log(2 * math.pi)

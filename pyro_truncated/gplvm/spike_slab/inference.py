@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
+from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views

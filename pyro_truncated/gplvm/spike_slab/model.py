@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributed.shards import portion_of, refuse_part
-from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
+from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views

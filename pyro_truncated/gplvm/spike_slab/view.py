@@ -17,10 +17,8 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.cholesky import inducing_cholesky
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gp.kernels.evaluation import evaluate
-from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
-from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, psi_statistics
+from pyro_truncated.gp.kernels import LinearARD, evaluate
+from pyro_truncated.gp.uncertain import Expectation, PsiStatistics, SpikeSlabInputs, psi_statistics
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     InducingPosterior,
     Observations,

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp import DataKernel, RestrictedKernel, SubsetSearch
-from pyro_truncated.gp.cholesky import DEPENDENT
+from pyro_truncated.gp.cholesky import DEPENDENT, greedy_cholesky
 from pyro_truncated.gp.data_kernels import InputKernel
-from pyro_truncated.gp.pivoted_cholesky import greedy_cholesky
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors, draw, random_subset
 from pyro_truncated.ops.k_means import k_means

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
-from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
-from pyro_truncated.gp.active_sets.splits import split_weights
+from pyro_truncated.gp.active_sets import ActiveSet, conditional_log_prob, split_weights
 from pyro_truncated.gp.cholesky import factorize
-from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
+from pyro_truncated.gp.kernels import covariance, prior_variance
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import or_missing
