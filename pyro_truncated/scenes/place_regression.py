@@ -17,7 +17,7 @@ from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.scenes.place_scan import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
+from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.budget import rows_per_block
 

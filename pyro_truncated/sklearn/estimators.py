@@ -17,8 +17,8 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.conditional import Moves
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import as_plain_array

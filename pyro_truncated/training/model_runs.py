@@ -27,10 +27,10 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
 from pyro_truncated.search.base import Search
-from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.decoders import fit_decoder

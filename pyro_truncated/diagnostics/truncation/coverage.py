@@ -23,7 +23,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
 from pyro_truncated.search.base import check_search
-from pyro_truncated.search.moves import Moves
+from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block

@@ -35,7 +35,7 @@ from pyro_truncated.guide.product_posterior import product_evidence
 from pyro_truncated.guide.set_search import NodeScores, ScoredSets
 from pyro_truncated.program.call import Call
 from pyro_truncated.search import AutomaticSearch, Search
-from pyro_truncated.search.moves import Moves
+from pyro_truncated.search.conditional import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.arguments import check_count

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch, flat_observations
-from pyro_truncated.search.sampling import draw_by_weight
-from pyro_truncated.search.surrogate.log_joint_regression import IMPOSSIBLE, EffectsPosterior, LogJointRegression, ScoredBatch
-from pyro_truncated.search.surrogate.moment_regression import ApproximateLikelihoods, MomentRegression, principal_axes
-from pyro_truncated.search.surrogate.quadratic_functions import QuadraticFunctions
+from pyro_truncated.search.exhaustive import draw_by_weight
+from pyro_truncated.search.surrogate_regression import (
+    IMPOSSIBLE,
+    ApproximateLikelihoods,
+    EffectsPosterior,
+    LogJointRegression,
+    MomentRegression,
+    QuadraticFunctions,
+    ScoredBatch,
+    principal_axes,
+)
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_counts, check_kinds, names_arguments
