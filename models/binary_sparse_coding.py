@@ -9,9 +9,8 @@ from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import device_of, names_arguments, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_prior
-from pyro_truncated.models.dictionary import shared_part
-from pyro_truncated.models.linear_dictionary import LinearDictionary
-from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.models.dictionary import LinearDictionary, shared_part
+from pyro_truncated.models.superposed_causes import SparseCoding
 from pyro_truncated.search import CombinedFlips
 
 # Elements that are on less often than this part of what they are on average are hardly used.

@@ -14,8 +14,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import ComponentTable, LinearMixture
-from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 

@@ -19,8 +19,7 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, cast_like, check_data, count_data, first_rows
-from pyro_truncated.models.dictionary import best_scale
-from pyro_truncated.models.linear_dictionary import LinearDictionary
+from pyro_truncated.models.dictionary import LinearDictionary, best_scale
 
 
 class DiscreteSparseCoding(LinearDictionary):

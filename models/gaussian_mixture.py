@@ -14,15 +14,22 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
-from pyro_truncated.models.covariance_prior import Prior, known, unknown
-from pyro_truncated.models.covariance_types import make_covariances
-from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
-from pyro_truncated.models.linear_mixture import LinearMixture
-from pyro_truncated.models.mixture import Shares
+from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
+from pyro_truncated.models.gaussians import (
+    Agglomeration,
+    Gaussians,
+    Moves,
+    MoveSearch,
+    accepted,
+    all_populations,
+    all_statistics,
+    collected,
+    least_variance,
+    offered,
+)
+from pyro_truncated.models.linear_mixture import LinearMixture, Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, all_populations, all_statistics, offered
 from pyro_truncated.search import MaxInnerProductIndex
 
 _ROWS_PER_COMPONENT = 50
@@ -144,7 +151,7 @@ class GaussianMixture(LinearMixture):
 
         Twice as many clusters belong to rows that are spread over the data (k-means++). Clusters
         are then merged that one component explains nearly as well as two. This is model-based
-        hierarchical clustering, see :class:`~pyro_truncated.models.agglomeration.Agglomeration`.
+        hierarchical clustering, see :class:`~pyro_truncated.models.gaussians.Agglomeration`.
         All of it looks at 20 000 random rows, or fifty per component if more.
 
         Args:

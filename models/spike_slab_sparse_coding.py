@@ -17,9 +17,9 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, count_data
-from pyro_truncated.models.linear_dictionary import LinearDictionary
+from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
-from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.models.superposed_causes import SparseCoding
 
 _VANISHING = 1e-8
 

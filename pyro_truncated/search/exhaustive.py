@@ -1,4 +1,4 @@
-"""Searches that need no scores: every state of the space, and random states."""
+"""Searches that need no scores: every state, and random states."""
 
 from __future__ import annotations
 

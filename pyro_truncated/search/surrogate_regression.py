@@ -1,4 +1,4 @@
-"""Regressions of log joints and moments on states, for searches with expensive scores."""
+"""Regressions of log joints and moments on states, for expensive scores."""
 
 from __future__ import annotations
 
