@@ -26,8 +26,7 @@ from pyro_truncated.distributions.maximum import (
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.slabs import CorrelatedSlabSuperposition, SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.ops.component_sums import component_sums
-from pyro_truncated.ops.low_rank import component_products
+from pyro_truncated.ops.components import component_products, component_sums
 from pyro_truncated.utils.constraints import or_missing
 
 __all__ = [

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.deferred_validation import defer_constraints, validate_later
-from pyro_truncated.ops.component_sums import as_integers, check_below
-from pyro_truncated.ops.low_rank import log_densities, posterior_means, whiten
-from pyro_truncated.ops.square_distances import square_distances
+from pyro_truncated.ops.components import as_integers, check_below, log_densities, posterior_means, square_distances, whiten
 
 
 class Component(Categorical):

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.deferred_checks import raise_if
-from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.packed_checks import check_bits, check_words
+from pyro_truncated.ops.packed_states import Fields, check_bits, check_words
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyro_truncated.ops.low_rank import posterior_means
+from pyro_truncated.ops.components import posterior_means
 from pyro_truncated.restoration.noise import filled, smoothed
 from pyro_truncated.restoration.windows import Patches
 

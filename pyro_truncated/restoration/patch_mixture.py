@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from pyro_truncated.distributions import Component, ComponentLowRankNormal, ComponentNormal, component_products
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.ops import gather_states
-from pyro_truncated.ops.k_means import k_means, nearest_centres
+from pyro_truncated.ops.components import k_means, nearest_centres
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace

@@ -14,7 +14,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas
-from pyro_truncated.ops.k_means import k_means
+from pyro_truncated.ops.components import k_means
 from pyro_truncated.scenes.place_scan import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import LearnedAffinity, gather_function

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace

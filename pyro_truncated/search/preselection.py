@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.combination import combine
-from pyro_truncated.ops.fields import single_states
+from pyro_truncated.ops.packed_states import combine, single_states
 from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace

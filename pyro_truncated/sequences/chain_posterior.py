@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Messages, Transitions, block_posteriors, draw_blocks
-from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.utils.arguments import check_count, names_arguments
 
 _MAX_ENUMERATED = 2**22

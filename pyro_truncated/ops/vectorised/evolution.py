@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
-from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.packed_checks import gather_states
+from pyro_truncated.ops.packed_states import Fields, gather_states
 from pyro_truncated.ops.vectorised import random
 
 

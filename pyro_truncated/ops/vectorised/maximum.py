@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.piecewise import maximum_segments
+from pyro_truncated.ops.maximum import maximum_segments
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, by_number
-from pyro_truncated.ops.vectorised.latent_values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, by_number, unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 _TENSORS = 4  # of the size of the terms that are held at once

@@ -10,7 +10,7 @@ from pyro_truncated.gp.cholesky import DEPENDENT, greedy_cholesky
 from pyro_truncated.gp.data_kernels import InputKernel
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors, draw, random_subset
-from pyro_truncated.ops.k_means import k_means
+from pyro_truncated.ops.components import k_means
 from pyro_truncated.utils.arguments import check_count, names_arguments
 
 

@@ -1,23 +1,195 @@
-"""Normal distributions of groups with low-rank covariances beside noise.
-
-Nothing larger than the rank is factored.
-"""
+"""Sums, products and distances of data points and the components of mixtures."""
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.component_sums import check_components
+from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
 from pyro_truncated.ops.deferred_checks import cholesky, raise_if
-from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import current_budget, rows_per_block
+
+
+def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    r""":math:`\sum_n r_{nk} x_n` for all components ``k``, in float64; differentiable in weights and rows.
+
+    Example:
+        >>> component_sums(torch.tensor([[1], [0], [1]]), torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), 2).tolist()
+        [[2.0], [4.0]]
+
+    Args:
+        component: which components a data point has, integers from 0 to ``K - 1``, ``(N, S)``.
+        weight: with which weights, ``(N, S)``.
+        rows: ``(N, D)``.
+        number: how many components ``K``.
+
+    Returns:
+        ``(K, D)``; the order of the sums does not depend on the number of threads.
+
+    Raises:
+        ValueError: if shapes do not fit, the number is below 1, or there are other components.
+    """
+    number = check_count("number", number)
+    component = check_components(component, weight, rows, number)
+    with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
+        sums: Tensor = backend("components", rows).component_sums(component, weight.double(), rows.double(), number)
+    return sums
+
+
+def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    """Checks that components, weights and rows fit; returns 64-bit components.
+
+    Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
+
+    Raises:
+        ValueError: if shapes do not fit, or there are other components.
+    """
+    if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
+        shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
+        raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
+    component = as_integers(component)
+    check_below(component, number)
+    return component
+
+
+def as_integers(component: Tensor) -> Tensor:
+    """Components in 64 bits, as indices must be.
+
+    Raises:
+        ValueError: if they are no integers.
+    """
+    if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
+        raise ValueError(f"component must hold integers; got {component.dtype}")
+    return component.long()
+
+
+def check_below(component: Tensor, number: int) -> None:
+    """Refuses components that are negative, or not below the number.
+
+    Raises:
+        ValueError: saying from where to where they are.
+    """
+    if component.numel():
+        lowest, highest = component.aminmax()
+        raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+
+
+def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:
+    raise ValueError(f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
+
+
+# Blocks this long keep a matrix busy; longer ones hold more padding.
+_SHORTEST, _LONGEST = 8, 256
+# What a few temporaries of so many bytes hold stays in a processor's cache.
+_CACHED = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Entries sorted by group, in blocks of one group each.
+
+    The last block of a group is filled up with other entries, which belong elsewhere and whose
+    results are dropped. On a device, counting the blocks would wait for it. There are then as many
+    blocks as there can be, and the last ones have no entries of their own.
+
+    Example:
+        >>> from pyro_truncated.ops.components import Grouped
+        >>> grouped = Grouped.of(torch.tensor([2, 0, 2]), 3)
+        >>> grouped.group.tolist()
+        [0, 2]
+        >>> grouped.gather([grouped.group.unsqueeze(1).expand_as(grouped.entry)]).tolist()
+        [2, 0, 2]
+
+    Attributes:
+        group: of every block, ``(B,)``.
+        entry: which entries a block holds, ``(B, T)``.
+        is_own: which of them belong to the block's group, ``(B, T)``.
+        place: where in the flattened table of blocks every entry is, ``(E,)``.
+    """
+
+    group: Tensor
+    entry: Tensor
+    is_own: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, group: Tensor, num_groups: int) -> Grouped:
+        """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
+        size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
+        order = group.argsort(stable=True)
+        length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
+        count = (size + length - 1) // length
+        last_block = count.cumsum(0)
+        most = int(last_block[-1]) if group.is_cpu else min(len(group), len(group) // length + num_groups)
+        block = torch.searchsorted(last_block, torch.arange(most, device=group.device), right=True).clamp_(max=num_groups - 1)
+        first_block, first = last_block - count, size.cumsum(0) - size
+        start = length * (torch.arange(len(block), device=group.device) - first_block[block])
+        within = start.unsqueeze(1) + torch.arange(length, device=group.device)
+        entry = order[(first[block].unsqueeze(1) + within).clamp_(max=max(0, len(group) - 1))]
+        place = torch.empty_like(group)
+        place[order] = torch.arange(len(group), device=group.device) + (length * first_block - first)[group[order]]
+        return cls(block, entry, within < size[block].unsqueeze(1), place)
+
+    def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
+        """Yields some blocks at a time.
+
+        Their entries of so many bytes stay in the cache and within the memory budget.
+        """
+        per_block = bytes_per_entry * self.entry.shape[1]
+        rows = rows_per_block(per_block)
+        if self.entry.is_cpu:
+            rows = min(rows, rows_per_block(per_block, _CACHED))
+        for group, entry, is_own in zip(self.group.split(rows), self.entry.split(rows), self.is_own.split(rows), strict=True):
+            yield Grouped(group, entry, is_own, self.place)
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the entries' values ``(E, ...)`` from parts ``(B, T, ...)``."""
+        return torch.cat(list(values)).flatten(0, 1)[self.place]
+
+
+# In more dimensions products of matrices are faster.
+_MAX_COMPILED_DIMENSIONS = 32
+
+
+def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
+    r"""Returns square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs of data points and components.
+
+    They are differentiable in all numbers.
+
+    Example:
+        >>> from pyro_truncated.ops.components import square_distances
+        >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+        >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
+        tensor([ 25., 100.])
+
+    Args:
+        rows: data :math:`x`, ``(N, D)``.
+        row: which data points, numbers below ``N``, ``(E,)``.
+        component: of which components, numbers below ``K``, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
+        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
+
+    Returns:
+        ``(E,)``.
+    """
+    with (
+        use_backend("vectorised")
+        if are_differentiated(rows, loc, whitening) or rows.shape[1] > _MAX_COMPILED_DIMENSIONS
+        else contextlib.nullcontext()
+    ):
+        found: Tensor = backend("components", rows).square_distances(rows, row, component, loc, whitening)
+    return found
+
 
 # What rounding may take of the identity that the square of directions, in units of the noise, is added to.
 _MIN_PRECISION = 0.1
 # What a few temporaries of so many bytes hold is near a processor.
-_CACHED = 2**23
+_CACHED_ROWS = 2**23
 
 
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +300,7 @@ def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tens
     covariance = factor @ factor.mT
     prior, found = covariance.diagonal(dim1=1, dim2=2), []
     per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
-    length = min(rows_per_block(per_row), rows_per_block(per_row, _CACHED)) if rows.is_cpu else rows_per_block(per_row)
+    length = min(rows_per_block(per_row), rows_per_block(per_row, _CACHED_ROWS)) if rows.is_cpu else rows_per_block(per_row)
     for values, group, numbers in zip(rows.split(length), component.split(length), number.split(length), strict=True):
         above = values - loc[group]
         # Rows that see less than the last one are filled up with entries that nothing depends on.
@@ -238,3 +410,47 @@ def _complain_of_weights() -> None:
 
 def _identity(basis: Tensor) -> Tensor:
     return torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+
+
+def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
+    """Returns centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
+
+    A centre that loses all its points stays where it is.
+
+    Args:
+        points: ``(N, D)``.
+        start: centres to start from, ``(K, D)``, such as some of the points.
+        steps: most iterations.
+    """
+    # Distances are differences of squares, which are smallest around the mean.
+    mean = points.mean(0)
+    points, centres = points - mean, start - mean
+    for _ in range(steps):
+        nearest = _nearest(points, centres, 1).squeeze(1)
+        size = torch.bincount(nearest, minlength=len(centres)).to(points).unsqueeze(1)
+        total = torch.zeros_like(centres).index_add_(0, nearest, points)
+        moved = torch.where(size > 0, total / size.clamp(min=1), centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres + mean
+
+
+def nearest_centres(points: Tensor, centres: Tensor, number: int = 1) -> Tensor:
+    """Returns the nearest centres of ``(K, D)`` for points ``(N, D)``.
+
+    They are ``(N, number)``, nearest first, or all if there are fewer.
+    """
+    mean = points.mean(0)
+    return _nearest(points - mean, centres - mean, min(number, len(centres)))
+
+
+def _nearest(points: Tensor, centres: Tensor, number: int) -> Tensor:
+    power, bytes_per_row = 0.5 * centres.square().sum(1), 2 * len(centres) * points.element_size()
+    rows = min(rows_per_block(bytes_per_row), rows_per_block(bytes_per_row, _CACHED_ROWS))
+    distances = (torch.addmm(power, block, centres.mT, alpha=-1.0) for block in points.split(rows))
+    return torch.cat([_smallest(some, number) for some in distances])
+
+
+def _smallest(distances: Tensor, number: int) -> Tensor:
+    return distances.argmin(1, keepdim=True) if number == 1 else distances.topk(number, 1, largest=False).indices
