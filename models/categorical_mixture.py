@@ -18,7 +18,6 @@ from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, Lin
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
-_PROBABILITY_FLOOR = 1e-6
 _Categorical = defer_validation(dist.Categorical)
 
 
@@ -166,9 +165,9 @@ class CategoricalMixture(LinearMixture):
         probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
-    def _floored(self, probs: Tensor) -> Tensor:
+    def _floored(self, probs: Tensor, *, probability_floor: float = 1e-6) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
-        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
+        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=probability_floor)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)
 
 

@@ -26,7 +26,6 @@ NEVER_SEEN = 1e-10
 _RIDGE = 1e-10
 _VARIANCE_FLOOR = 1e-6
 _SCALE_FLOOR = 1e-3
-_MAX_HALVINGS = 10
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
 
@@ -241,13 +240,21 @@ def best_claims(
 
 
 def _take_shorter_steps_(
-    chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, expected_errors: _Errors, total: _Total
+    chosen: Tensor,
+    errors: Tensor,
+    step: Tensor,
+    left: Tensor,
+    allowed: Tensor,
+    expected_errors: _Errors,
+    total: _Total,
+    *,
+    max_halvings: int = 10,
 ) -> None:
     """Takes steps ``(D, H)`` in dimensions ``left (K,)``, if allowed.
 
     They are halved until the errors are allowed, or not taken.
     """
-    shares = 0.5 ** torch.arange(1, _MAX_HALVINGS, dtype=step.dtype, device=step.device).view(-1, 1, 1)
+    shares = 0.5 ** torch.arange(1, max_halvings, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
         tried = chosen[left] + some * step[left]
@@ -363,9 +370,6 @@ def warn_about_background(model: object, y: Tensor) -> None:
 
 Statistics = dict[str, Tensor]
 
-# How many units in the last place of the data their deviation must be, to be one.
-_LEAST_UNITS = 2e3
-
 
 class LinearDictionary(UniqueModule):
     r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
@@ -459,5 +463,6 @@ class LinearDictionary(UniqueModule):
         observed, sums = statistics["observed"], statistics["sums"]
         about_mean = squares - sums.square() / observed.clamp(min=torch.finfo(sums.dtype).tiny)
         about_zero = squares + 2 * self.center * sums + observed * self.center.square()
-        rounding = _LEAST_UNITS * torch.finfo(self.weight.dtype).eps
+        # How many units in the last place of the data their deviation must be, to be one.
+        rounding = 2e3 * torch.finfo(self.weight.dtype).eps
         return about_mean.clamp(min=0.0).sum().maximum(rounding**2 * about_zero.clamp(min=0.0).sum())

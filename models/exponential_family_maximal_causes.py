@@ -21,9 +21,6 @@ from pyro_truncated.models.binary_causes import best_prior, check_data, first_pr
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
-# Above what means are rounded to before they are compared, and far below what a free energy shows.
-_ABOVE = 1e-9
-
 _Limits = Callable[[Tensor, Tensor | slice], Tensor]
 _Losses = Callable[[Tensor, dict[str, Tensor]], Tensor]
 _Errors = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +33,9 @@ def raised_means(means: Tensor) -> Tensor:
     The background comes last.
     """
     background = means[:, -1:]
-    return torch.cat([means[:, :-1].maximum(background * (1 + _ABOVE)), background], -1)
+    # Above what means are rounded to before they are compared, and far below what a free energy
+    # shows.
+    return torch.cat([means[:, :-1].maximum(background * (1 + 1e-9)), background], -1)
 
 
 def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
@@ -121,7 +120,6 @@ _SUPPORTS = {
     "gamma": constraints.positive,
 }
 _MAX_CONCENTRATION = 1e6
-_NEWTON_STEPS = 8
 _ROUNDING = 1e-13
 
 
@@ -324,7 +322,7 @@ def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tu
     return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
 
 
-def _best_concentration(excess: Tensor) -> Tensor:
+def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
     r"""Solves :math:`\log k - \psi(k) = c` for :math:`k`, at most a million.
 
     It uses Newton's method in :math:`1 / k`.
@@ -333,7 +331,7 @@ def _best_concentration(excess: Tensor) -> Tensor:
     """
     c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
     k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
-    for _ in range(_NEWTON_STEPS):
+    for _ in range(newton_steps):
         error = k.log() - torch.digamma(k) - c
         k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
     best: Tensor = k.clamp(max=_MAX_CONCENTRATION)

@@ -20,8 +20,6 @@ from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
-# Changes of a step that are explained at most.
-_MAX_CHANGES = 4
 # Nats that a change must explain, per change.
 _COST_NATS = 3.0
 # Share of the differences in which nothing is assumed to change.
@@ -107,7 +105,8 @@ def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tens
 def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """A greedy ternary code ``(R, M)`` and what it leaves over."""
     code, left = rows.new_zeros(len(rows), weight.shape[1]), rows
-    for _ in range(_MAX_CHANGES):
+    # Changes of a step that are explained at most.
+    for _ in range(4):
         product = left @ weight
         gain = (2 * product.abs() - weight.square().sum(0) - cost).masked_fill(code != 0, -torch.inf)
         best, place = gain.max(1, keepdim=True)

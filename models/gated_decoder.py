@@ -21,8 +21,6 @@ from pyro_truncated.extend import Renamed, UniqueModule, names_arguments, takes_
 from pyro_truncated.models.binary_causes import cast_like, check_real
 
 _MAX_DENSITIES = 2**22
-# What a new network is taught by.
-_DREAMS = 600
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
@@ -177,7 +175,8 @@ class GatedDecoder(UniqueModule):
             for layer in self.network.children():
                 if isinstance(layer, nn.Linear):
                     layer.reset_parameters()
-            self.dream(_DREAMS)
+            # What a new network is taught by.
+            self.dream(600)
         return self
 
     @staticmethod

@@ -192,8 +192,6 @@ _SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
 # Rows are compared within so many parts of the data, where clusters are not long.
 _CELLS = 32
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
-# For more clusters the nearest are looked for in single precision.
-_MAX_DOUBLE_CLUSTERS = 1000
 
 
 class Agglomeration:
@@ -382,7 +380,8 @@ def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
 
 def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     """The centres that are nearest to each data point, nearest first, ``(N, S)``."""
-    if len(centres) > _MAX_DOUBLE_CLUSTERS:
+    # For more clusters the nearest are looked for in single precision.
+    if len(centres) > 1000:
         # In units in which single precision, twice as fast, holds the squares: no cluster depends on the last digits.
         unit = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
         x, centres = (x / unit).float(), (centres / unit).float()
@@ -403,8 +402,6 @@ def _with_one(x: Tensor) -> Tensor:
 _EM_STEPS = 8
 _MERGE_PARTNERS = 3
 _MIN_COUNT = 3
-# Responsibilities of so many of a data point's components overlap; the others are small.
-_OVERLAPPING = 4
 
 
 def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
@@ -510,7 +507,8 @@ class MoveSearch:
     def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, prior: Prior) -> None:
         self.components, self.statistics, self.prior, self.x = components.best(statistics, prior), statistics, prior, x
         self._log_prior = self.components.log_prior(prior)
-        best = population.log_joint.topk(min(_OVERLAPPING, population.num_states)).indices
+        # Responsibilities of so many of a data point's components overlap; the others are small.
+        best = population.log_joint.topk(min(4, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
         self.deletion_losses = self._losses_without(population.log_joint.double(), weight)
         self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)

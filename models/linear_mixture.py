@@ -21,13 +21,9 @@ from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8
-# Of shares so small nothing is left in the sums of a component that is used.
-_MIN_SHARE = 1e-20
 # Numbers in the copies that are made to leave out such states.
 _MAX_COPIED_NUMBERS = 2**25
 _WEIGHT_FLOOR = 1e-6
-# From so many components per state on the sums go over the states that are kept.
-_MANY = 4
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -53,7 +49,8 @@ class Shares:
     def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:
         self.num_components = num_components
         self._dense: Tensor | None = None
-        if num_components < _MANY * population.num_states:
+        # From so many components per state on the sums go over the states that are kept.
+        if num_components < 4 * population.num_states:
             self._dense = population.value_probabilities(temperature)[:, 0].double()
         else:
             self._component = population.states(torch.int64)[..., 0]
@@ -88,7 +85,8 @@ class Shares:
         component, weight = self._component, self._weight
         if rows.is_cpu:  # a device would be waited for
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
-            row, state = (~(weight <= _MIN_SHARE)).nonzero(as_tuple=True)
+            # Of shares so small nothing is left in the sums of a component that is used.
+            row, state = (~(weight <= 1e-20)).nonzero(as_tuple=True)
             if len(row) * rows.shape[1] <= _MAX_COPIED_NUMBERS:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
         return component_products(rows, component, weight, self.num_components)
@@ -97,10 +95,6 @@ class Shares:
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
-# A table of all components is made where this share of it is asked for.
-_DENSE_SHARE = 0.25
-# Equal weights differ by rounding.
-_WEIGHT_RTOL = 1e-5
 
 
 class ComponentTable(TorchDistribution):
@@ -171,7 +165,8 @@ class ComponentTable(TorchDistribution):
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)
-        if row.numel() < _DENSE_SHARE * batch.numel() * self._num_components:
+        # A table of all components is made where this share of it is asked for.
+        if row.numel() < 0.25 * batch.numel() * self._num_components:
             few: Tensor = self._plain(self.component).log_prob(value)
             return few
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
@@ -248,7 +243,8 @@ class LinearMixture(UniqueModule):
             draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
+        # Equal weights differ by rounding.
+        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > 1e-5 * highest)) else None
 
     @names_arguments
     @torch.no_grad()

@@ -25,12 +25,10 @@ from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
 _MARGIN = 2  # pixels around a window that shall show background
-_WINDOWS_PER_IMAGE = 4
 _WINDOWS_PER_OBJECT, _MAX_WINDOWS = 60, 2000
 _CANDIDATES_PER_OBJECT, _MAX_CANDIDATES = 20, 500
 _CLUSTERS_PER_OBJECT, _KMEANS_STEPS = 2, 4
 _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
-_NOISE_OF_COPIES = 0.1
 _MAX_PIXELS = 20_000
 _WINDOWS_PER_BLOCK = 100  # windows that are compared at once
 
@@ -149,7 +147,7 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
-def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> Clusters:
+def _parted(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
     """Returns objects beyond the first ``number``, which repeat these with noise.
 
     Equal objects would stay equal in learning.
@@ -157,7 +155,7 @@ def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> 
     device = found.objects.device if generator is None else generator.device
     noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
     size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
-    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + _NOISE_OF_COPIES * size * noise]))
+    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + noise_of_copies * size * noise]))
 
 
 def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
@@ -214,7 +212,7 @@ def _average(windows: Windows, found: Clusters) -> Clusters:
     )
 
 
-def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """Returns salient windows of contrasts ``(N, height, width)`` with empty surroundings.
 
     There are several of each, without overlap.
@@ -231,7 +229,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
     around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
     found = []
-    for _ in range(_WINDOWS_PER_IMAGE):
+    for _ in range(windows_per_image):
         best = score.max(1)
         found.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
         score = score.masked_fill(_overlap(best.indices, canvas), -torch.inf)

@@ -496,9 +496,6 @@ class GammaMaximum(FamilyMaximum):
         return Gamma(self.concentration, self.concentration / mean, validate_args=False)
 
 
-_REFINEMENTS = 2
-
-
 class PiecewiseGaussian(TorchDistribution):
     r"""Piecewise Gaussian density of a real number between successive edges.
 
@@ -668,9 +665,9 @@ class MaximumSlabs(TorchDistribution):
         return total.to(self.dtype)
 
     @torch.no_grad()
-    def _guess(self) -> Tensor:
+    def _guess(self, *, refinements: int = 2) -> Tensor:
         guess = self.slab_mean.expand(self.states.shape).clone()
-        for _ in range(_REFINEMENTS):
+        for _ in range(refinements):
             for latent in range(guess.shape[-1]):
                 guess[..., latent] = self._conditional(guess, latent).mean
         return guess

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
 
-# Which start leads shows early.
-_EVALUATIONS_OF_ALL = 6
 # A step is taken if it gains this share of what the slope promises.
 _SUFFICIENT = 1e-4
 _LONGEST = 1.0
@@ -137,7 +135,8 @@ def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length
     every = torch.arange(num, device=starts.device)
     climb = _Climb.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
     for done in range(evaluations):
-        if done == min(_EVALUATIONS_OF_ALL, evaluations - 1):
+        # Which start leads shows early.
+        if done == min(6, evaluations - 1):
             climb = climb.keep(climb.leaders(num))
         if bool(climb.is_done.all()):
             break

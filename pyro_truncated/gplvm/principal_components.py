@@ -11,9 +11,6 @@ from pyro_truncated.distributed.shards import gather_all_rows, own_rows, sums_of
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 
-# Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
-_RANK_TOLERANCE = 1e-7
-
 
 @names_arguments
 def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: torch.Generator | None = None) -> Tensor:
@@ -58,7 +55,9 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         scores = own_rows(vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt(), joint)
     scale = (total([scores.square().sum(0)])[0] / number).sqrt()
     rounding = 4 * torch.finfo(joint.dtype).eps * size / number**0.5
-    useful = scale > torch.maximum(_RANK_TOLERANCE * scale.max(), rounding)
+    # Singular values below this share of the largest are rounding: a Gram matrix keeps the square
+    # root of the precision.
+    useful = scale > torch.maximum(1e-7 * scale.max(), rounding)
     device = joint.device if generator is None else generator.device
     drawn = torch.randn(number, num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
     found = own_rows(drawn, joint).clone()

@@ -152,10 +152,6 @@ class Grouped:
         return torch.cat(list(values)).flatten(0, 1)[self.place]
 
 
-# In more dimensions products of matrices are faster.
-_MAX_COMPILED_DIMENSIONS = 32
-
-
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
     r"""Returns square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs of data points and components.
 
@@ -177,17 +173,12 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     Returns:
         ``(E,)``.
     """
-    with (
-        use_backend("vectorised")
-        if are_differentiated(rows, loc, whitening) or rows.shape[1] > _MAX_COMPILED_DIMENSIONS
-        else contextlib.nullcontext()
-    ):
+    # In more dimensions products of matrices are faster.
+    with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > 32 else contextlib.nullcontext():
         found: Tensor = backend("components", rows).square_distances(rows, row, component, loc, whitening)
     return found
 
 
-# What rounding may take of the identity that the square of directions, in units of the noise, is added to.
-_MIN_PRECISION = 0.1
 # What a few temporaries of so many bytes hold is near a processor.
 _CACHED_ROWS = 2**23
 
@@ -250,7 +241,9 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     """
     if bool(rows.isnan().any()):
         given = rows, row, component, loc, factor, scale
-        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > _MIN_PRECISION * scale.square()).any()):
+        # What rounding may take of the identity that the square of directions, in units of the
+        # noise, is added to.
+        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > 0.1 * scale.square()).any()):
             # The identity would be lost beside the square of the directions.
             found = _means_of_what_is_seen(*(array.double() if array.is_floating_point() else array for array in given))
             return found[0].to(rows.dtype), found[1].to(rows.dtype)

@@ -22,9 +22,6 @@ from pyro_truncated.ops.streams import Source, draw_seed, positions
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
 UNFIT, IMPOSSIBLE = 1e-100, 1e-200
 
-# Of a number of flips that is exceeded less often than this, the rest is cut off.
-_MIN_TAIL = 1e-18
-
 
 class SparseFlips(NamedTuple):
     """What decides on flips.
@@ -65,7 +62,8 @@ def most_flips(number: int, probability: float) -> int:
     mean = number * probability
     if mean == 0:
         return 0
-    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(_MIN_TAIL))
+    # Of a number of flips that is exceeded less often than this, the rest is cut off.
+    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(1e-18))
     return next(exceeds, number)
 
 

@@ -28,7 +28,6 @@ from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 _NARROW = 1e-5
-_NEWTON_STEPS = 8
 _LOG_HALF = -math.log(2)
 
 
@@ -184,14 +183,14 @@ def _to_the_left(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped
 
 
-def _inverse_log_ndtr(log_p: Tensor) -> Tensor:
+def _inverse_log_ndtr(log_p: Tensor, *, newton_steps: int = 8) -> Tensor:
     r"""Solves :math:`\log\Phi(x) = \log p` for :math:`p \le 1/2`.
 
     Newton's method from the left of the root; as :math:`\log\Phi` is concave it never crosses the root.
     """
     log_p = log_p.clamp(min=-1e300)
     x = -(-2 * log_p).sqrt()
-    for _ in range(_NEWTON_STEPS):
+    for _ in range(newton_steps):
         value = torch.special.log_ndtr(x)
         x = x + (log_p - value) * (value - _log_phi(x)).exp()
     return x

@@ -104,8 +104,6 @@ def _fading(span: slice) -> Tensor:
     return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
 
 
-# By how much transparency may differ in a file, of 255.
-_NEARLY = 16
 # Pixels of a mask are missing from this far from its white on, of the distance to its black.
 # Edges of drawn text are grey, and blocks of JPEG are, too.
 _LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
@@ -119,8 +117,6 @@ _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
     "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255, and NaN is missing; colours have 8 bits"
 )
-# Of formats that lose some of the picture.
-_QUALITY = 95
 
 
 @dataclass
@@ -246,7 +242,8 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 
     If the format lacks the mode, the nearest one is taken.
     """
-    options: dict[str, Any] = {"quality": _QUALITY, "icc_profile": picture.profile}
+    # Of formats that lose some of the picture.
+    options: dict[str, Any] = {"quality": 95, "icc_profile": picture.profile}
     shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
     whole = shallow.copy()
     if picture.is_deep:
@@ -274,7 +271,8 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
         if picture.has_transparency_data:
             # Lossy formats keep it nearly.
             alphas = (np.array(some.convert("RGBA").getchannel("A"), dtype=np.int16) for some in (written, picture))
-            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= _NEARLY)
+            # By how much transparency may differ in a file, of 255.
+            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
         return np.array_equal(np.array(written), np.array(picture))
 
 

@@ -20,9 +20,6 @@ from pyro_truncated.utils.arrays import as_data, as_tensors
 
 # Entries of a window of which noise is estimated, about; and the windows for each of them from which the estimate is sure.
 _ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
-# Windows of nothing but noise that are taken for such, as a quantile of the normal distribution: 99 %.
-_ALMOST_ALL = 2.33
-_MAX_NOISE_STEPS = 8
 # Of larger arrays every second window or less is looked at, along all dimensions.
 _MOST_WINDOWS = 2**19
 # What arrays without noise have for mixtures, see :func:`nearly_no_noise`; of photographs the first is the least. Less than the last is
@@ -134,7 +131,7 @@ def _is_in_constant_window(image: Tensor, num_dims: int) -> Tensor:
     return covered.bool()
 
 
-def _level_of_windows(windows: Tensor, level: float) -> float:
+def _level_of_windows(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
     r"""Returns the noise level of windows without texture.
 
     It is the root of the mean of the lower half of their principal variances.
@@ -146,13 +143,14 @@ def _level_of_windows(windows: Tensor, level: float) -> float:
     Args:
         windows: ``(N, *sides)``, more than a few.
         level: where to start.
+        max_noise_steps: how often the level is refined, at most.
 
     Reference:
         Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
     """
     points = windows.flatten(1).double()
     texture, limit = texture_of(windows).double(), _limit(windows)
-    for _ in range(_MAX_NOISE_STEPS):
+    for _ in range(max_noise_steps):
         flat = points[texture < limit * level**2]
         if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
             break
@@ -173,7 +171,9 @@ def _limit(windows: Tensor) -> float:
     gradients = torch.cat([units.diff(dim=dim).flatten(1) for dim in range(1, windows.dim())], 1)
     mean, variance = gradients.square().sum(), 2 * (gradients @ gradients.mT).square().sum()
     part = variance / (9 * mean**2)
-    return float(mean * (1 - part + _ALMOST_ALL * part.sqrt()) ** 3)
+    # Windows of nothing but noise that are taken for such, as a quantile of the normal
+    # distribution: 99 %.
+    return float(mean * (1 - part + 2.33 * part.sqrt()) ** 3)
 
 
 def _level_of_differences(image: Tensor, num_dims: int) -> float:

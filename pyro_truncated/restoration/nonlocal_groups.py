@@ -13,12 +13,6 @@ from pyro_truncated.restoration.windows import Patches
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SIDE, _SIDE_OF_COLOURS, _STRIDE, _MEMBERS, _REACH = 4, 3, 3, 24, 12
 _LEAST_ERROR = 0.03
-# What groups count for beside mixtures, at most.
-_MOST_WEIGHT = 0.2
-# Their expected errors count so many times: they leave out that windows were chosen, and are of large matrices.
-_THEIRS = 3.0
-# Windows whose groups are looked for at once.
-_WINDOWS_PER_BLOCK = 4096
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
@@ -39,7 +33,10 @@ def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
     found, expected = denoise_groups(image, estimate, noise, channels=channels)
-    return torch.lerp(estimate, found, (errors / (errors + _THEIRS * expected)).clamp(max=_MOST_WEIGHT))
+    # What groups count for beside mixtures, at most.
+    # Their expected errors count so many times: they leave out that windows were chosen, and are of
+    # large matrices.
+    return torch.lerp(estimate, found, (errors / (errors + 3.0 * expected)).clamp(max=0.2))
 
 
 def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
@@ -68,7 +65,8 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     y, x = windows.extract(image), windows.extract(estimate)
     total, expected, share = torch.zeros_like(y), y.new_zeros(len(y), 1), y.new_zeros(len(y), 1)
     centres = Patches(shape, side, min(_STRIDE, side), channels=channels).places().to(y.device)
-    for block in centres.split(_WINDOWS_PER_BLOCK):
+    # Windows whose groups are looked for at once.
+    for block in centres.split(4096):
         members = similar(x, block, [size - side + 1 for size in shape])
         groups = y[members]
         mean = groups.mean(1, keepdim=True)
@@ -149,8 +147,6 @@ def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SIDE_IF_MISSING, _STRIDE_IF_MISSING, _STRIDE_OF_COLOURS_IF_MISSING, _MEMBERS_IF_MISSING = 8, 4, 6, 60
 _BREGMAN_STEPS, _STRENGTH, _WEIGHT = 8, 4.0, 0.4
-# Smaller images have too few windows that could be alike.
-_LEAST_SIDE = 32
 # Groups whose singular values are found at once.
 _GROUPS_PER_BLOCK = 1024
 
@@ -183,7 +179,8 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     Reference:
         Zhang, Zhao and Gao, "Group-based sparse representation for image restoration", IEEE Transactions on Image Processing 23, 2014.
     """
-    if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < _LEAST_SIDE:
+    # Smaller images have too few windows that could be alike.
+    if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < 32:
         return estimate
     is_seen, found = ~image.isnan(), estimate
     lost = torch.zeros_like(estimate)

@@ -28,15 +28,6 @@ from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Directions whose variance is below this part of the noise's are not worth their estimate.
-_LEAST_VARIANCE = 0.05
-# Places within so many entries are the same.
-_LEAST_SPREAD = 2.0
-# Of a patch there are far more entries than coordinates of its place, but they overlap with their neighbours'.
-_PLACE_POWER = 0.5
-# A patch counts for its most probable components.
-_KEPT = 3
-
 
 class PatchMixture(torch.nn.Module):
     r"""Patches of ``D`` entries as a mixture of ``K`` normal distributions.
@@ -103,7 +94,9 @@ class PatchMixture(torch.nn.Module):
         with pyro.plate("data", len(y)):
             z = pyro.sample("z", Component(logits=self.weights.log()))
             pyro.sample("y", self.likelihood(z), obs=y)
-            with poutine.scale(scale=_PLACE_POWER):
+            # Of a patch there are far more entries than coordinates of its place, but they overlap
+            # with their neighbours'.
+            with poutine.scale(scale=0.5):
                 pyro.sample("place", ComponentNormal(z, self.places, self.spreads.unsqueeze(-1)), obs=places)
 
     def likelihood(self, z: Tensor) -> ComponentLowRankNormal:
@@ -147,7 +140,8 @@ class PatchMixture(torch.nn.Module):
         shift = statistics["sums"] / number
         covariance = statistics["products"] / number.unsqueeze(2)
         variances, directions = self._eigen(covariance.baddbmm_(shift.unsqueeze(2), shift.unsqueeze(1), alpha=-1.0))
-        variances = torch.where(variances > _LEAST_VARIANCE * self.scale.square(), variances, 0.0)
+        # Directions whose variance is below this part of the noise's are not worth their estimate.
+        variances = torch.where(variances > 0.05 * self.scale.square(), variances, 0.0)
         rank = max(1, int((variances > 0).sum(1).max()))
         self.factor = (directions * variances.sqrt().unsqueeze(1))[..., self.num_observed - rank :].flip(-1)
         self.loc = self.loc + shift
@@ -156,7 +150,8 @@ class PatchMixture(torch.nn.Module):
         moments = total[:, 1:] / total[:, :1].clamp(min=torch.finfo(counts.dtype).tiny)
         self.places = moments[:, :-1].to(counts)
         variance = (moments[:, -1] - moments[:, :-1].square().sum(1)).clamp(min=0.0) / (moments.shape[1] - 1)
-        self.spreads = (variance + _LEAST_SPREAD**2).sqrt().to(counts)
+        # Places within so many entries are the same.
+        self.spreads = (variance + 2.0**2).sqrt().to(counts)
 
     def _eigen(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of covariances, which are overwritten.
@@ -207,17 +202,13 @@ def most_probable(population: Population, number: int) -> Population:
 
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
-    kept = most_probable(population, _KEPT)
+    # A patch counts for its most probable components.
+    kept = most_probable(population, 3)
     return kept.states(torch.int64)[..., 0], kept.weights(temperature)
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _ITERATIONS, _CANDIDATES, _NEAREST = 4, 12, 32
-_LLOYD_STEPS = 6
-_THRESHOLD = 2.0
-# How near in place patches of a first cluster are, in deviations of the noise per entry.
-_NEARNESS = 0.08
-_LEAST_ERROR = 0.03
 # Steps in which patches agree: how many, the share of the noisy array in what is cut, and the noise of that, as a part of the noise.
 _AGREEMENTS, _SHARE, _PART = 2, 0.3, 0.5
 # In the first round; of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
@@ -225,8 +216,6 @@ _PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
 # How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
 _GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
 _GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
-# The likelihood takes its candidates in blocks itself: the model is run once on all of them.
-_BUDGET = 2**36
 # Steps count as many numbers as they go through, which says nothing to anybody.
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
@@ -318,7 +307,7 @@ def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
     return math.ceil(growth[min(number, len(growth) - 1)] * first)
 
 
-def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
+def _thresholded(image: Tensor, patches: Patches, noise: float, *, threshold: float = 2.0) -> Tensor:
     """Returns a first estimate: discrete cosines below twice the noise are dropped.
 
     Reference:
@@ -327,7 +316,7 @@ def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
     windows = patches.extract(image)
     basis = cosines((*patches.size, *([] if patches.channels is None else [patches.channels])), windows)
     coefficients = windows @ basis.mT
-    is_kept = coefficients.abs() > _THRESHOLD * noise
+    is_kept = coefficients.abs() > threshold * noise
     is_kept[:, 0] = True
     return patches.assemble((coefficients * is_kept) @ basis, 1 / is_kept.sum(1))
 
@@ -354,7 +343,8 @@ def _fit_mixture(
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
-    nearest = _clusters(torch.cat([x, _NEARNESS * noise * places], 1), num_components, generator)
+    # How near in place patches of a first cluster are, in deviations of the noise per entry.
+    nearest = _clusters(torch.cat([x, 0.08 * noise * places], 1), num_components, generator)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
     guide = _learned(mixture, nearest, (filled, x, places), bar)
     population = guide.population()
@@ -364,11 +354,11 @@ def _fit_mixture(
     return Learned(patches, array, expected, math.sqrt(variance), mixture, guide)
 
 
-def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches) -> Tensor:
+def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches, *, least_error: float = 0.03) -> Tensor:
     if bool(y.isnan().any()):
         # What is expected of single entries that were not seen says less than what is expected of their patch.
         errors = errors.mean(1, keepdim=True)
-    return patches.assemble(means, 1 / (errors + _LEAST_ERROR * mixture.scale.square()))
+    return patches.assemble(means, 1 / (errors + least_error * mixture.scale.square()))
 
 
 def find_consensus(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
@@ -404,10 +394,10 @@ def _apply_mixture(image: Tensor, learned: Learned, mixture: PatchMixture) -> Te
     return _assembled(mixture, *mixture.posterior_means(population, y), y, learned.patches)
 
 
-def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
     chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
-    return nearest_centres(points, k_means(points, points[chosen], _LLOYD_STEPS), _NEAREST)
+    return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), _NEAREST)
 
 
 def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
@@ -429,7 +419,8 @@ def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor,
 
 
 def _guide(mixture: PatchMixture, components: Tensor) -> AutoTruncated:
-    return AutoTruncated(mixture, components.shape[1], init=components, vectorize=True, memory_budget=_BUDGET)
+    # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
+    return AutoTruncated(mixture, components.shape[1], init=components, vectorize=True, memory_budget=2**36)
 
 
 def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:

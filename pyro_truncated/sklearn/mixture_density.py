@@ -31,8 +31,6 @@ _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 _SHORT, _SOME_ROWS = 12, 5000
 # Starts of up to so many components, and of more.
 _STARTS, _MANY_COMPONENTS, _STARTS_OF_MANY = 10, 10, 2
-# Steps over which the growth of the log density is averaged.
-_PATIENCE = 5
 
 
 class TruncatedMixture(DensityMixin, BaseEstimator):
@@ -287,7 +285,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         reached = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
-        return reached, fit(svi, rows, steps=max_iter, patience=_PATIENCE, tolerance=self.tol, progress=progress).steps
+        # Steps over which the growth of the log density is averaged.
+        return reached, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
     def _each(self, X: Any, read: Any) -> Any:
         """What is read of the posteriors of all data points."""

@@ -22,9 +22,6 @@ from pyro_truncated.sklearn.estimators import SteepestAscent, apart, validated_d
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.budget import rows_per_block
 
-# Share of a column's length that is added to Gram matrices, without which predictors that repeat others have no inverse.
-_RIDGE = 1e-9
-
 
 class Coefficients(NamedTuple):
     """Posteriors of the coefficients of ``C`` regressions with at most ``k`` predictors.
@@ -85,7 +82,9 @@ class LinearModels:
         n, p = self.X.shape
         gram = self.X.mT @ self.X
         ridge = torch.eye(p, dtype=gram.dtype) * n
-        precision = (1 + 1 / self.g) * (gram + _RIDGE * ridge) if self.is_zellner else gram + ridge / self.g
+        # Share of a column's length that is added to Gram matrices, without which predictors that
+        # repeat others have no inverse.
+        precision = (1 + 1 / self.g) * (gram + 1e-9 * ridge) if self.is_zellner else gram + ridge / self.g
         object.__setattr__(self, "precision", precision)
         object.__setattr__(self, "linear", self.X.mT @ self.y)
 

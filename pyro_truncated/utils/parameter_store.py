@@ -130,8 +130,6 @@ def empty_store() -> Iterator[None]:
 
 # The modules in whose hands a tensor of the store has been seen. They may be gone: then it has been another module's all the same.
 _holders: Any = WeakIdKeyDictionary()
-# How often torch.load changes a tensor in place while it makes it.
-_VERSION_OF_READ = 1
 
 
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
@@ -231,7 +229,8 @@ def _was_used(stored: Tensor) -> bool:
 
     Only changes after it was made or loaded count.
     """
-    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > _VERSION_OF_READ)
+    # How often torch.load changes a tensor in place while it makes it.
+    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
 
 
 def _shared(module: torch.nn.Module) -> list[str]:

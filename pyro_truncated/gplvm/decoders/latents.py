@@ -216,15 +216,9 @@ class OwnLatents:
 
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
-_NOISE_FLOOR = 1e-4
-# A hundred of 2500: fewer leave errors where all is seen, more make intervals of lower halves of digits too short.
-_OWN_SHARE = 0.04
-_ROUNDS = 2
 # Where more or less is seen than in the half-hidden points intervals cover up to three hundredths less.
 _COVER = 0.965
-_NEIGHBORS = 100
 _STARTS = 3
-_MAX_BFGS_STEPS = 30
 
 
 class Decoder(Protocol):
@@ -389,7 +383,9 @@ class CandidateLatents:
         """
         weights, total = log_weights.softmax(1), log_weights.logsumexp(1)
         mean, second = weights @ self._mean, weights @ (self._mean.square() + self._variance)
-        share = (log_own + math.log(_OWN_SHARE * len(self.latents)) - total).sigmoid().unsqueeze(1)
+        # A hundred of 2500: fewer leave errors where all is seen, more make intervals of lower
+        # halves of digits too short.
+        share = (log_own + math.log(0.04 * len(self.latents)) - total).sigmoid().unsqueeze(1)
         mean = torch.lerp(mean, own.mean, share)
         second = torch.lerp(second, own.mean.square() + own.variance + own_spread, share)
         return mean, (second - mean.square()).clamp(min=0.0)
@@ -443,11 +439,11 @@ class CandidateLatents:
     def _first_noise(self) -> Tensor:
         return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
 
-    def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None) -> tuple[float, Tensor]:
+    def _calibrate(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None, *, rounds: int = 2) -> tuple[float, Tensor]:
         """Temperature and noise learned from data points that are the first candidates."""
         visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
         temperature, noise, nothing = 1.0, self._first_noise(), torch.zeros_like(self._mean[0])
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             logs, temperatures = self._log_joint_of_others(visible, noise), [self._temper(visible, T) for T in _TEMPERATURES]
             if own is None:
                 moments = [self._moments((logs / T).softmax(1), nothing) for T in temperatures]
@@ -459,7 +455,9 @@ class CandidateLatents:
             temperature, noise = _TEMPERATURES[best], found[best][1]
         return temperature, noise
 
-    def _without_themselves(self, x: Tensor, rows: Tensor, is_hidden: Tensor) -> OwnLatents | None:
+    def _without_themselves(
+        self, x: Tensor, rows: Tensor, is_hidden: Tensor, *, neighbors: int = 100, max_bfgs_steps: int = 30
+    ) -> OwnLatents | None:
         """Returns own latents of half-hidden training points, given the closest others.
 
         ``None`` where few of the data are complete.
@@ -469,21 +467,21 @@ class CandidateLatents:
             return None
         decoder, visible = self.decoder, x[rows].masked_fill(is_hidden, math.nan)
         others = NearestSet(
-            decoder.latents(x)[complete], x[complete] - decoder.loc, decoder.kernel, decoder.noise_variance.detach(), _NEIGHBORS
+            decoder.latents(x)[complete], x[complete] - decoder.loc, decoder.kernel, decoder.noise_variance.detach(), neighbors
         )
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
         best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(_STARTS, len(self.latents) - 1), 1).indices
         starts = self.latents[best].movedim(1, 0)
-        z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, _MAX_BFGS_STEPS, 0.05, own_row)
+        z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, max_bfgs_steps, 0.05, own_row)
         return OwnLatents.at(others, z, decoder.loc, own_row)
 
 
-def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """Returns the log density of hidden entries, and each output's noise.
 
     The noise is estimated from the errors.
     """
     error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
-    noise = ((error - spread * hidden).sum(0) / counts).clamp(min=_NOISE_FLOOR * float(error.sum() / hidden.sum()))
+    noise = ((error - spread * hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / hidden.sum()))
     total = spread + noise
     return -((error / total + hidden * total.log()).sum() / 2), noise

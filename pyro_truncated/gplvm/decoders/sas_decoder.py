@@ -61,7 +61,6 @@ from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
 
-_DEFAULT_SIZE = 1000
 # Each pattern of missing entries costs a factorisation of its own.
 _DEFAULT_INCOMPLETE = 300
 _MAX_ROWS_KEPT = 2000
@@ -170,10 +169,10 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
     return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
 
 
-def _default_size(num_data: int, num_complete: int) -> int:
+def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
     if num_complete == num_data <= _MAX_ROWS_KEPT:
         return num_data
-    return max(min(num_complete, _DEFAULT_SIZE), min(num_data, _DEFAULT_INCOMPLETE))
+    return max(min(num_complete, default_size), min(num_data, _DEFAULT_INCOMPLETE))
 
 
 _NAMES = ("z_loc", "z_scale")
@@ -319,8 +318,6 @@ _HYPERPARAMETERS = {"kernel", "noise", "width"}
 _MIN_STEPS = 400
 _MIN_EPOCHS = 60
 _JUMPING_SHARE = 0.6
-_MAX_JUMPS = 20
-_LAST_RATE = 0.05
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
 
@@ -705,7 +702,17 @@ class SASDecoder(UniqueModule):
         with ending_together(x):
             return self._fit(x, epochs, learning_rate, generator, progress)
 
-    def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
+    def _fit(
+        self,
+        x: Tensor,
+        epochs: int | None,
+        learning_rate: float,
+        generator: torch.Generator | None,
+        progress: bool,
+        *,
+        max_jumps: int = 20,
+        last_rate: float = 0.05,
+    ) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
         if not 0 < learning_rate <= _MAX_LEARNING_RATE:
@@ -713,11 +720,11 @@ class SASDecoder(UniqueModule):
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)
-        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * self._batches))
+        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), last_rate ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_JUMPING_SHARE * epochs / _MAX_JUMPS))
+        every = max(2, round(_JUMPING_SHARE * epochs / max_jumps))
         with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
                 if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:

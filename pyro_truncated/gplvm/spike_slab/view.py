@@ -35,7 +35,6 @@ from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import UniqueModule
 
-_NODES = 32
 _DRAWS = 512
 
 
@@ -336,9 +335,9 @@ def _rate(functions: Tensor) -> Tensor:
     return rate.clamp(min=torch.finfo(rate.dtype).tiny)
 
 
-def _gaussian_mean(function: Callable[[Tensor], Tensor], loc: Tensor, variance: Tensor) -> Tensor:
+def _gaussian_mean(function: Callable[[Tensor], Tensor], loc: Tensor, variance: Tensor, *, nodes: int = 32) -> Tensor:
     """Expectation of a function of a normal number, by Gauss-Hermite quadrature."""
-    roots, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    roots, weights = np.polynomial.hermite_e.hermegauss(nodes)
     total = torch.zeros_like(loc)
     for root, weight in zip(roots.tolist(), (weights / math.sqrt(2 * math.pi)).tolist(), strict=True):
         total += weight * function(loc + root * variance.sqrt())

@@ -87,10 +87,6 @@ def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
     return row_slices(len(words), 32 * words.shape[1] * num_latents)
 
 
-# Of the size of a block's states that are held at once: bits on the way, states, a product with them, and a product of both.
-_TENSORS = 4
-
-
 def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yields blocks of candidates: their places and states ``(N, c, H)``.
 
@@ -102,7 +98,9 @@ def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype
         width: a block holds a few tensors ``(N, c, max(H, width))``.
         dtype: of the states.
     """
-    size = rows_per_block(_TENSORS * 8 * words.shape[0] * max(num_latents, width))
+    # Of the size of a block's states that are held at once: bits on the way, states, a product with
+    # them, and a product of both.
+    size = rows_per_block(4 * 8 * words.shape[0] * max(num_latents, width))
     for start in range(0, max(1, words.shape[1]), size):
         where = slice(start, start + size)
         yield where, unpack_bits(words[:, where], num_latents, dtype)
