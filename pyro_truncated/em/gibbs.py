@@ -29,7 +29,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.devices import device_of_module
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)

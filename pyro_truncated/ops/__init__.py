@@ -29,7 +29,6 @@ from pyro_truncated.ops.evolution import (
     select_top,
     sparse_flip_probabilities,
 )
-from pyro_truncated.ops.latent_values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.maximum import (
     maximum_error,
     maximum_score,
@@ -39,7 +38,19 @@ from pyro_truncated.ops.maximum import (
     maximum_wins,
 )
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
-from pyro_truncated.ops.packed_states import Fields, check_bits, check_words, enumerate_states, gather_states, inherit_active_bound, pack
+from pyro_truncated.ops.packed_states import (
+    Fields,
+    activation_probabilities,
+    check_bits,
+    check_words,
+    draw_values,
+    enumerate_states,
+    gather_states,
+    inherit_active_bound,
+    pack,
+    unpack,
+    value_probabilities,
+)
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import (
     correlated_slab_log_prob,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.latent_values import unpack
-from pyro_truncated.ops.packed_states import Fields, check_words, enumerate_states, inherit_active_bound, single_states
+from pyro_truncated.ops.packed_states import Fields, check_words, enumerate_states, inherit_active_bound, single_states, unpack
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.

@@ -26,7 +26,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.devices import device_of
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 class PatchMixture(torch.nn.Module):

@@ -26,7 +26,7 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 class Pursuit(Search):

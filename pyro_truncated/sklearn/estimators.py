@@ -22,8 +22,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import as_plain_array
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
 def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:

@@ -33,8 +33,7 @@ from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_dra
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed
+from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed, spare_random_numbers
 
 
 class Truncated_ELBO(Described, ELBO):

@@ -40,7 +40,7 @@ from pyro_truncated.training.model_parameters import least_size, prior_draw, rat
 from pyro_truncated.training.passes import parts_of
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Most search rounds; the gain per data point in nats that ends them.
 _LOOKING, _HARDLY_MORE = 10, 0.01

@@ -19,7 +19,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_parameters import is_a_network
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Rows of a part; most parts, each of which has a guide.
 _ROWS, _MOST = 150, 32

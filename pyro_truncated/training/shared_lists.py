@@ -18,7 +18,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.training.data_parallel import are_shared
-from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
 
 # Searches are numbered from zero on.
 _LISTS = 2**40

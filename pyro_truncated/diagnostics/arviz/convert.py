@@ -37,7 +37,7 @@ from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.utils.arrays import Axis, as_tensors, is_labelled, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 def is_discrete(fn: Any) -> bool:

@@ -28,7 +28,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family, sample_nodes
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 Node = Mapping[str, Any]
 

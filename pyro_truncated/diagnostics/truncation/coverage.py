@@ -27,7 +27,7 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 def truncated_part(guide: Any) -> AutoTruncated:

@@ -39,7 +39,7 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.sequences import BlockSearch, ChainPosterior
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,18 +14,22 @@ from pyro_truncated.gp.data_kernels.features import (
     spectrum,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, bound_kernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.protocol import (
     DataKernel,
+    GPyTorchKernel,
     IdentityKernel,
+    InputKernel,
     KernelColumns,
     PrecomputedKernel,
     ProtocolKernel,
+    PyroKernel,
     RescaledKernel,
     RestrictedKernel,
     SumKernel,
     as_data_kernel,
+    bound_kernel,
     positive_parameter,
+    smooth_rbf,
 )
 
 __all__ = [

@@ -33,7 +33,6 @@ from pyro_truncated.gp.subset.alternation import (
     num_alternation_rows,
     polish,
 )
-from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objectives import (
     NOISE_FLOOR,
     OBJECTIVES,
@@ -46,7 +45,7 @@ from pyro_truncated.gp.subset.objectives import (
     kernel_to_polish,
     noise_from_log,
 )
-from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
 

@@ -1,4 +1,4 @@
-"""Compiled kernels behind :mod:`pyro_truncated.ops.latent_values`."""
+"""Compiled kernels behind :mod:`pyro_truncated.ops.packed_states`."""
 
 from __future__ import annotations
 
