@@ -199,7 +199,11 @@ def _read(path: Path) -> _Picture:
     Pictures are turned as they are shown.
     """
     with Image.open(path) as opened:
-        notes = "; its colours of 16 bits are read as 8" if _has_deep_colours(opened) else ""
+        notes = (
+            "; its colours of 16 bits are read as 8"
+            if opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
+            else ""
+        )
         picture = ImageOps.exif_transpose(opened)
         num_pictures = getattr(opened, "n_frames", 1)
         # Other colours become red, green and blue, of which their profile says nothing.
@@ -276,11 +280,6 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
         return np.array_equal(np.array(written), np.array(picture))
 
 
-def _has_deep_colours(opened: Image.Image) -> bool:
-    """Whether a picture, not loaded yet, has colours of 16 bits."""
-    return opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
-
-
 @contextlib.contextmanager
 def _printed_warnings() -> Iterator[None]:
     """Prints warnings in a line each, once."""
@@ -309,7 +308,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     return values.min(-1), least, False
 
 
-def _is_hidden(path: Path, *, is_inverted: bool) -> np.ndarray:
+def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     """Returns which pixels a mask hides, ``(height, width)``.
 
     They are those unlike what is seen, and NaN.
@@ -344,7 +343,7 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
     Raises:
         ValueError: for a mask of another size, and one that hides nothing or all.
     """
-    is_hidden = torch.from_numpy(_is_hidden(path, is_inverted=is_inverted))
+    is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
             other = "leave --invert out" if is_inverted else "with --invert what is white is missing"

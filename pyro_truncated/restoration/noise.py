@@ -108,7 +108,7 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
 
     It is returned as it is if hardly anything else would be left, or mostly neighbours that are the same: drawings without noise.
     """
-    is_constant = _is_in_constant_window(image, num_dims)
+    is_constant = _constant_windows(image, num_dims)
     if not bool(is_constant.any()):
         return image
     left = torch.where(is_constant, math.nan, image)
@@ -118,7 +118,7 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
     return left if is_enough else image
 
 
-def _is_in_constant_window(image: Tensor, num_dims: int) -> Tensor:
+def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
     """Whether entries lie in a constant window of their channel."""
     sides = [min(_side(num_dims), size) for size in image.shape[:num_dims]]
     highest, lowest = image, image

@@ -135,8 +135,11 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
                 bar.update()
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}")
-            if number >= _ANNEALED * passes + 2 * _PATIENCE and _has_settled(free_energies, y.shape[1]):
-                break
+            if number >= _ANNEALED * passes + 2 * _PATIENCE:
+                # The last passes gained less than some 0.0001 nats per entry.
+                now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
+                if sum(now) - sum(before) < _TOLERANCE * _PATIENCE * y.shape[1]:
+                    break
     return guide, free_energies
 
 
@@ -147,12 +150,6 @@ def _search(model: Any) -> Search:
     """
     evolution = EvolutionarySearch(5, 4, 1)
     return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
-
-
-def _has_settled(free_energies: list[float], num_observed: int) -> bool:
-    """Whether the last passes gained less than some 0.0001 nats per entry."""
-    now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
-    return sum(now) - sum(before) < _TOLERANCE * _PATIENCE * num_observed
 
 
 @torch.no_grad()
@@ -196,11 +193,8 @@ def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
     return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
 
 
-def can_stack_sides(image: Tensor, noise: float) -> bool:
-    """Whether stacking can choose the sides of an image's patches.
-
-    The image must have some size, little noise and no missing entries.
-    """
+def allows_stacking(image: Tensor, noise: float) -> bool:
+    """Whether an image has some size, little noise and no missing entries."""
     is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
 

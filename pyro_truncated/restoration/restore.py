@@ -35,7 +35,7 @@ from pyro_truncated.restoration.nonlocal_groups import average_groups, average_l
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.patch_model import (
     ModelOfPatches,
-    can_stack_sides,
+    allows_stacking,
     make_model,
     posterior_means,
     side_for_model,
@@ -190,7 +190,8 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     num_dims = image.dim() - has_channels
     if noise is not None and not isinstance(noise, str):
         noise = check_noise(noise, image, has_channels=has_channels)
-    if has_channels and settings.model is None and _has_equal_channels(image, noise):
+    is_grey = has_channels and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
+    if is_grey and settings.model is None and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all())):
         one = _restore(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
         return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
     if isinstance(noise, str):
@@ -226,12 +227,6 @@ def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings
     return dataclasses.replace(all_found[0], image=restored, noise=root_mean_square(own), channel_noise=own)
 
 
-def _has_equal_channels(image: Tensor, noise: Any) -> bool:
-    """Whether all channels are the same, and their noise."""
-    is_equal = bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
-    return is_equal and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all()))
-
-
 def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_channels: bool) -> Restored:
     """Restores photon counts by Anscombe's transform and its exact unbiased inverse."""
     if noise != "poisson":
@@ -249,7 +244,7 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
     if model is None:
         sides = [side] if side is not None else sides_of_mixtures(image, level, shape, channels is not None)
-        chooses = side is None and channels is None and settings.rounds > 1 and can_stack_sides(image, level)
+        chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)

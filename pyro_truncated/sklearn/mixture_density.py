@@ -253,7 +253,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         """Positions of the values among the categories of their columns."""
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
         data = validated_data(self, X, reset=reset, dtype=None, **options).astype(object)
-        if data.dtype == object and _is_missing(data).any():
+        if data.dtype == object and _missing(data).any():
             raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
@@ -298,6 +298,6 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
 
 @np.vectorize
-def _is_missing(value: Any) -> bool:
+def _missing(value: Any) -> bool:
     """Whether a category is ``None``, NaN, or null of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)

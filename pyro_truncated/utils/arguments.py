@@ -206,7 +206,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Tensor:
         return isinstance(value, (Tensor, np.ndarray)) and not (isinstance(value, Tensor) and value.is_complex())
     if hint is float:
-        return _is_number(value)
+        if isinstance(value, Tensor):
+            return value.numel() == 1 and not value.is_complex()
+        return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
     if hint is int:
         return (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))) or (isinstance(value, Tensor) and value.dim() == 0)
     if origin is collections.abc.Callable:
@@ -217,12 +219,6 @@ def _fits(value: Any, hint: Any) -> bool:
     except TypeError:
         # ``Any``, protocols and the like.
         return True
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
 
 
 def _kind(hint: Any) -> str:

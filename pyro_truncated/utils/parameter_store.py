@@ -114,7 +114,8 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
         elif inspect.ismethod(program):
             pending.append(program.__self__)
         elif inspect.isfunction(program):
-            pending += [value for value in _variables(program) if _is_module(value)]
+            found_here = ((value, value.__self__ if inspect.ismethod(value) else value) for value in _variables(program))
+            pending += [value for value, owner in found_here if isinstance(owner, torch.nn.Module)]
     return list(found.values())
 
 
@@ -128,10 +129,6 @@ def _variables(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
     names = {instruction.argval for instruction in dis.get_instructions(function) if instruction.opname == "LOAD_GLOBAL"}
     yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value.__self__ if inspect.ismethod(value) else value, torch.nn.Module)
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[Parameter]:
@@ -205,7 +202,11 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    shadowed = [parameter.name for parameter, stored in replaced_parameters(*programs) if _is_shadowed(parameter, stored, training)]
+    shadowed = [
+        parameter.name
+        for parameter, stored in replaced_parameters(*programs)
+        if _was_used(stored) and (_differs(parameter.tensor, stored) or (training and not _may_go_on(parameter, stored)))
+    ]
     if training:
         shadowed += [name for module in program_modules(*programs) for name in _shared(module)]
     if shadowed:
@@ -236,7 +237,7 @@ class ShadowWatch(Messenger):
         if stored is None or stored is own:
             return
         is_made_anew = self._prefix is not None and name.startswith(self._prefix) and _was_used(stored)
-        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _is_used_and_differs(own, stored)):
+        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _was_used(stored) and _differs(own, stored)):
             raise ValueError(_complaint([name]))
 
 
@@ -253,10 +254,6 @@ def was_held(stored: Tensor) -> bool:
     return stored in _holders
 
 
-def _is_shadowed(parameter: Parameter, stored: Tensor, training: bool) -> bool:
-    return _is_used_and_differs(parameter.tensor, stored) or (training and _was_used(stored) and not _may_go_on(parameter, stored))
-
-
 def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
@@ -266,9 +263,8 @@ def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
     return is_managed(parameter) and (stored._version > 0 or not _is_held_by_others(parameter, stored))
 
 
-def _is_used_and_differs(own: Tensor, stored: Tensor) -> bool:
-    is_same = own.shape == stored.shape and torch.equal(own.detach().to(stored), stored.detach())
-    return not is_same and _was_used(stored)
+def _differs(own: Tensor, stored: Tensor) -> bool:
+    return own.shape != stored.shape or not torch.equal(own.detach().to(stored), stored.detach())
 
 
 def _was_used(stored: Tensor) -> bool:

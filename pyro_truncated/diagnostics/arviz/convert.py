@@ -23,18 +23,15 @@ from pyro_truncated.diagnostics.arviz.draws import (
     conditional_likelihoods,
     draw,
     hidden_entries,
-    is_computed,
-    is_data,
-    is_factor,
-    is_latent,
     posterior_draws,
     prior_draws,
+    role,
 )
 from pyro_truncated.diagnostics.truncation.coverage import gathered
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.utils.arrays import Axis, as_tensors, is_labelled, labelled_axes, module_number
+from pyro_truncated.utils.arrays import Axis, as_tensors, labelled_axes, module_number, package_of
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -63,7 +60,7 @@ def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     too. So leading dimensions that have the sizes of the plates are the plates'.
     """
     event_dim: int = node["fn"].event_dim
-    if not is_computed(node) or event_dim < len(shape):
+    if role(node) != "computed" or event_dim < len(shape):
         return event_dim
     sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
     depth = max((-dim for dim in sizes), default=0)
@@ -172,12 +169,12 @@ def without_labels(
 
 
 def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
-    if is_labelled(value):
+    if package_of(value):
         found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
         return found[-1].value
-    if type(value) in (list, tuple) and any(map(is_labelled, value)):
+    if type(value) in (list, tuple) and any(map(package_of, value)):
         return type(value)(_bare(part, like, found) for part in value)
-    if isinstance(value, Mapping) and any(map(is_labelled, value.values())):
+    if isinstance(value, Mapping) and any(map(package_of, value.values())):
         return {name: _bare(part, like, found) for name, part in value.items()}
     return value
 
@@ -210,7 +207,7 @@ class Naming:
         """Names the dimensions of observed sites and unobserved arguments."""
         self.used |= set(map(variable_name, arguments))
         for tensor in tensors:
-            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if is_data(node)]
+            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if role(node) == "data"]
             sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
             for name in sites:
                 self._add_site(name, tensor.axes)
@@ -391,9 +388,9 @@ class Writer:
         Latents get the smallest type.
         """
         node: Any = self.nodes[name]
-        if is_computed(node) or is_factor(node) or not is_discrete(node["fn"]) or not values.numel():
+        if role(node) in ("computed", "factor") or not is_discrete(node["fn"]) or not values.numel():
             return values
-        if is_latent(node):
+        if role(node) == "latent":
             return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
         # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
         is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
@@ -406,14 +403,14 @@ class Writer:
         """Returns values of the observed sites, NaN where a mask hides them."""
         variables = {}
         for name, node in self.nodes.items():
-            if is_data(node) and torch.is_tensor(node["value"]):
+            if role(node) == "data" and torch.is_tensor(node["value"]):
                 names, array = self._site(name, self._as_integers(name, without_hidden(node).unsqueeze(0)))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
     def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
         """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
-        observed = [node["value"] for node in self.nodes.values() if is_data(node) and torch.is_tensor(node["value"])]
+        observed = [node["value"] for node in self.nodes.values() if role(node) == "data" and torch.is_tensor(node["value"])]
         variables = {}
         for name, value in arguments.items():
             if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.poutine as poutine
@@ -33,41 +33,25 @@ from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_
 Node = Mapping[str, Any]
 
 
-def is_observed(node: Node) -> bool:
-    """Whether the model observes a site, also if :class:`FreeData` undid it."""
-    return bool(node["is_observed"] or node["infer"].get("was_observed"))
+def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
+    """What a site is: data, a density without value, computed, or latent.
 
-
-def is_factor(node: Node) -> bool:
-    """Whether a site is a ``pyro.factor``: a density without a value."""
-    return family(node["fn"]) == "Unit"
-
-
-def is_computed(node: Node) -> bool:
-    """Whether a site's value follows from others.
-
-    These are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the
-    completed values of a site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none.
+    Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the
+    completed values of a site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none. Data stay
+    such if :class:`FreeData` undid their observation.
     """
-    fn = node["fn"]
-    if family(fn) != "Delta":
-        return False
-    if not is_observed(node) or node["infer"].get("_deterministic") or getattr(fn, "_mask", None) is False:
-        return True
-    # Some reparametrisations carry a density: they observe the very tensor that the point mass lies at.
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return torch.is_tensor(node["value"]) and node["value"].data_ptr() == fn.v.data_ptr()
-
-
-def is_data(node: Node) -> bool:
-    """Whether a site holds observations."""
-    return is_observed(node) and not is_factor(node) and not is_computed(node)
-
-
-def is_latent(node: Node) -> bool:
-    """Whether a site is a random variable that is not observed."""
-    return not is_observed(node) and not is_computed(node)
+    fn, is_observed = node["fn"], bool(node["is_observed"] or node["infer"].get("was_observed"))
+    if family(fn) == "Unit":
+        return "factor"
+    if family(fn) == "Delta":
+        if not is_observed or node["infer"].get("_deterministic") or getattr(fn, "_mask", None) is False:
+            return "computed"
+        # Some reparametrisations carry a density: they observe the very tensor that the point mass lies at.
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        if torch.is_tensor(node["value"]) and node["value"].data_ptr() == fn.v.data_ptr():
+            return "computed"
+    return "data" if is_observed else "latent"
 
 
 def site_plates(node: Node) -> frozenset[str]:
@@ -94,7 +78,7 @@ class FreeData(Messenger):
     """
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] and is_data(msg):
+        if msg["is_observed"] and role(msg) == "data":
             msg["is_observed"], msg["done"] = False, False
             msg["infer"]["was_observed"] = True
             msg["value"] = None
@@ -110,7 +94,9 @@ def leaves(
     if not names:
         return frozenset()
     dependencies = Dependencies(Call(model, args, kwargs))
-    return frozenset(name for name in names if all(is_computed(nodes[site]) for site in dependencies.dependents({name}) if site in nodes))
+    return frozenset(
+        name for name in names if all(role(nodes[site]) == "computed" for site in dependencies.dependents({name}) if site in nodes)
+    )
 
 
 Model = Callable[..., Any]
@@ -148,7 +134,7 @@ class Enumeration:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names, self.hidden = frozenset(names), frozenset(hidden)
         self.first_dim = -1 - max(len(node["fn"].batch_shape) for node in nodes.values())
-        self._find_plates({name: node["value"] for name, node in nodes.items() if is_latent(node) and name not in names})
+        self._find_plates({name: node["value"] for name, node in nodes.items() if role(node) == "latent" and name not in names})
 
     def draw(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Draws the discrete latents from their posterior given the others."""
@@ -172,7 +158,7 @@ class Enumeration:
         """
         trace = self._enumerate(values, self.local)
         inside = [name for name in self.inside if name not in leaves]
-        latent = [name for name in inside if is_latent(trace.nodes[name])]
+        latent = [name for name in inside if role(trace.nodes[name]) == "latent"]
         joint, prior = (self._per_datum(_contract(trace, names, self.local), trace) for names in (inside, latent))
         return joint - prior
 
@@ -205,7 +191,7 @@ class Enumeration:
         """Finds the plates of data that depend on the discrete latents."""
         trace = self._enumerate(values, self.names)
         nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
-        below = [node for node in nodes.values() if is_data(node) or is_factor(node)]
+        below = [node for node in nodes.values() if role(node) in ("data", "factor")]
         below = [node for node in below if summed.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
         shared = frozenset.intersection(*map(site_plates, below)) if below else frozenset()
         self.local = frozenset(name for name in self.names if site_plates(nodes[name]) & shared)
@@ -335,7 +321,7 @@ class Draws:
         seen = torch.zeros(size, dtype=torch.bool)
         for node in self.nodes.values():
             dims = [frame.dim for frame in node["cond_indep_stack"] if frame.name == plate]
-            if not dims or not (is_data(node) or is_factor(node)):
+            if not dims or role(node) not in ("data", "factor"):
                 continue
             hidden = hidden_entries(node)
             if hidden is None:
@@ -362,9 +348,9 @@ class Collector:
         """Adds a draw: sites of a run with log probabilities."""
         self.lp.append(lp)
         self.log_q.append(log_q)
-        latents = [name for name, node in nodes.items() if is_latent(node)]
+        latents = [name for name, node in nodes.items() if role(node) == "latent"]
         self.groups["latents"].append({name: nodes[name]["value"] for name in latents if name not in self.states})
-        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if is_computed(node)})
+        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if role(node) == "computed"})
         self.groups["log_likelihood"].append(log_likelihood)
         self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
 
@@ -388,13 +374,13 @@ def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
 
     Each belongs to a single observation. Other latents are parameters.
     """
-    data = [site_plates(node) for node in nodes.values() if is_data(node) or is_factor(node)]
-    return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= site_plates(node) for p in data))
+    data = [site_plates(node) for node in nodes.values() if role(node) in ("data", "factor")]
+    return frozenset(name for name, node in nodes.items() if role(node) == "latent" and any(p and p <= site_plates(node) for p in data))
 
 
 def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
     """Returns sizes of the plates of all data, from left to right."""
-    data = [node for node in nodes.values() if is_data(node)] or [node for node in nodes.values() if is_factor(node)]
+    data = [node for node in nodes.values() if role(node) == "data"] or [node for node in nodes.values() if role(node) == "factor"]
     shared = frozenset.intersection(*map(site_plates, data)) if data else frozenset()
     frames = {frame.name: frame for node in data for frame in node["cond_indep_stack"] if frame.name in shared}
     return {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
@@ -402,7 +388,7 @@ def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
 
 def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
     """Names the likelihood of several sites by its data or factors."""
-    found = [name for name in names if is_data(nodes[name])] or [name for name in names if is_factor(nodes[name])]
+    found = [name for name in names if role(nodes[name]) == "data"] or [name for name in names if role(nodes[name]) == "factor"]
     # The observations of a long sequence would make a name that files cannot hold.
     return "_".join(found) if len(found) <= 4 else f"{found[0]}_to_{found[-1]}"
 
@@ -413,9 +399,9 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
     The density of a ``pyro.factor`` joins that of data in the same plates. A factor in plates without data stands for
     itself.
     """
-    found = {name: node["log_prob"].double() for name, node in nodes.items() if is_data(node)}
+    found = {name: node["log_prob"].double() for name, node in nodes.items() if role(node) == "data"}
     for name, node in nodes.items():
-        if not is_factor(node):
+        if role(node) != "factor":
             continue
         host = next((other for other in found if site_plates(nodes[other]) == site_plates(node)), None)
         if host is not None:
@@ -530,13 +516,13 @@ class _Program:
         with spare_random_numbers():
             self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
         refuse_subsamples(self.nodes)
-        missing = [name for name, node in self.nodes.items() if is_latent(node) and name not in guide_trace]
+        missing = [name for name, node in self.nodes.items() if role(node) == "latent" and name not in guide_trace]
         summed = [name for name in missing if self.nodes[name]["fn"].support.is_discrete and self.nodes[name]["fn"].has_enumerate_support]
         self.drawn_anew = frozenset(missing) - set(summed)
         self._refuse_prior_draws()
         self.enumeration = Enumeration(model, args, kwargs, self.nodes, summed, self.drawn_anew) if summed else None
         inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
-        self.local = data_latents(self.nodes) | {name for name in inside if is_latent(self.nodes[name])}
+        self.local = data_latents(self.nodes) | {name for name in inside if role(self.nodes[name]) == "latent"}
         self.leaves = leaves(model, self.nodes, self.local - set(summed), args, kwargs)
         self.collector = Collector(self.local)
 
@@ -613,10 +599,10 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
-    if any(is_computed(node) for node in log_joint.nodes.values()):
+    if any(role(node) == "computed" for node in log_joint.nodes.values()):
         traces = _traces_of(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
-        draws.computed = _stack({name: node["value"] for name, node in run if is_computed(node)} for run in runs)
+        draws.computed = _stack({name: node["value"] for name, node in run if role(node) == "computed"} for run in runs)
     return draws
 
 
@@ -820,6 +806,6 @@ def _sorted(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:
     latents: Sites = {}
     observed: Sites = {}
     for name, node in nodes.items():
-        if not is_factor(node):
-            (observed if is_data(node) else latents)[name] = torch.as_tensor(node["value"]).cpu()
+        if role(node) != "factor":
+            (observed if role(node) == "data" else latents)[name] = torch.as_tensor(node["value"]).cpu()
     return latents, observed

@@ -118,11 +118,6 @@ def checksum(module: nn.Module) -> Tensor:
     return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
 
 
-def is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether checksums agree up to floating point type or device."""
-    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
-
-
 def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
     """Keeps data points as :meth:`SASDecoder.condition_` says.
 
@@ -906,7 +901,9 @@ class SASDecoder(UniqueModule):
         if self._kept is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
         assert self._kept.checksum is not None
-        if not is_same(self._kept.checksum, checksum(self)):
+        # Checksums agree up to floating point type or device.
+        now = checksum(self)
+        if self._kept.checksum.shape != now.shape or not torch.allclose(self._kept.checksum, now, rtol=1e-6, atol=0.0):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
         return self._kept
 

@@ -214,10 +214,6 @@ class TimePrior(UniqueModule):
 Views = Tensor | Sequence[Tensor]
 
 
-def _is_too_large(data: Tensor) -> bool:
-    return data.is_floating_point() and bool((data.abs() > min(LARGEST, torch.finfo(data.dtype).max)).any())
-
-
 class SpikeSlabMRD(UniqueModule):
     r"""Gaussian processes from one latent space to several views.
 
@@ -420,7 +416,7 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
         if any(v.is_complex() for v in views):
             raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
-        if any(map(_is_too_large, views)):
+        if any(v.is_floating_point() and bool((v.abs() > min(LARGEST, torch.finfo(v.dtype).max)).any()) for v in views):
             raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
