@@ -15,19 +15,17 @@ from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_restarts,
 )
 from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
-from pyro_truncated.diagnostics.prediction.calibration import (
+from pyro_truncated.diagnostics.prediction import (
     Calibration,
-    RestartComparison,
-    compare_restarts,
-    match_latents,
-    simulation_based_calibration,
-)
-from pyro_truncated.diagnostics.prediction.cross_validation import (
     CrossValidation,
+    RestartComparison,
     compare_models,
+    compare_restarts,
     cross_validate,
     loo_pit,
+    match_latents,
     predictive_p_values,
+    simulation_based_calibration,
 )
 from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass, effective_states, population_growth
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence

@@ -12,6 +12,7 @@ import re
 import traceback
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -249,3 +250,37 @@ def _describe(value: Any) -> str:
         return type(value).__name__
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class Renamed:
+    """The old name of a method or property.
+
+    Example:
+        >>> class Scale:
+        ...     def weigh(self):
+        ...         return 7
+        ...
+        ...     weight_of = Renamed("weigh")
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     found = Scale().weight_of()
+        >>> found, str(caught[0].message)
+        (7, 'weight_of has a new name: use weigh')
+
+    Args:
+        name: the new name.
+
+    Warns:
+        DeprecationWarning: when the old name is used.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._old = name, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._old = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=2)
+        return getattr(instance, self._name)

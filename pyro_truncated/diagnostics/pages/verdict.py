@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.diagnostics.pages import idata_plots as figures
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.prediction.cross_validation import (
+from pyro_truncated.diagnostics.prediction import (
     STATISTICS,
     CrossValidation,
     cross_validate,

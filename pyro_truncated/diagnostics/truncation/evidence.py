@@ -23,11 +23,10 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.arviz_compat import pareto_shapes
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
-from pyro_truncated.utils.renaming import Renamed
 
 
 @dataclasses.dataclass(frozen=True)
