@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
+from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data, first_rows
 from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
@@ -165,9 +165,9 @@ class CategoricalMixture(LinearMixture):
         probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
-    def _floored(self, probs: Tensor, *, probability_floor: float = 1e-6) -> Tensor:
+    def _floored(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
-        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=probability_floor)
+        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)
 
 

@@ -13,9 +13,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
+from pyro_truncated.models.binary_causes import FLOOR
 from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
-
-_VARIANCE_FLOOR = 1e-6
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,7 +23,7 @@ def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tenso
     The data have such a variance and mean square. The second tells what is rounding where there is no variance.
     """
     unit = torch.where(power > 0, power, 1.0)
-    return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
+    return variance.maximum(torch.finfo(dtype).eps * unit).mul(FLOOR)
 
 
 def floored(covariance: Tensor, floor: Tensor) -> Tensor:

@@ -18,14 +18,9 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import UniqueModule, raise_if, read_conditions
-from pyro_truncated.models.binary_causes import perturbed_rows
-
-WEIGHT_FLOOR = 1e-6
-NEVER_SEEN = 1e-10
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, perturbed_rows
 
 _RIDGE = 1e-10
-_VARIANCE_FLOOR = 1e-6
-_SCALE_FLOOR = 1e-3
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
 
@@ -67,7 +62,7 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
     """
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
-    deviation = seen.std(correction=0).maximum(_SCALE_FLOOR * unit)
+    deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
     least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
     return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
 
@@ -113,7 +108,7 @@ def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
 
 def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
     """The smallest noise deviation: a thousandth of :func:`data_scale`."""
-    return _SCALE_FLOOR * data_scale(squares, observed)
+    return data_scale(squares, observed).mul(SCALE_FLOOR)
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
@@ -288,7 +283,7 @@ def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
     squares, observed = statistics["squares"], statistics["observed"]
     whole = data_scale(squares.sum(), observed.sum())
     each = (squares / observed.clamp(min=1.0)).sqrt()
-    return WEIGHT_FLOOR * torch.where(each > 0, each, whole).unsqueeze(-1)
+    return torch.where(each > 0, each, whole).unsqueeze(-1).mul(FLOOR)
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,7 +303,7 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     """
     is_used, power = count > NEVER_SEEN, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
-    variance = (power - mean.square()).maximum(_VARIANCE_FLOOR * power)
+    variance = (power - mean.square()).maximum(FLOOR * power)
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())
 
 

@@ -17,8 +17,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
 from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, weight_floor
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _Limits = Callable[[Tensor, Tensor | slice], Tensor]
@@ -313,8 +313,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         if self.family != "bernoulli":
             return means
         # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
-        most = 1 - WEIGHT_FLOOR
-        return torch.where(means > most - _ROUNDING, most, means.clamp(min=WEIGHT_FLOOR))
+        most = 1 - FLOOR
+        return torch.where(means > most - _ROUNDING, most, means.clamp(min=FLOOR))
 
 
 def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 from pyro_truncated.extend import UniqueModule, check_counts, device_of, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_real
+from pyro_truncated.models.binary_causes import FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
@@ -312,7 +312,7 @@ class FactorialHMM(UniqueModule):
 
     def _set(self, weight: Tensor, bias: Tensor, scale: Tensor, initial: Tensor, transition: Tensor) -> None:
         self.weight, self.bias, self.scale = weight.to(self.weight), bias.to(self.bias), scale.to(self.scale)
-        floor = PRIOR_FLOOR
+        floor = FLOOR
         self.initial = initial.clamp(floor, 1 - floor).to(self.initial)
         transition = transition.clamp(min=floor)
         self.transition = (transition / transition.sum(-1, keepdim=True)).to(self.transition).contiguous()

@@ -17,13 +17,12 @@ from torch.distributions import constraints
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.distributions import component_products, component_sums
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.binary_causes import FLOOR, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8
 # Numbers in the copies that are made to leave out such states.
 _MAX_COPIED_NUMBERS = 2**25
-_WEIGHT_FLOOR = 1e-6
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -31,7 +30,7 @@ def best_weights(counts: Tensor) -> Tensor:
 
     None is below a floor, as a component at zero could never recover.
     """
-    weights = (counts / counts.sum()).clamp(min=_WEIGHT_FLOOR)
+    weights = (counts / counts.sum()).clamp(min=FLOOR)
     return weights / weights.sum()
 
 
