@@ -387,9 +387,6 @@ def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-_MAX_NUMBERS = 2**22
-
-
 class LowRank(Full):
     """Low-rank covariances: ``factor (K, D, R)``, and ``scale (K,)`` or ``()``.
 
@@ -425,7 +422,8 @@ class LowRank(Full):
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""
         blocks = []
-        for block in population.split(max(1, _MAX_NUMBERS // (population.num_states * loc.shape[1]))):
+        # Numbers that are held at a time.
+        for block in population.split(max(1, 2**22 // (population.num_states * loc.shape[1]))):
             rows = block.rows_of(y).to(loc).unsqueeze(1)
             means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
             blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))

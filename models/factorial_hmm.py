@@ -22,9 +22,6 @@ from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, Observ
 
 # Nats that a change must explain, per change.
 _COST_NATS = 3.0
-# Share of the differences in which nothing is assumed to change.
-_QUIET_SHARE = 0.2
-_RIDGE = 1e-6
 # Differences that are looked at, at most.
 _MAX_ROWS = 20_000
 
@@ -70,7 +67,8 @@ def _ternary_code(
     """Objective, elements and variance of what is left."""
     weight = _first_directions(rows, num_latents, generator)
     squares = rows.square().sum(1) / is_seen.sum(1)
-    variance = squares.quantile(_QUIET_SHARE)
+    # Share of the differences in which nothing is assumed to change.
+    variance = squares.quantile(0.2)
     objective = squares.sum()
     for _ in range(num_steps):
         code, left = _pursuit(rows, weight, 2 * _COST_NATS * variance)
@@ -122,7 +120,7 @@ def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) 
 
     Elements of unused places stay.
     """
-    ridge = _RIDGE * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
+    ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_seen.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
     gram = (is_seen.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge

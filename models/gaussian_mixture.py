@@ -32,7 +32,6 @@ from pyro_truncated.models.linear_mixture import LinearMixture, Shares
 from pyro_truncated.models.seeding import grouped
 from pyro_truncated.search import MaxInnerProductIndex
 
-_ROWS_PER_COMPONENT = 50
 # Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
 _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 
@@ -165,7 +164,7 @@ class GaussianMixture(LinearMixture):
             ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
-        rows = some_rows(y, max(MOST_ROWS, _ROWS_PER_COMPONENT * self.num_components), generator).double()
+        rows = some_rows(y, max(MOST_ROWS, 50 * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center
         floor = self._kind.floor(above.square().mean(0), rows.square().mean(0), self.loc.dtype)

@@ -186,11 +186,7 @@ _NEAREST, _PARTNERS = 4, 6
 # Every cluster is seen as if it had so many data points more, spread as those of all clusters are.
 _PRIOR = 10
 _SHARE = 3
-# Larger covariances are compared in the directions in which the data vary most.
-_DIRECTIONS = 32
 _SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
-# Rows are compared within so many parts of the data, where clusters are not long.
-_CELLS = 32
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 
 
@@ -240,7 +236,8 @@ class Agglomeration:
         """
         most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
-        cells = 1 if self.kind.is_dense else _CELLS
+        # Rows are compared within so many parts of the data, where clusters are not long.
+        cells = 1 if self.kind.is_dense else 32
         centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
@@ -290,7 +287,8 @@ class Agglomeration:
 
         Each component counts by itself, in the directions in which the data vary most.
         """
-        kind, number = self.kind.by_itself(), max(_DIRECTIONS, self.kind.least_directions)
+        # Larger covariances are compared in the directions in which the data vary most.
+        kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
         if not kind.is_dense or self.x.shape[1] <= number:
             return Agglomeration(kind, self.x, self.floor)
         return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor.mean())

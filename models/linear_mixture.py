@@ -21,8 +21,6 @@ from pyro_truncated.models.binary_causes import FLOOR, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8
-# Numbers in the copies that are made to leave out such states.
-_MAX_COPIED_NUMBERS = 2**25
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -86,7 +84,8 @@ class Shares:
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
             # Of shares so small nothing is left in the sums of a component that is used.
             row, state = (~(weight <= 1e-20)).nonzero(as_tuple=True)
-            if len(row) * rows.shape[1] <= _MAX_COPIED_NUMBERS:
+            # Numbers in the copies that are made to leave out such states.
+            if len(row) * rows.shape[1] <= 2**25:
                 rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
         return component_products(rows, component, weight, self.num_components)
 

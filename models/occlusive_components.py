@@ -29,8 +29,6 @@ _WINDOWS_PER_OBJECT, _MAX_WINDOWS = 60, 2000
 _CANDIDATES_PER_OBJECT, _MAX_CANDIDATES = 20, 500
 _CLUSTERS_PER_OBJECT, _KMEANS_STEPS = 2, 4
 _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
-_MAX_PIXELS = 20_000
-_WINDOWS_PER_BLOCK = 100  # windows that are compared at once
 
 
 class Windows(NamedTuple):
@@ -85,7 +83,8 @@ def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps
 
     It is the narrow part of a mixture of two normal distributions, fitted by EM; what the wide part covers are the objects.
     """
-    some = random_rows(pixels, min(len(pixels), _MAX_PIXELS), generator)
+    # Pixels that are looked at, at most.
+    some = random_rows(pixels, min(len(pixels), 20_000), generator)
     least = (1e-6 * some.square().mean()).clamp(min=1e-12)
     colour, (mean, wide) = some.median(0).values, _moments(some, torch.ones_like(some[:, 0]))
     variance, wide = (some - colour).square().mean(1).quantile(0.25).clamp(min=least), wide.clamp(min=least)
@@ -163,7 +162,7 @@ def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
 
     Both are ``(n, K)``, for objects at that shift.
     """
-    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(_WINDOWS_PER_BLOCK)]
+    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(100)]
     product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
     energy = windows.energy.unsqueeze(1)
     return (energy + found.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift

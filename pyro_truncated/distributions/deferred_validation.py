@@ -116,7 +116,6 @@ def _of_parameter(name: str, constraint: Any) -> _Later:
 
 
 _Normal: Any = defer_validation(dist.Normal)
-_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 class NormalOrMissing(_Normal):  # type: ignore[misc]
@@ -153,5 +152,5 @@ class NormalOrMissing(_Normal):  # type: ignore[misc]
         is_missing = value.isnan()
         # Zero in its place keeps NaN out of gradients, too.
         standardised = (value - self.loc).masked_fill(is_missing, 0.0) / self.scale
-        log_density: Tensor = torch.sub(-_HALF_LOG_TWO_PI - self.scale.log(), standardised.square(), alpha=0.5)
+        log_density: Tensor = torch.sub(-(0.5 * math.log(2 * math.pi)) - self.scale.log(), standardised.square(), alpha=0.5)
         return log_density.masked_fill(is_missing, 0.0)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
 
-# A step is taken if it gains this share of what the slope promises.
-_SUFFICIENT = 1e-4
 _LONGEST = 1.0
 # Gains below so many units in the last place of a value are not seen.
 _ROUNDING = 8
@@ -63,7 +61,8 @@ class _Climb:
         slope = (here.gradients * here.steps).sum(1)
         there = here.points + here.steps
         values, gradients = _with_gradients(functions, there, here.rows)
-        is_better = values >= here.values + _SUFFICIENT * slope
+        # A step is taken if it gains this share of what the slope promises.
+        is_better = values >= here.values + 1e-4 * slope
         fall = here.gradients - gradients
         scaled, curvatures = _curvatures(here, fall)
         curvatures = torch.where(is_better[:, None, None], curvatures, here.curvatures)

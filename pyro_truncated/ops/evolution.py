@@ -286,9 +286,6 @@ def _check_mutable(words: Tensor, fields: Fields) -> None:
         raise ValueError("a space of a single state has nothing to mutate")
 
 
-_SMALL_SPACE = 4096
-
-
 def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
     """Returns distinct initial states, different for each data point.
 
@@ -314,7 +311,8 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
     keys = positions(rows, num_data, torch.device("cpu")), draw_seed(generator)
     _, _, singletons = single_states(fields)
     others = singletons[:0]
-    if fields.size <= max(_SMALL_SPACE, 4 * num_states):
+    # So small a space is enumerated.
+    if fields.size <= max(4096, 4 * num_states):
         everything = enumerate_states(fields, "cpu")
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
     return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]

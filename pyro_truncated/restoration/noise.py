@@ -26,7 +26,6 @@ _MOST_WINDOWS = 2**19
 # no texture, but rounding.
 _NO_NOISE, _PART_OF_TEXTURE, _TIMES_LEVEL, _LEAST_TEXTURE = 0.04, 0.25, 2.25, 1e-4
 _SMOOTHING = 16
-_MEAN_ABSOLUTE_VALUE = math.sqrt(2 / math.pi)  # of standard normal numbers
 # Differences of which the median says something, and windows that are left beside constant ones.
 _ENOUGH = 100
 
@@ -219,7 +218,8 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     """
     rest = (image - smoothed(filled(image, num_dims), num_dims)).abs()
     # Of absolute values, which single bright spots change little.
-    texture = float(rest.nanmean()) / _MEAN_ABSOLUTE_VALUE
+    # The mean absolute value of standard normal numbers.
+    texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
     all_of_it = float(deviation(image))
     if texture <= _LEAST_TEXTURE * all_of_it:
         return _NO_NOISE * all_of_it or 1.0  # of a constant array any level is right but zero

@@ -75,7 +75,6 @@ class Pursuit(Search):
 
 _START_TEMPERATURE, _ANNEALED = 3.0, 0.25
 _PATIENCE, _TOLERANCE = 3, 2e-4
-_LEARNING_RATE = 0.01
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
@@ -123,7 +122,7 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
     """
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
-    optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": _LEARNING_RATE})
+    optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
     elbo = Truncated_ELBO(_search(model), temperature=cooling(_START_TEMPERATURE, passes * per_pass, _ANNEALED))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
@@ -162,8 +161,6 @@ def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-# Up to this ratio the last round of images of some size has sides that suit the image.
-_LARGEST_RATIO = 0.4
 _LEAST_EXTENT = 100
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
 # Of colours where entries are missing: as good as the four, in a fourth of the time, as every window has a covariance of its own.
@@ -196,7 +193,8 @@ def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
 def allows_stacking(image: Tensor, noise: float) -> bool:
     """Whether an image has some size, little noise and no missing entries."""
     is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
-    return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
+    # Up to this ratio the last round of images of some size has sides that suit the image.
+    return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 
 
 def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:

@@ -124,8 +124,6 @@ class LinearModels:
         return Coefficients(positions, is_used, factor, mean, (total - (linear * mean).sum(-1)).clamp(min=float(least)))
 
 
-# Spaces of so many predictors are searched exhaustively.
-_MAX_EXHAUSTIVE_PREDICTORS = 12
 _PRIORS = ("zellner", "independent")
 
 
@@ -250,7 +248,8 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         num = self._models.X.shape[1]
         guide = AutoTruncated(self._program, min(n_models, 2**num), vectorize=True)
         searches: list[tuple[Search, int]] = [(ExhaustiveSearch(), 1)]
-        if num > _MAX_EXHAUSTIVE_PREDICTORS:
+        # Spaces of so many predictors are searched exhaustively.
+        if num > 12:
             searches = [(SteepestAscent(), max_iter), (EvolutionarySearch(crossover=True) + SteepestAscent(2), max_iter)]
         log_joint = guide.log_joint_of()
         for search, steps in searches:

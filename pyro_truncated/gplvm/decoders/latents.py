@@ -218,7 +218,6 @@ class OwnLatents:
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 # Where more or less is seen than in the half-hidden points intervals cover up to three hundredths less.
 _COVER = 0.965
-_STARTS = 3
 
 
 class Decoder(Protocol):
@@ -470,7 +469,7 @@ class CandidateLatents:
             decoder.latents(x)[complete], x[complete] - decoder.loc, decoder.kernel, decoder.noise_variance.detach(), neighbors
         )
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
-        best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(_STARTS, len(self.latents) - 1), 1).indices
+        best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(3, len(self.latents) - 1), 1).indices
         starts = self.latents[best].movedim(1, 0)
         z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, max_bfgs_steps, 0.05, own_row)
         return OwnLatents.at(others, z, decoder.loc, own_row)

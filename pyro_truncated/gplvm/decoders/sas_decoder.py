@@ -61,12 +61,7 @@ from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
 
-# Each pattern of missing entries costs a factorisation of its own.
-_DEFAULT_INCOMPLETE = 300
 _MAX_ROWS_KEPT = 2000
-# In so many dimensions the closest data points predict better than a projection of all.
-_MANY_DIMENSIONS = 4
-_NEIGHBORS = 100
 
 Posterior = ActiveSet | ProjectedSet | NearestSet
 
@@ -128,8 +123,9 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]
-    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > _MANY_DIMENSIONS:
-        return keep_neighbors(latents, outputs, _NEIGHBORS)
+    # In so many dimensions the closest data points predict better than a projection of all.
+    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > 4:
+        return keep_neighbors(latents, outputs, 100)
     if projected is None:
         projected = size is None and len(complete) > _MAX_ROWS_KEPT
     if projected and not len(complete):
@@ -167,7 +163,8 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
 def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
     if num_complete == num_data <= _MAX_ROWS_KEPT:
         return num_data
-    return max(min(num_complete, default_size), min(num_data, _DEFAULT_INCOMPLETE))
+    # Each pattern of missing entries costs a factorisation of its own.
+    return max(min(num_complete, default_size), min(num_data, 300))
 
 
 _NAMES = ("z_loc", "z_scale")
@@ -308,10 +305,7 @@ class NormalOfRows(dist.Normal):
 
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
-_BATCH_SIZE = 1000
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
-_MIN_STEPS = 400
-_MIN_EPOCHS = 60
 _JUMPING_SHARE = 0.6
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
@@ -417,7 +411,7 @@ class SASDecoder(UniqueModule):
             like = next(kernel.parameters(), torch.zeros(()))
             check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.batch_size = min(_BATCH_SIZE, num_data) if batch_size is None else check_count("batch_size", batch_size)
+        self.batch_size = min(1000, num_data) if batch_size is None else check_count("batch_size", batch_size)
         self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
         split_weights(self.batch_size, self.num_active, num_data)
         self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
@@ -735,7 +729,8 @@ class SASDecoder(UniqueModule):
 
         They are 60, or more, so that there are 400 minibatches.
         """
-        return max(_MIN_EPOCHS, -(-_MIN_STEPS // self._batches))
+        # At least sixty epochs, and four hundred steps.
+        return max(60, -(-400 // self._batches))
 
     @property
     def _batches(self) -> int:

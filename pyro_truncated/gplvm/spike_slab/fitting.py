@@ -25,7 +25,6 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
 STARTS = ("pca", "random")
-_START_SCALE = 0.3
 
 
 @names_arguments
@@ -61,7 +60,7 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
         expected = model.num_data, model.num_latents
         raise ValueError(f"start must give finite latent means of shape {expected}; got {tuple(loc.shape)}")
     # Copies: training goes on in place, and the user's start must stay one for the next run.
-    model.set_latents(loc, torch.full_like(loc, _START_SCALE))
+    model.set_latents(loc, torch.full_like(loc, 0.3))
     model.logits = model.prior.logit()
     model.num_steps.zero_()
     for view, data in zip(model.views, complete, strict=True):

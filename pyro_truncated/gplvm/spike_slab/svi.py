@@ -83,7 +83,6 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
 
 
 _INDUCING = (".mean", ".scale_tril")
-_TURNS = 20
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
 
@@ -256,7 +255,7 @@ def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
     for view in duplicate.views:
         view.make_explicit()
     # Local bounds of labels follow the inducing variables, and those follow them: a few turns.
-    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else _TURNS):
+    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else 20):
         natural_step(duplicate, y)
     return duplicate
 

@@ -35,8 +35,6 @@ from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import UniqueModule
 
-_DRAWS = 512
-
 
 class LabelLikelihood(abc.ABC):
     """A likelihood of labels with a quadratic bound.
@@ -261,7 +259,7 @@ class CategoricalLabels(_CurvatureBound):
 
         The numbers are the same at every call.
         """
-        uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(_DRAWS, dtype=torch.float64)
+        uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(512, dtype=torch.float64)
         normal = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12)).to(loc)
         total = torch.zeros_like(loc)
         for draw in normal:
