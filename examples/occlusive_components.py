@@ -32,7 +32,7 @@ from pyro_truncated.scenes import (
     match_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.candidates import PlaceAffinity
+from pyro_truncated.scenes.place_scan import PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
 SELECTIONS = {

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from pyro_truncated.extend import device_of, some_rows
 
-PRIOR_FLOOR = 1e-6
+# The least probabilities and rates, and the least share of a mean square, that are learned: from zero no EM step comes back.
+FLOOR = 1e-6
+# The scale of data is at least this share of their size.
+SCALE_FLOOR = 1e-3
+# Expected counts below this say nothing.
+NEVER_SEEN = 1e-10
 # Where learning starts from is seen in so many data points.
 MOST_ROWS = 20_000
 Model = TypeVar("Model", bound=Any)
@@ -119,7 +124,7 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
     """
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
-    return frequency.clamp(PRIOR_FLOOR, 1 - PRIOR_FLOOR)
+    return frequency.clamp(FLOOR, 1 - FLOOR)
 
 
 @torch.no_grad()

@@ -9,13 +9,10 @@ from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import device_of, names_arguments, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_prior
-from pyro_truncated.models.dictionary import shared_part
-from pyro_truncated.models.linear_dictionary import LinearDictionary
-from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.models.dictionary import LinearDictionary, shared_part
+from pyro_truncated.models.superposed_causes import SparseCoding
 from pyro_truncated.search import CombinedFlips
 
-# Elements that are on less often than this part of what they are on average are hardly used.
-_HARDLY = 0.02
 # Data points among which those are drawn that elements start from again, and the states and steps by which these are explained.
 _LOOKED_AT, _STATES, _SEARCH_STEPS = 1000, 16, 5
 
@@ -138,7 +135,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
             return 0
         often = driver.statistics["states"]
         rows = some_rows(check_data(y, self.num_observed), _LOOKED_AT, generator).to(self.weight)
-        unused = (often < _HARDLY * often.mean()).nonzero().squeeze(1)[: len(rows)]
+        # Elements that are on less often than this part of what they are on average are hardly
+        # used.
+        unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
             guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _SEARCH_STEPS)
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()

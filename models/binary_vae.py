@@ -18,13 +18,10 @@ from torch.distributions import constraints
 from pyro_truncated import DisagreeingStartsWarning, Population, learn
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data
+from pyro_truncated.models.binary_causes import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale
 
-_SCALE_FLOOR = 1e-3
-# Steps of the linear model after its start: where it ends exactly does not matter to a network that goes on from there.
-_LINEAR_MODEL_STEPS = 10
 # States that a network is fitted to a linear model in at a time, steps of Adam, their rate and what is left of it in the end, and the part
 # of the states that have a latent, or not, at least.
 _FITTED, _FITTING, _RATE, _LAST, _SEEN = 200, 300, 1e-2, 0.1, 0.2
@@ -131,7 +128,7 @@ class BinaryVAE(UniqueModule):
         rows = y.double()
         seen, center = rows[~rows.isnan()], rows.nanmean(0)  # NaN for dimensions that are never observed
         deviation = (rows - center).square().nanmean(0).nanmean().sqrt()
-        unit = deviation.maximum(_SCALE_FLOOR * data_scale(seen.square().sum(), torch.tensor(float(seen.numel()))))
+        unit = deviation.maximum(SCALE_FLOOR * data_scale(seen.square().sum(), torch.tensor(float(seen.numel()))))
         self.center.copy_(torch.where(center.isnan(), center.nanmean(), center))
         self.unit.copy_(unit)
         self.scale = unit.to(self.scale)
@@ -239,7 +236,9 @@ def _linear_start(y: Tensor, num_latents: int) -> BinarySparseCoding:
     with warnings.catch_warnings():
         # The network goes on from there, and its own starts are compared.
         warnings.simplefilter("ignore", DisagreeingStartsWarning)
-        learn(linear, y, steps=_LINEAR_MODEL_STEPS, progress=False)
+        # Steps of the linear model after its start: where it ends exactly does not matter to a
+        # network that goes on from there.
+        learn(linear, y, steps=10, progress=False)
     for name in set(store) - before:
         del store[name]
     return linear

@@ -13,13 +13,11 @@ from torch.nn import functional as F
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import ComponentTable, LinearMixture
-from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data, first_rows
+from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
-_PROBABILITY_FLOOR = 1e-6
 _Categorical = defer_validation(dist.Categorical)
 
 
@@ -169,7 +167,7 @@ class CategoricalMixture(LinearMixture):
 
     def _floored(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
-        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=_PROBABILITY_FLOOR)
+        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,9 +11,51 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import ComponentMultivariateNormal, ComponentNormal
-from pyro_truncated.models.mixture import NEVER_USED, Shares
-from pyro_truncated.models.variance_floor import floored, floored_cholesky, variance_floor
+from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
+from pyro_truncated.extend import read_conditions
+from pyro_truncated.models.binary_causes import FLOOR
+from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
+
+
+def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the least variance of data, of one dimension or each.
+
+    The data have such a variance and mean square. The second tells what is rounding where there is no variance.
+    """
+    unit = torch.where(power > 0, power, 1.0)
+    return variance.maximum(torch.finfo(dtype).eps * unit).mul(FLOOR)
+
+
+def floored(covariance: Tensor, floor: Tensor) -> Tensor:
+    """Returns the likeliest covariance with no eigenvalue below one.
+
+    The unit of every dimension is the root of its floor.
+
+    Args:
+        covariance: ``(..., D, D)``.
+        floor: least variance of all dimensions, or of each, ``(D,)``.
+    """
+    units = floor.sqrt().expand(covariance.shape[-1])
+    squares = units.unsqueeze(-1) * units
+    relative = covariance / squares
+    # What is above the floor has a Cholesky factor; eigenvalues take much longer.
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    _, info = torch.linalg.cholesky_ex(relative - identity)
+    if all(read_conditions(info == 0)):
+        return covariance
+    values, vectors = torch.linalg.eigh(relative)
+    floored: Tensor = (vectors * values.clamp(min=1.0).unsqueeze(-2)) @ vectors.mT * squares
+    return floored
+
+
+def floored_cholesky(covariance: Tensor) -> Tensor:
+    """Returns the Cholesky factor of :func:`floored`, without checks.
+
+    A check would wait for a device.
+    """
+    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
+    return factor
+
 
 Parameters = dict[str, Tensor]
 
@@ -342,3 +385,228 @@ def of_pairs(precision: Tensor) -> Tensor:
 def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Precisions, and halves of the log determinants, of Cholesky factors."""
     return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+class LowRank(Full):
+    """Low-rank covariances: ``factor (K, D, R)``, and ``scale (K,)`` or ``()``.
+
+    The scale has the deviations of the noise.
+    """
+
+    has_units = False
+    supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
+
+    def __init__(self, rank: int, *, is_shared: bool) -> None:
+        self.rank, self.is_shared, self.least_directions = rank, is_shared, 2 * rank
+
+    def by_itself(self) -> Covariances:
+        """With a noise of its own."""
+        return LowRank(self.rank, is_shared=False)
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        return ComponentLowRankNormal(z, loc, parameters["factor"], parameters["scale"])
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The directions and the noise of so many components."""
+        factor, scale = best_low_rank(covariance.unsqueeze(0), covariance.new_ones(1), self.rank, covariance.new_zeros(()), is_shared=False)
+        return {"factor": factor.repeat(number, 1, 1), "scale": scale[0].clone() if self.is_shared else scale.repeat(number)}
+
+    def matrices(self, parameters: Parameters) -> Tensor:
+        """The covariances."""
+        factor, scale = parameters["factor"], parameters["scale"]
+        noise = scale.expand(len(factor))[:, None].square().expand(factor.shape[:2])
+        covariance: Tensor = factor @ factor.mT + torch.diag_embed(noise)
+        return covariance
+
+    def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Posterior means of what lies in the directions."""
+        blocks = []
+        # Numbers that are held at a time.
+        for block in population.split(max(1, 2**22 // (population.num_states * loc.shape[1]))):
+            rows = block.rows_of(y).to(loc).unsqueeze(1)
+            means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
+            blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))
+        return torch.cat(blocks)
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The likeliest directions and noise."""
+        counts = statistics["counts"].clamp(min=0.0)
+        factor, scale = best_low_rank(spread_around(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
+        return {"factor": factor, "scale": scale}
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of covariances of low rank."""
+        likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
+        precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
+
+    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Of covariances of low rank."""
+        factor = parameters["factor"]
+        components = torch.arange(len(factor), device=factor.device)
+        likelihood = self.likelihood(components, factor.new_zeros(factor.shape[:2]), parameters)
+        return likelihood.half_log_determinant, (likelihood.precision_matrix * covariance).sum((-2, -1))
+
+
+def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
+    r"""The likeliest :math:`W_k W_k^\top + \sigma_k^2 I` of data whose covariances are given.
+
+    Let a covariance have eigenvalues :math:`\lambda_1 \ge \lambda_2 \ge \dots` and eigenvectors
+    :math:`u_j`. Then :math:`\sigma^2` is the mean of the eigenvalues behind the first ``R``. The
+    columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. If the noise is shared, it
+    is the mean over all components' eigenvalues behind the first ``R``. It includes those of the
+    first ``R`` that lie below it.
+
+    Args:
+        covariance: of every component's data, ``(K, D, D)``.
+        counts: their numbers, ``(K,)``.
+        rank: ``R``, below ``D``.
+        floor: least variance of the noise.
+        is_shared: whether all components have the same noise.
+
+    Returns:
+        Factors :math:`W`, ``(K, D, R)``, and standard deviations of the noise, ``(K,)``, or ``()`` if they are shared.
+
+    Reference:
+        Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999, equations 8 and 9.
+    """
+    # Of covariances of few directions and nothing else LAPACK's divide and conquer makes NaN where numbers underflow.
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    values, vectors = torch.linalg.eigh(covariance + floor * identity)
+    values = (values - floor).clamp(min=0.0).flip(-1)
+    first, rest = values[:, :rank], values[:, rank:]
+    noise = _shared_noise(first, rest, counts) if is_shared else rest.mean(-1)
+    noise = noise.maximum(floor)
+    above = (first - noise.unsqueeze(-1)).clamp(min=0.0)
+    return vectors.flip(-1)[..., :rank] * above.sqrt().unsqueeze(-2), noise.sqrt()
+
+
+def _shared_noise(first: Tensor, rest: Tensor, counts: Tensor) -> Tensor:
+    r"""The root of :math:`\sum_k n_k [\sum_{j > R} (v - \lambda_{kj}) + \sum_{j \le R} (v - \lambda_{kj})_+]` in the variance ``v``."""
+    weight = counts.unsqueeze(-1)
+    value, order = first.flatten().sort()
+    share = weight.expand_as(first).flatten()[order]
+    total = torch.cat([(weight * rest).sum().reshape(1), share * value]).cumsum(0)
+    number = torch.cat([(weight.sum() * rest.shape[-1]).reshape(1), share]).cumsum(0)
+    # Means over ever more of the eigenvalues: the first one that does not exceed the next of them.
+    mean, following = total / number, torch.cat([value, value.new_full((1,), torch.inf)])
+    # To index by a scalar is to look at it.
+    best: Tensor = mean.take((mean <= following).to(torch.uint8).argmax())
+    return best
+
+
+COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
+
+
+def make_covariances(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
+    """The kind of that name.
+
+    Raises:
+        ValueError: if there is none, or for a rank that is missing, out of range, or given for another kind.
+    """
+    if covariance not in COVARIANCES:
+        raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
+    if covariance != "low-rank":
+        if rank is not None or shared_noise:
+            raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
+        kind: Covariances = COVARIANCES[covariance]()
+        return kind
+    if rank is None or not 0 < rank < num_observed:
+        raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
+    return LowRank(rank, is_shared=shared_noise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    r"""A variance floor, and a prior of each component's covariance.
+
+    The prior is that of ``m`` more data points, shaped as all data.
+
+    .. math:: \log p(\Sigma) = \max_\alpha \left[\tfrac m2 \left(\log |\Sigma^{-1} \alpha S| - \alpha\,\mathrm{tr}\,\Sigma^{-1} S\right)
+        + \tfrac D2 (\log \alpha - \alpha)\right] + \text{const}
+
+    is an inverse Wishart density around :math:`\alpha S`. The ratio :math:`\alpha` of component and
+    data is estimated with the weight of one data point. The constant makes it zero at :math:`S`.
+    What all components share has no prior.
+
+    Attributes:
+        floor: least variance, of all dimensions or of each, ``(D,)``.
+        number: ``m``. covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where
+        covariances are not dense. Without it there is only the floor. size: :math:`\frac12 \log
+        |S|` under the covariance type; computed by default.
+    """
+
+    floor: Tensor
+    number: float | Tensor = 0.0
+    covariance: Tensor | None = None
+    size: Tensor | None = None
+
+    @classmethod
+    def of(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
+        """Returns the prior from results of :func:`known`.
+
+        If they are empty, it is only the floor.
+        """
+        return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
+
+    def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
+        r"""Returns covariances that maximise the expected log joint.
+
+        Means are ``(K, D)``; :math:`\alpha` comes from the current covariances.
+        """
+        if kind.is_own and self.covariance is not None:
+            unit = self._units(self._terms(kind, spreads, self.covariance)[1]).unsqueeze(-1)
+            dense = unit.unsqueeze(-1) if kind.is_dense else unit
+            added: dict[str, Any] = {"counts": 1.0, "sums": loc, "products": dense * kind.product(self.covariance, loc / unit.sqrt())}
+            statistics = {**statistics, **{name: statistics[name] + self.number * value for name, value in added.items()}}
+        return kind.best(statistics, loc, self.floor)
+
+    def log_prob(self, kind: Covariances, spreads: Parameters) -> Tensor:
+        """Returns log densities of the components' covariances, ``(K,)``.
+
+        They are one zero for a shared covariance or without a prior.
+        """
+        if not kind.is_own or self.covariance is None:
+            return self.floor.new_zeros(())
+        highest = size_of(kind, self.covariance) if self.size is None else self.size
+        size, trace = self._terms(kind, spreads, self.covariance)
+        # What the best unit adds to the trace it takes from its own density.
+        return self.number * (highest - size) + (0.5 * self._size * (self.number + 1)) * self._units(trace).log()
+
+    def _terms(self, kind: Covariances, spreads: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`\frac12 \log |\Sigma|` and :math:`\mathrm{tr}\,\Sigma^{-1} S` of components, ``(K,)`` both."""
+        return kind.beside({name: value.double() for name, value in spreads.items()}, covariance)
+
+    def _units(self, trace: Tensor) -> Tensor:
+        return (self.number + 1) * self._size / (self.number * trace + self._size)
+
+    @property
+    def _size(self) -> int:
+        assert self.covariance is not None
+        return len(self.covariance)
+
+
+def unknown(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
+    """Returns buffers of a mixture without data ``(D,)``.
+
+    Covariance and numbers are zero, and empty without a prior.
+    """
+    sizes: dict[str, tuple[int, ...]] = {"spread": tuple(center.shape) * (1 + kind.is_dense), "pseudo": (2,)}
+    return {name: center.new_zeros(size if number else (0,)) for name, size in sizes.items()}
+
+
+def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict[str, Tensor]:
+    """These buffers with what is known from data ``(N, D)`` around their mean."""
+    if not number:
+        return unknown(kind, number, rows[0])
+    spread: Tensor = floored(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
+    size = size_of(kind, spread)
+    return {"spread": spread, "pseudo": torch.stack([size.new_tensor(number), size])}
+
+
+def size_of(kind: Covariances, covariance: Tensor) -> Tensor:
+    r"""Returns :math:`\frac12 \log |S|` under the covariance type."""
+    kind = Full() if kind.is_dense else kind
+    sizes: Tensor = kind.beside(kind.start(covariance, 1), covariance)[0]
+    return sizes[0]

@@ -5,21 +5,22 @@ Data may be missing.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+from pyro.nn import PyroParam
 from torch import Tensor
+from torch.distributions import constraints
 
-from pyro_truncated.extend import raise_if, read_conditions
-from pyro_truncated.models.binary_causes import perturbed_rows
-
-WEIGHT_FLOOR = 1e-6
-NEVER_SEEN = 1e-10
+from pyro_truncated import Population
+from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.extend import UniqueModule, raise_if, read_conditions
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, perturbed_rows
 
 _RIDGE = 1e-10
-_VARIANCE_FLOOR = 1e-6
-_SCALE_FLOOR = 1e-3
-_MAX_HALVINGS = 10
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
 
@@ -61,7 +62,7 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
     """
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
-    deviation = seen.std(correction=0).maximum(_SCALE_FLOOR * unit)
+    deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
     least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
     return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
 
@@ -107,7 +108,7 @@ def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
 
 def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
     """The smallest noise deviation: a thousandth of :func:`data_scale`."""
-    return _SCALE_FLOOR * data_scale(squares, observed)
+    return data_scale(squares, observed).mul(SCALE_FLOOR)
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
@@ -234,13 +235,21 @@ def best_claims(
 
 
 def _take_shorter_steps_(
-    chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, expected_errors: _Errors, total: _Total
+    chosen: Tensor,
+    errors: Tensor,
+    step: Tensor,
+    left: Tensor,
+    allowed: Tensor,
+    expected_errors: _Errors,
+    total: _Total,
+    *,
+    max_halvings: int = 10,
 ) -> None:
     """Takes steps ``(D, H)`` in dimensions ``left (K,)``, if allowed.
 
     They are halved until the errors are allowed, or not taken.
     """
-    shares = 0.5 ** torch.arange(1, _MAX_HALVINGS, dtype=step.dtype, device=step.device).view(-1, 1, 1)
+    shares = 0.5 ** torch.arange(1, max_halvings, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
         tried = chosen[left] + some * step[left]
@@ -274,7 +283,7 @@ def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
     squares, observed = statistics["squares"], statistics["observed"]
     whole = data_scale(squares.sum(), observed.sum())
     each = (squares / observed.clamp(min=1.0)).sqrt()
-    return WEIGHT_FLOOR * torch.where(each > 0, each, whole).unsqueeze(-1)
+    return torch.where(each > 0, each, whole).unsqueeze(-1).mul(FLOOR)
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,5 +303,161 @@ def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, 
     """
     is_used, power = count > NEVER_SEEN, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
-    variance = (power - mean.square()).maximum(_VARIANCE_FLOOR * power)
+    variance = (power - mean.square()).maximum(FLOOR * power)
     return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())
+
+
+# Of fewer data points the smallest ones say little; so many say enough.
+_MIN_ROWS, _MAX_ROWS = 20, 10_000
+
+
+class BackgroundWarning(UserWarning):
+    """The data of a model without offset have a background."""
+
+
+def lies_on_background(y: Tensor) -> bool:
+    """Whether most dimensions are far from zero without active causes.
+
+    They may be on either side.
+
+    If that is a quarter of the data points, the noise lies between the smallest hundredth of the
+    entries and their lower quartile. The deviation of the data grows with the causes, too. Above
+    zero the former must be nearer to the latter than to zero, as for a background of four
+    deviations of normal noise. Below zero the latter is twice as far from zero as from the former,
+    as for three.
+
+    Args:
+        y: data ``(N, D)``. NaN where missing.
+    """
+    smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
+    spread = quartile - smallest
+    is_far = (smallest > spread) | (quartile < -2 * spread)
+    return bool((is_far & ((~y.isnan()).sum(0) >= _MIN_ROWS)).double().mean() > 0.5)
+
+
+def row_quantile(y: Tensor, part: int) -> Tensor:
+    """Returns each dimension's entry below which one in so many lies.
+
+    It is approximate, ``(D,)``, from as many rows as needed.
+
+    Where nothing is observed it is zero.
+    """
+    if len(y) > _MAX_ROWS:  # always the same, but no regular ones, which may be alike
+        y = y[torch.randint(len(y), (_MAX_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
+    rows = y.double().sort(0).values
+    position = ((~rows.isnan()).sum(0) - 1).clamp(min=0) // part
+    return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()
+
+
+def warn_about_background(model: object, y: Tensor) -> None:
+    """Warns if the data lie on a background.
+
+    The text and its place are the same every time, so that Python's own filter shows it once, however often a model is started.
+    """
+    if lies_on_background(y):
+        warnings.warn(
+            f"the data lie on a background, but {type(model).__name__} has no offset: most dimensions are far from zero without active "
+            "causes. Subtract the background, for example y - y.nanquantile(0.05, 0).",
+            BackgroundWarning,
+            stacklevel=1,
+        )
+
+
+Statistics = dict[str, Tensor]
+
+
+class LinearDictionary(UniqueModule):
+    r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
+
+    The offset :math:`b` may be left out.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        bias: offset :math:`b`, ``(D,)``; ``None`` in models without.
+        center: where moments are taken, ``(D,)``. The data's mean after ``initialize``, which avoids cancellation. Only with an offset.
+        ridge: :math:`\lambda` of a prior :math:`W_{dh} \sim \mathcal N(0, \sigma^2 / \lambda)` of the dictionary's entries in the M-step,
+            in squares of a coefficient. Where little is observed, elements that fit it closely explain what is missing badly.
+            It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.
+    """
+
+    num_observed: int
+    num_latents: int
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    center: Tensor
+    ridge: float = 0.0
+
+    def _set_ridge(self, ridge: float) -> None:
+        if not 0 <= ridge < math.inf:
+            raise ValueError(f"ridge must be a finite number of at least 0; got {ridge}")
+        self.ridge = float(ridge)
+
+    def _make_offset(self, offset: bool, dtype: torch.dtype | None) -> None:
+        if not offset:
+            self.bias = None
+            return
+        self.bias = PyroParam(torch.zeros(self.num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.register_buffer("center", torch.zeros(self.num_observed, dtype=torch.float64))
+
+    def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Sets the offset; returns elements and the noise's deviation.
+
+        With the offset, elements (about) equal random data points.
+        """
+        if self.bias is None:
+            weight, deviation, _ = first_dictionary(y, self.num_latents, generator)
+            return weight, deviation
+        self.center = y.double().nanmean(0).nan_to_num()
+        above = y.double() - self.center
+        # Elements that add up lie above the offset, most of which is seen where few of them are on. On bars the lower quartile is a better
+        # start than the mean, the median, and quantiles near the minimum; with annealing lower ones are a little better.
+        first = row_quantile(above, 4)
+        weight, deviation, _ = first_dictionary(above, self.num_latents, generator)
+        sums = {"observed": (~above.isnan()).sum(0), "sums": above.nansum(0), "squares": above.square().nansum(0)}
+        floor = noise_floor(self._power(sums), sums["observed"].sum())
+        self.bias = (first + self.center).to(self.weight)
+        return weight - first.unsqueeze(-1), deviation.maximum(floor)
+
+    def _above_center(self, population: Population, y: Tensor) -> tuple[Population, Tensor]:
+        """Returns the data for statistics.
+
+        With an offset they are the population's own data points, above the center.
+        """
+        if self.bias is None:
+            return population, y
+        return dataclasses.replace(population, indices=None), population.rows_above(y, self.center)
+
+    def _bias_above_center(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.double() - self.center
+
+    def _best_dictionary(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """Sets the offset; returns the best dictionary and expected squared errors ``(D,)``."""
+        weight, bias = self.weight.double(), self._bias_above_center()
+        pairs = with_ridge(statistics["pairs"], self.ridge) if self.ridge else statistics["pairs"]
+        if bias is None:
+            weight = best_dictionary(weight, pairs, statistics["cross"])
+        else:
+            weight, bias = best_dictionary_and_offset(weight, bias, {**statistics, "pairs": pairs})
+            self.bias = (bias + self.center).to(self.weight)
+        # The errors do not depend on the noise.
+        superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
+        return weight, superposition.square_error(statistics)
+
+    def _power(self, statistics: Statistics) -> Tensor:
+        """Returns the sum of squares that defines the data's unit.
+
+        With an offset it is about the mean of every dimension.
+
+        What is no more than the rounding of the data has no deviation of its own.
+        """
+        squares = statistics["squares"]
+        if self.bias is None:
+            return squares.sum()
+        observed, sums = statistics["observed"], statistics["sums"]
+        about_mean = squares - sums.square() / observed.clamp(min=torch.finfo(sums.dtype).tiny)
+        about_zero = squares + 2 * self.center * sums + observed * self.center.square()
+        # How many units in the last place of the data their deviation must be, to be one.
+        rounding = 2e3 * torch.finfo(self.weight.dtype).eps
+        return about_mean.clamp(min=0.0).sum().maximum(rounding**2 * about_zero.clamp(min=0.0).sum())

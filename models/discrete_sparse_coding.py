@@ -18,9 +18,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, cast_like, check_data, count_data, first_rows
-from pyro_truncated.models.dictionary import best_scale
-from pyro_truncated.models.linear_dictionary import LinearDictionary
+from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data, first_rows
+from pyro_truncated.models.dictionary import LinearDictionary, best_scale
 
 
 class DiscreteSparseCoding(LinearDictionary):
@@ -211,5 +210,5 @@ class DiscreteSparseCoding(LinearDictionary):
             is_tied = (self.values.abs() == self.values.abs().unsqueeze(-1)).double()
             counts = counts @ (is_tied / is_tied.sum(0))
         # At zero a value could never come back.
-        prior = (counts / counts.sum(-1, keepdim=True)).clamp(min=PRIOR_FLOOR)
+        prior = (counts / counts.sum(-1, keepdim=True)).clamp(min=FLOOR)
         return prior / prior.sum(-1, keepdim=True)

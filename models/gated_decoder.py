@@ -20,10 +20,6 @@ from pyro_truncated.distributions import ActiveSet, GivenActiveSet
 from pyro_truncated.extend import Renamed, UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import cast_like, check_real
 
-_MAX_DENSITIES = 2**22
-# What a new network is taught by.
-_DREAMS = 600
-
 
 class GatedKernel(UniqueModule, kernels.Kernel):
     r"""A kernel for each part of an input.
@@ -177,7 +173,8 @@ class GatedDecoder(UniqueModule):
             for layer in self.network.children():
                 if isinstance(layer, nn.Linear):
                     layer.reset_parameters()
-            self.dream(_DREAMS)
+            # What a new network is taught by.
+            self.dream(600)
         return self
 
     @staticmethod
@@ -260,7 +257,8 @@ class GatedDecoder(UniqueModule):
         proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)
         total, most = torch.zeros(*switches.shape[:2], self.num_outputs).to(rows), torch.full(switches.shape[:2], -torch.inf).to(rows)
         weights = torch.zeros_like(most)
-        at_a_time = max(1, _MAX_DENSITIES // max(1, total.numel()))
+        # Densities that are held at a time.
+        at_a_time = max(1, 2**22 // max(1, total.numel()))
         for first in range(0, num_draws, at_a_time):
             poses = proposal.sample((min(at_a_time, num_draws - first),))
             image = GivenActiveSet(active, self.inputs(switches, poses))

@@ -14,18 +14,24 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
-from pyro_truncated.models.covariance_prior import Prior, known, unknown
-from pyro_truncated.models.covariance_types import make_covariances
-from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
-from pyro_truncated.models.linear_mixture import LinearMixture
-from pyro_truncated.models.mixture import Shares
+from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
+from pyro_truncated.models.gaussians import (
+    Agglomeration,
+    Gaussians,
+    Moves,
+    MoveSearch,
+    accepted,
+    all_populations,
+    all_statistics,
+    collected,
+    least_variance,
+    offered,
+)
+from pyro_truncated.models.linear_mixture import LinearMixture, Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, MoveSearch, accepted, all_populations, all_statistics, offered
 from pyro_truncated.search import MaxInnerProductIndex
 
-_ROWS_PER_COMPONENT = 50
 # Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
 _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 
@@ -144,7 +150,7 @@ class GaussianMixture(LinearMixture):
 
         Twice as many clusters belong to rows that are spread over the data (k-means++). Clusters
         are then merged that one component explains nearly as well as two. This is model-based
-        hierarchical clustering, see :class:`~pyro_truncated.models.agglomeration.Agglomeration`.
+        hierarchical clustering, see :class:`~pyro_truncated.models.gaussians.Agglomeration`.
         All of it looks at 20 000 random rows, or fifty per component if more.
 
         Args:
@@ -158,7 +164,7 @@ class GaussianMixture(LinearMixture):
             ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
-        rows = some_rows(y, max(MOST_ROWS, _ROWS_PER_COMPONENT * self.num_components), generator).double()
+        rows = some_rows(y, max(MOST_ROWS, 50 * self.num_components), generator).double()
         self.center = rows.mean(0)
         above = rows - self.center
         floor = self._kind.floor(above.square().mean(0), rows.square().mean(0), self.loc.dtype)

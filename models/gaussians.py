@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.models.covariance_prior import Prior
-from pyro_truncated.models.covariances import Covariances, Parameters
-from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
+from pyro_truncated.extend import device_of
+from pyro_truncated.models.binary_causes import random_rows
+from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floored
+from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
+from pyro_truncated.search import MaxInnerProductIndex
 
 Statistics = dict[str, Tensor]
 
@@ -170,3 +178,510 @@ class Gaussians:
     def _is_own(self, value: Tensor) -> bool:
         """Whether a parameter is of every component."""
         return self.kind.is_own and value.dim() > 0
+
+
+# Chosen on data of other seeds than those of the tables.
+_SURPLUS = 2
+_NEAREST, _PARTNERS = 4, 6
+# Every cluster is seen as if it had so many data points more, spread as those of all clusters are.
+_PRIOR = 10
+_SHARE = 3
+_SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
+_ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
+
+
+class Agglomeration:
+    r"""Model-based hierarchical clustering for initial components.
+
+    It starts from twice as many clusters as there shall be components.
+
+    The clusters belong to rows that lie spread over the data (k-means++). Of these those two become one, again and again, whose union one
+    component explains nearly as well as they do: for which
+
+    .. math:: \sum_{n \in a} \log p_a(y_n) + \sum_{n \in b} \log p_b(y_n) - \sum_{n \in a \cup b} \log p_{ab}(y_n)
+
+    is least, every component at its likeliest; sums over the clusters are all that this needs. (With the mixing proportions large clusters
+    would swallow each other before small ones do.) Where components are wide, or of different widths, k-means leaves some of them without
+    a cluster and gives others two.
+
+    Args:
+        kind: the kind of covariances.
+        x: data above their mean, ``(N, D)``.
+        floor: least variance, of all dimensions or of each.
+
+    References:
+        Banfield and Raftery, "Model-based Gaussian and non-Gaussian clustering", Biometrics 49, 1993. Fraley, "Algorithms for model-based
+        Gaussian hierarchical clustering", SIAM Journal on Scientific Computing 20, 1998.
+    """
+
+    def __init__(self, kind: Covariances, x: Tensor, floor: Tensor) -> None:
+        self.kind, self.x, self.floor = kind, x, floor
+        self._products = sum((rows.mT @ rows for rows in x.split(_ROWS_PER_BLOCK)), x.new_zeros(()))
+
+    def components(self, number: int, generator: torch.Generator | None = None) -> Gaussians:
+        """So many components ``K``, no two of them the same."""
+        owner = self._seen().owners(number, generator)
+        statistics = self.statistics(owner, int(owner.max()) + 1)
+        counts, within = statistics["counts"], self._within(statistics)
+        # Of data of few different rows some components are copies.
+        index = torch.arange(number, device=counts.device)
+        components = self.likeliest(statistics, within).of(index % len(counts))
+        size = torch.where(index < len(counts), counts[index % len(counts)], 0.0) + 1
+        return dataclasses.replace(components, weights=size / size.sum(), loc=parted(components.loc, within, generator))
+
+    def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
+        """Returns the data points' clusters ``(N,)``, numbered from 0.
+
+        At most so many clusters are left.
+        """
+        most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
+        seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
+        # Rows are compared within so many parts of the data, where clusters are not long.
+        cells = 1 if self.kind.is_dense else 32
+        centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator, cells)].unique(dim=0)
+        near = _nearest(self.x, centres)
+        statistics = self.statistics(near[:, 0], len(centres))
+        likeliest = functools.partial(self.likeliest, within=self._within(statistics))
+        becomes = Merging(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
+        owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
+        return owner
+
+    def statistics(self, owner: Tensor, number: int) -> Statistics:
+        """Of so many clusters, which the data points are in."""
+        space = StateSpace([number])
+
+        def parts() -> Iterator[Statistics]:
+            for rows, own in zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True):
+                population = Population(space, space.pack(own[:, None, None]), rows.new_zeros(len(rows), 1))
+                yield collected(self.kind, Shares(population, number), rows)
+
+        return added(parts())
+
+    def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
+        """Returns the components of clusters, all of weight one.
+
+        ``within`` is what is known of their covariances beforehand.
+        """
+        counts = statistics["counts"].clamp(min=1.0)
+        loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
+        if not self.kind.is_own:
+            return Gaussians(self.kind, weights, loc, self.kind.start(within, len(loc)))
+        products = statistics["products"] + _PRIOR * self.kind.product(within, loc)
+        more = {"counts": counts + _PRIOR, "sums": statistics["sums"] + _PRIOR * loc, "products": products}
+        return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
+
+    def _within(self, statistics: Statistics) -> Tensor:
+        """Returns the covariance within clusters, ``(D, D)``.
+
+        If nothing varies within these, it is that of all data.
+        """
+        counts, sums = statistics["counts"], statistics["sums"]
+        within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
+        freedom = max(1, len(self.x) - int((counts > 0).sum()))
+        varies = bool((within.diagonal() > self.floor).any())
+        covariance: Tensor = floored(within / freedom if varies else self._products / len(self.x), self.floor)
+        return covariance
+
+    def _seen(self) -> Agglomeration:
+        """Returns simpler components if covariances are large matrices.
+
+        Each component counts by itself, in the directions in which the data vary most.
+        """
+        # Larger covariances are compared in the directions in which the data vary most.
+        kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
+        if not kind.is_dense or self.x.shape[1] <= number:
+            return Agglomeration(kind, self.x, self.floor)
+        return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor.mean())
+
+
+class Merging:
+    """Clusters that become fewer.
+
+    Args:
+        kind: the kind of covariances of their components.
+        likeliest: these components, as a function of statistics.
+        statistics: of the clusters. They change.
+        pairs: which ones lie next to each other, ``(P, 2)``.
+    """
+
+    def __init__(self, kind: Covariances, likeliest: Callable[[Statistics], Gaussians], statistics: Statistics, pairs: Tensor) -> None:
+        self._kind, self._likeliest, self._statistics, self._pairs = kind, likeliest, statistics, pairs
+        self._alone = self._log_joints(statistics)
+        self._cost = self.costs(pairs)
+
+    def down_to(self, number: int) -> Tensor:
+        """Returns each cluster's part when so many are left, ``(M,)``.
+
+        At most a third of the surplus merges at once, to choose again.
+        """
+        owner = torch.arange(len(self._alone), device=self._alone.device)
+        surplus = len(owner) - number
+        while surplus > 0 and len(self._pairs):
+            merged = self._pairs[_cheapest(self._pairs, self._cost, -(-surplus // _SHARE))]
+            becomes = torch.arange(len(owner), device=owner.device)
+            becomes[merged[:, 1]] = merged[:, 0]
+            self._merge(merged)
+            self._relink(merged, becomes)
+            owner, surplus = becomes[owner], surplus - len(merged)
+        return owner
+
+    def _merge(self, merged: Tensor) -> None:
+        union, kept = combined(self._kind, self._statistics, merged), merged[:, 0]
+        for name in own_statistics(self._kind):
+            self._statistics[name][kept] = union[name]
+        self._alone[kept] = self._log_joints(union)
+
+    def _relink(self, merged: Tensor, becomes: Tensor) -> None:
+        """Returns the pairs of current clusters, and costs of new ones."""
+        number = len(becomes)
+        linked = becomes[self._pairs].sort(1).values
+        apart = linked[:, 0] != linked[:, 1]
+        code, where = (linked[apart, 0] * number + linked[apart, 1]).unique(return_inverse=True)
+        self._pairs = torch.stack([code // number, code % number], 1)
+        # Of pairs that are one now all cost the same, or are new.
+        cost = self._cost.new_zeros(len(code)).index_copy_(0, where, self._cost[apart])
+        new = torch.isin(self._pairs, merged[:, 0]).any(1)
+        cost[new] = self.costs(self._pairs[new])
+        self._cost = cost
+
+    def costs(self, pairs: Tensor) -> Tensor:
+        """What is lost where the two of a pair are one, ``(P,)``."""
+        costs = [
+            self._alone[some].sum(1) - self._log_joints(combined(self._kind, self._statistics, some))
+            for some in pairs.split(_PAIRS)
+            if len(some)
+        ]
+        return torch.cat(costs) if costs else self._alone.new_zeros(0)
+
+    def _log_joints(self, statistics: Statistics) -> Tensor:
+        """Sums of the log joints over clusters, ``(M,)``."""
+        log_joints: Tensor = self._likeliest(statistics).expected(statistics)
+        return log_joints
+
+
+def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
+    """Returns positions of the cheapest disjoint pairs, at most so many.
+
+    No two pairs have a cluster in common.
+    """
+    taken: set[int] = set()
+    chosen: list[int] = []
+    for some in cost.argsort(stable=True).split(2 * number):
+        for pair, both in zip(some.tolist(), pairs[some].tolist(), strict=True):
+            if taken.isdisjoint(both):
+                taken.update(both)
+                chosen.append(pair)
+                if len(chosen) == number:
+                    return torch.tensor(chosen, device=pairs.device)
+    return torch.tensor(chosen, device=pairs.device)
+
+
+def _nearest(x: Tensor, centres: Tensor) -> Tensor:
+    """The centres that are nearest to each data point, nearest first, ``(N, S)``."""
+    # For more clusters the nearest are looked for in single precision.
+    if len(centres) > 1000:
+        # In units in which single precision, twice as fast, holds the squares: no cluster depends on the last digits.
+        unit = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
+        x, centres = (x / unit).float(), (centres / unit).float()
+    # The smallest distance is the largest of these linear functions.
+    linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
+    functions = MaxInnerProductIndex(
+        linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
+    )
+    blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
+    return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
+
+
+def _with_one(x: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(x[:, :1]), x], 1)
+
+
+# Chosen on data of other seeds than those of the tables.
+_EM_STEPS = 8
+_MERGE_PARTNERS = 3
+_MIN_COUNT = 3
+
+
+def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
+    """Returns the statistics of a population, block by block."""
+    return added(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
+
+
+def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
+    """The populations of all data, under the model as it is.
+
+    Raises:
+        ValueError: if the guide is of another model.
+        NotImplementedError: where data are shared out over several processes.
+    """
+    if guide.model is not model:
+        raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
+    population = guide.refresh_(y)
+    if guide.populations.is_part:
+        raise NotImplementedError("split_and_merge needs all data; got a shard: train the mixture in one process")
+    return population  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    r"""Disjoint moves of components.
+
+    Two components become one, and the free one splits a third.
+
+    Attributes:
+        components: all as they are before.
+        kept: which components take over the data of another one, ``(M,)``.
+        moved: which ones move, ``(M,)``. Where it is the one that is kept, its data are left to all others.
+        split: where they move to, ``(M,)``.
+        merged: what the kept ones become.
+        halves: what those that are split become, and those that move, two and two, ``2 M`` components.
+    """
+
+    components: Gaussians
+    kept: Tensor
+    moved: Tensor
+    split: Tensor
+    merged: Gaussians
+    halves: Gaussians
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def first(self, number: int) -> Moves:
+        """The first ones."""
+        some = torch.arange(number, device=self.kept.device)
+        halves = self.halves.of(torch.arange(2 * number, device=self.kept.device))
+        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.of(some), halves)
+
+    def after(self) -> Gaussians:
+        """All components after these moves."""
+        even = 2 * torch.arange(len(self), device=self.kept.device)
+        after = self.components.with_others(self.kept, self.merged)
+        after = after.with_others(self.split, self.halves.of(even)).with_others(self.moved, self.halves.of(even + 1))
+        return dataclasses.replace(after, weights=after.weights / after.weights.sum())
+
+    def candidates(self, population: Population) -> Tensor:
+        """Returns states that populations should also score.
+
+        They are packed ``(N, S, 1)`` and include unmoved ones.
+        """
+        other = torch.arange(population.space.size, device=self.kept.device)
+        other[self.moved], other[self.split] = self.kept, self.moved
+        return population.space.pack(other[population.states(torch.int64)])
+
+
+def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
+    """The populations that accepted moves are proposed to.
+
+    They are not kept yet.
+    """
+    scorer = guide.log_joint_of(y)
+    population = guide.rescored(scorer)
+    words = moves.candidates(population)
+    return population.merge(Population(population.space, words, scorer.score(words)))
+
+
+class MoveSearch:
+    r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
+
+    Two components that become one take the sums of their responsibilities and of their statistics.
+    What that costs, the change of the expected log joints and of the entropy, needs no look at the
+    data. EM finds the gain of two components in the place of one, on the data that the one explains
+    best. Both hardly depend on other components. So the cheapest merges are made together with the
+    best splits.
+
+    Args:
+        components: as they are. The moves begin from the ones that an M-step makes of them.
+        population: truncated posteriors of all data points.
+        x: data above the center, ``(N, D)``.
+        statistics: of these data and posteriors.
+        prior: of the covariances.
+
+    Reference:
+        Ueda, Nakano, Ghahramani and Hinton, "SMEM algorithm for mixture models", Neural Computation 12, 2000. There one move is tried
+        after the other, each by EM to the end.
+    """
+
+    def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, prior: Prior) -> None:
+        self.components, self.statistics, self.prior, self.x = components.best(statistics, prior), statistics, prior, x
+        self._log_prior = self.components.log_prior(prior)
+        # Responsibilities of so many of a data point's components overlap; the others are small.
+        best = population.log_joint.topk(min(4, population.num_states)).indices
+        self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
+        self.deletion_losses = self._losses_without(population.log_joint.double(), weight)
+        self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)
+
+    def moves(self, generator: torch.Generator | None = None) -> Moves:
+        """The best disjoint moves that gain something, the best first."""
+        pairs = self.pairs()
+        losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.deletion_losses])
+        pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
+        gains, halves = self.halves(generator)
+        chosen, split = matched(pairs, losses, gains)
+        kept, moved = pairs[chosen].unbind(1)
+        two = torch.stack([2 * split, 2 * split + 1], 1).flatten()
+        return Moves(self.components, kept, moved, split, self.merged(pairs[chosen]), halves.of(two))
+
+    # --- two that become one ---
+
+    def _losses_without(self, log_joint: Tensor, weight: Tensor) -> Tensor:
+        """What the free energy loses without each component, ``(K,)``."""
+        best = log_joint.argmax(1, keepdim=True)
+        rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)
+        loss = (-torch.log1p(-weight)).scatter(1, best, log_joint.logsumexp(1, keepdim=True) - rest)
+        without: Tensor = self._log_prior.index_add(0, self.component.flatten(), loss.flatten())
+        return without
+
+    def pairs(self) -> Tensor:
+        """Returns pairs ``(M, 2)`` of components that explain the same data.
+
+        The second is most often second where the first is the best.
+        """
+        pairs: Tensor = partners(self.near[:, :2], len(self.components), _MERGE_PARTNERS)
+        return pairs
+
+    def losses(self, pairs: Tensor) -> Tensor:
+        """Returns the free energy's loss by merging pairs, ``(M,)``."""
+        merged, each = self.merged(pairs), self.components.expected(self.statistics) + self._log_prior
+        together = merged.expected(self._statistics(pairs)) + merged.log_prior(self.prior)
+        losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
+        return losses
+
+    def merged(self, pairs: Tensor) -> Gaussians:
+        """The components that pairs become."""
+        found = self.components.of(pairs[:, 0])
+        if len(pairs):
+            found = found.best_on_their_own(self._statistics(pairs), self.prior)
+        return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
+
+    def _statistics(self, pairs: Tensor) -> Statistics:
+        return combined(self.components.kind, self.statistics, pairs)
+
+    def _entropies(self, pairs: Tensor) -> Tensor:
+        """Returns the decrease of entropy by merging pairs, ``(M,)``.
+
+        It is negative where both explain a data point.
+        """
+        number = len(self.components)
+        known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
+        for i, j in itertools.combinations(range(self.near.shape[1]), 2):
+            one, other, weight = self.near[:, i], self.near[:, j], self.weight[:, [i, j]]
+            code = one.minimum(other) * number + one.maximum(other)
+            place = torch.searchsorted(known, code).clamp(max=len(known) - 1)
+            entropy = torch.special.entr(weight.sum(1)) - torch.special.entr(weight).sum(1)
+            change.index_add_(0, place, torch.where(known[place] == code, entropy, 0.0))
+        return change
+
+    # --- two in the place of one ---
+
+    def halves(self, generator: torch.Generator | None) -> tuple[Tensor, Gaussians]:
+        """Returns the gain of splitting each component, ``(K,)``, and the halves.
+
+        They are components ``2k`` and ``2k + 1``.
+        """
+        number, order = len(self.components), self.near[:, 0].argsort(stable=True)
+        owner, x = self.near[order, 0], self.x[order]
+        space = StateSpace([2 * number])
+        blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
+        halves = self.components.of(torch.arange(2 * number, device=owner.device) // 2)
+        log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
+        for _ in range(_EM_STEPS):
+            populations = (
+                Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
+            )
+            shares = (Shares(population, 2 * number) for population in populations)
+            statistics = added(collected(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True))
+            halves = self._shared_out(halves.best_on_their_own(statistics, self.prior))
+            log_joints = [halves.log_joint(rows, z) for rows, z in blocks]
+        whole = torch.cat([self.components.log_joint(rows, z[:, :1] // 2) for rows, z in blocks]).double()
+        ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
+        weight = self.weight[order, 0]
+        each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
+        gains = (halves.log_prior(self.prior).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
+        too_few = statistics["counts"].reshape(-1, 2).amin(1) < _MIN_COUNT
+        return gains.masked_fill(too_few, -math.inf), halves
+
+    def _shared_out(self, halves: Gaussians) -> Gaussians:
+        """Halves with the weight of the component that they are of."""
+        weights = halves.weights.reshape(-1, 2)
+        share = weights / weights.sum(1, keepdim=True) * self.components.weights.unsqueeze(1)
+        return dataclasses.replace(halves, weights=share.flatten())
+
+
+def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """Returns on which side of its component's mean each data point is.
+
+    The line goes through two of its data points. Log weights of the halves are ``(N, 2)``.
+    """
+    size = torch.bincount(owner, minlength=number)
+    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device_of(generator)).to(x.device)
+    drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
+    mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
+    side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0
+    return x.new_zeros(len(x), 2).masked_fill(torch.stack([side, ~side], 1), -math.inf)
+
+
+def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the cheapest pairs with the most gainful components.
+
+    The gain must be positive, and no component occurs twice.
+
+    Args:
+        pairs: components that could become one, ``(P, 2)``.
+        losses: what that costs, ``(P,)``.
+        gains: what two in the place of each component would gain, ``(K,)``.
+
+    Returns:
+        Positions of the chosen pairs, and the component that each goes with, ``(M,)``, what gains most first.
+    """
+    order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
+    both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
+    taken: set[int] = set()
+    chosen: list[tuple[int, int]] = []
+    for pair in order:
+        if not taken.isdisjoint(both[pair]):
+            continue
+        # What is passed over here is taken, or will be with this pair.
+        split = next((k for k in best if k not in taken and k not in both[pair]), None)
+        if split is None or not gain[split] > cost[pair]:
+            break
+        taken.update((*both[pair], split))
+        chosen.append((pair, split))
+    found = torch.tensor(chosen, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+@torch.no_grad()
+def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
+    """Makes all moves, or halves their number until the free energy rises.
+
+    It must not be below that without any move.
+
+    Args:
+        moves: the best first.
+        tried: does moves; the populations after them, and their free energy.
+        model: whose parameters are put back if none is done, or something fails.
+
+    Returns:
+        The moves, and the populations after them; none where none are done.
+    """
+    before, population = [value.clone() for value in model.parameters()], None
+    try:
+        moves, population = _accept(moves, tried)
+    finally:
+        if population is None:
+            for value, old in zip(model.parameters(), before, strict=True):
+                value.copy_(old)
+    return moves, population
+
+
+def _accept(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
+    if not len(moves):
+        return moves, None
+    least = tried(moves.first(0))[1]
+    while len(moves):
+        population, free_energy = tried(moves)
+        if bool(free_energy >= least):
+            return moves, population
+        moves = moves.first(len(moves) // 2)
+    return moves, None

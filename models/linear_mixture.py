@@ -15,17 +15,84 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, Search, StateSpace
+from pyro_truncated.distributions import component_products, component_sums
 from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.binary_causes import FLOOR, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
+
+NEVER_USED = 1e-8
+
+
+def best_weights(counts: Tensor) -> Tensor:
+    """Returns mixing proportions that maximise the expected log prior.
+
+    None is below a floor, as a component at zero could never recover.
+    """
+    weights = (counts / counts.sum()).clamp(min=FLOOR)
+    return weights / weights.sum()
+
+
+class Shares:
+    """Responsibilities :math:`r_{nk}` of ``K`` components, and sums weighted with them, in float64.
+
+    Where there are many more components than states are kept of a data point, only those are looked at.
+
+    Args:
+        population: truncated posteriors over the component.
+        num_components: ``K``.
+        temperature: of the posteriors.
+    """
+
+    def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:
+        self.num_components = num_components
+        self._dense: Tensor | None = None
+        # From so many components per state on the sums go over the states that are kept.
+        if num_components < 4 * population.num_states:
+            self._dense = population.value_probabilities(temperature)[:, 0].double()
+        else:
+            self._component = population.states(torch.int64)[..., 0]
+            self._weight = population.weights(temperature).double()
+
+    def counts(self) -> Tensor:
+        r""":math:`\sum_n r_{nk}`, ``(K,)``."""
+        if self._dense is not None:
+            return self._dense.sum(0)
+        return self._weight.new_zeros(self.num_components).index_add_(0, self._component.flatten(), self._weight.flatten())
+
+    def sums(self, rows: Tensor) -> Tensor:
+        r""":math:`\sum_n r_{nk} x_n` of rows ``(N, D)``, ``(K, D)``."""
+        if self._dense is not None:
+            return self._dense.mT @ rows
+        return component_sums(self._component, self._weight, rows, self.num_components)
+
+    def means(self, values: Tensor) -> Tensor:
+        r""":math:`\sum_k r_{nk} v_k` of values ``(K, D)`` of the components, ``(N, D)``."""
+        if self._dense is not None:
+            return self._dense @ values
+        total = values.new_zeros(len(self._component), values.shape[1])
+        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
+            total += weight.unsqueeze(-1) * values[component]
+        return total
+
+    def outer_products(self, rows: Tensor) -> Tensor:
+        r""":math:`\sum_n r_{nk} x_n x_n^\top` of rows ``(N, D)``, ``(K, D, D)``."""
+        if self._dense is not None:
+            # One component at a time: all at once are K times the data.
+            return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in self._dense.mT])
+        component, weight = self._component, self._weight
+        if rows.is_cpu:  # a device would be waited for
+            # Most states that are kept explain nothing, and every product costs the square of the dimensions.
+            # Of shares so small nothing is left in the sums of a component that is used.
+            row, state = (~(weight <= 1e-20)).nonzero(as_tuple=True)
+            # Numbers in the copies that are made to leave out such states.
+            if len(row) * rows.shape[1] <= 2**25:
+                rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
+        return component_products(rows, component, weight, self.num_components)
+
 
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
-# A table of all components is made where this share of it is asked for.
-_DENSE_SHARE = 0.25
-# Equal weights differ by rounding.
-_WEIGHT_RTOL = 1e-5
 
 
 class ComponentTable(TorchDistribution):
@@ -96,7 +163,8 @@ class ComponentTable(TorchDistribution):
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)
-        if row.numel() < _DENSE_SHARE * batch.numel() * self._num_components:
+        # A table of all components is made where this share of it is asked for.
+        if row.numel() < 0.25 * batch.numel() * self._num_components:
             few: Tensor = self._plain(self.component).log_prob(value)
             return few
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
@@ -173,7 +241,8 @@ class LinearMixture(UniqueModule):
             draws are then unrelated to the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > _WEIGHT_RTOL * highest)) else None
+        # Equal weights differ by rounding.
+        return self.datum_statistics() if bool(self.knows_data | (highest - lowest > 1e-5 * highest)) else None
 
     @names_arguments
     @torch.no_grad()

@@ -18,10 +18,10 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, cast_like, check_data, count_data
-from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
+from pyro_truncated.models.binary_causes import NEVER_SEEN, activation, cast_like, check_data, count_data
+from pyro_truncated.models.dictionary import best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
-from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.models.superposed_causes import SparseCoding
 
 _ROOT_OF_TAU = math.sqrt(2 * math.pi)
 

@@ -13,7 +13,7 @@ from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.extend import names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
-from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.models.superposed_causes import SparseCoding
 
 
 class MaximalCauses(SparseCoding):

@@ -12,11 +12,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.extend import check_observable, device_of, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
-
-_WEIGHT_FLOOR = 1e-6
-_MIN_ACTIVITY = 1e-10
 
 
 class NoisyOr(SuperposedCauses):
@@ -151,12 +148,12 @@ class NoisyOr(SuperposedCauses):
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
-        weight = torch.where(trials > _MIN_ACTIVITY, weight, old).clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR)
+        weight = torch.where(trials > NEVER_SEEN, weight, old).clamp(FLOOR, 1 - FLOOR)
         self.weight = weight.to(self.weight)
         if self.learn_leak:
             observed = statistics["observed"]
             leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
-            self.leak = leak.clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR).to(self.leak)
+            self.leak = leak.clamp(FLOOR, 1 - FLOOR).to(self.leak)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:

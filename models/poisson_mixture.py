@@ -12,13 +12,11 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import ComponentTable, LinearMixture
-from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data, first_rows
+from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
-_RATE_FLOOR = 1e-6
 _Poisson = defer_validation(dist.Poisson)
 
 
@@ -107,7 +105,7 @@ class PoissonMixture(LinearMixture):
         _, nearest = spread_rows(counts.sqrt(), self.num_components, generator)
         size = 1 + torch.bincount(nearest, minlength=self.num_components).to(counts)
         total = counts.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, counts)
-        self.rate = (total / size.unsqueeze(-1)).clamp(min=_RATE_FLOOR).to(self.rate)
+        self.rate = (total / size.unsqueeze(-1)).clamp(min=FLOOR).to(self.rate)
         self.weights = (size / size.sum()).to(self.weights)
         self.knows_data.fill_(True)
         return self
@@ -153,7 +151,7 @@ class PoissonMixture(LinearMixture):
         """
         counts = statistics["counts"].unsqueeze(-1)
         rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
-        self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
+        self.rate = rate.clamp(min=FLOOR).to(self.rate)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
 
     @torch.no_grad()

@@ -26,7 +26,6 @@ _MAX_SCATTERED_AT_ONCE = 4000
 _ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
 # Of their draws so many are held against each other at a time; whole trials.
 _HELD_AT_A_TIME = 512
-_MAX_DISTANCES = 2**20
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     return chosen
 
 
-def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor) -> Tensor:
+def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
     """Returns these rows with the best draws of cells first.
 
     As many are taken at a time as there are draws for each.
@@ -131,7 +130,7 @@ def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, 
     number = int(cell.max()) + 1
     for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
         rest, across = (distance - power)[rows].unsqueeze(0), points[rows].mT
-        for part in own.split(max(1, _MAX_DISTANCES // max(1, len(rows)))):
+        for part in own.split(max(1, max_distances // max(1, len(rows)))):
             lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
     order = gain.view(-1, _TRIALS_PER_DRAW).argsort(1, descending=True)

@@ -15,7 +15,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs, cholesky
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN
+from pyro_truncated.models.dictionary import best_slabs, cholesky
 
 Statistics = dict[str, Tensor]
 # Of what every process has computed from its data: the sums.
@@ -23,7 +24,6 @@ Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
 _FIRST_VARIANCE = 0.5
-_FLOOR = 1e-6
 # So many data points, and the likeliest states of each, tell a good step from a bad one.
 _TRIAL, _LIKELIEST = 250, 4
 
@@ -275,14 +275,14 @@ def _floored(covariance: Tensor, power: Tensor) -> Tensor:
 
     Variances, and eigenvalues relative to them, are then no tiny part of the slabs' mean squares.
     """
-    deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(_FLOOR * power).sqrt()
+    deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
     is_low = _may_be_below_floor(relative)
     values, vectors = torch.linalg.eigh(relative[is_low])
-    floored: Tensor = (vectors * values.clamp(min=_FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
+    floored: Tensor = (vectors * values.clamp(min=FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
     covariance = covariance.clone()
-    covariance[is_low] = torch.where((values >= _FLOOR).all(-1)[:, None, None], covariance[is_low], floored)
+    covariance[is_low] = torch.where((values >= FLOOR).all(-1)[:, None, None], covariance[is_low], floored)
     return covariance
 
 
@@ -295,7 +295,7 @@ def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
     """
     if relative.device.type != "cpu":
         return slice(None)
-    floor = _FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype)
+    floor = FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype)
     info: Tensor = torch.linalg.cholesky_ex(relative - floor)[1]
     return info != 0
 

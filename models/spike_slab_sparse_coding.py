@@ -17,11 +17,9 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, count_data
-from pyro_truncated.models.linear_dictionary import LinearDictionary
+from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
-from pyro_truncated.models.sparse_coding import SparseCoding
-
-_VANISHING = 1e-8
+from pyro_truncated.models.superposed_causes import SparseCoding
 
 
 class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
@@ -200,12 +198,12 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self._slabs.bring_into_units(statistics, gain)
 
 
-def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:
+def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, vanishing: float = 1e-8) -> Tensor:
     """Returns factors ``(H,)`` that elements are divided by.
 
     They are the ratio of new and old norm, with the sign of the slab mean.
     """
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
     # An element that vanishes does so itself: the scale of its slab would soon be no number.
-    ratio = torch.where((old_norm > 0) & (norm > _VANISHING * old_norm), norm / old_norm, 1.0)
+    ratio = torch.where((old_norm > 0) & (norm > vanishing * old_norm), norm / old_norm, 1.0)
     return torch.where(slab_mean < 0, -ratio, ratio)

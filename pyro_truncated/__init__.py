@@ -6,8 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
+from pyro_truncated.em.gibbs import GibbsDraws, GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.data_fingerprint import ChangedDataWarning

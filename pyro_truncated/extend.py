@@ -19,13 +19,11 @@ A model of your own needs none of them. They are for models that others use.
 from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of
 from pyro_truncated.ops.deferred_checks import raise_if, read_conditions
 from pyro_truncated.program.observed import check_observable
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import selected_rows
-from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
-from pyro_truncated.utils.renaming import Renamed
 
 __all__ = [
     "Renamed",

@@ -31,11 +31,10 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.backend import compile_first
-from pyro_truncated.ops.component_sums import component_sums
+from pyro_truncated.ops.components import component_sums, square_distances
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.quadratic import flip_energy
-from pyro_truncated.ops.square_distances import square_distances
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.preselection import Singletons
 from pyro_truncated.sequences import BlockSearch

@@ -26,8 +26,6 @@ MIN_LINES = 60
 REASON = "A file of its own"
 # Short files that await their neighbours. None is added.
 TO_MERGE = {
-    "models/covariance_types.py",
-    "pyro_truncated/distributions/normal_or_missing.py",
     "pyro_truncated/guide/stale_parameters.py",
     "pyro_truncated/program/plate_nesting.py",
 }

@@ -23,6 +23,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from matplotlib.figure import Figure
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
@@ -215,7 +216,39 @@ def trained_switches() -> dict[str, Any]:
     return {"model": pyro_truncated.gplvm.SpikeSlabGPLVM(12, 3, num_latents=3), "y": torch.randn(12, 3)}
 
 
+@functools.cache
+def converted() -> dict[str, Any]:
+    """Two models of bars, converted with their training and the checks of one of them."""
+    y, found = pyro_truncated.datasets.linear_bars(20, 3, mean_active=2.0, noise=5.0).data, []
+    for num_latents in (6, 3):
+        model = models.BinarySparseCoding(9, num_latents).initialize(y)
+        guide = AutoTruncated(model, num_states=8)
+        svi = SVI(model, guide, pyro_truncated.ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+        record = pyro_truncated.fit(svi, y, steps=5, progress=False).record
+        checks = pyro_truncated.check_truncation(guide, y, steps=2, num_samples=100, warn=False)
+        found.append(pyro_truncated.to_arviz(model, guide, y, training=record, checks=checks, num_samples=25))
+    return {"idata": found[0], "other": found[1], "Figure": Figure}
+
+
+def predicted() -> dict[str, Any]:
+    # Parameters are point estimates, and the data few.
+    warnings.simplefilter("ignore")
+    return converted()
+
+
+def with_global_latent() -> dict[str, Any]:
+    names = regression()
+    guide = AutoNormal(names["model"])
+    SVI(names["model"], guide, Adam({"lr": 0.01}), Trace_ELBO()).step(names["x"], names["y"])
+    return {"idata": pyro_truncated.to_arviz(names["model"], guide, names["x"], names["y"]), "Figure": Figure}
+
+
 DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    **dict.fromkeys(
+        ("plot_restarts", "plot_covered_mass", "plot_effective_states", "plot_gap", "plot_activations", "plot_marginals"), converted
+    ),
+    **dict.fromkeys(("plot_predictive_check", "plot_pareto_k", "plot_loo_pit", "plot_comparison"), predicted),
+    "plot_forest": with_global_latent,
     "ActiveSetGPLVM": dict,
     "AutoTruncated": local_causes,
     "AutoTruncated.infer": list_of_guides,

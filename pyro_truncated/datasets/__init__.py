@@ -1,18 +1,23 @@
 """Data: stored data sets, images and patches, artificial bars tests."""
 
 from pyro_truncated.datasets.bars import Bars, bar_components, linear_bars, matched_bars, noisy_or_bars, overlapping_bars
-from pyro_truncated.datasets.images import IMAGE_SOURCES, generated_images, natural_images
-from pyro_truncated.datasets.patches import (
+from pyro_truncated.datasets.images import (
+    DATA_VARIABLE,
+    IMAGE_SOURCES,
+    DatasetNotFoundError,
     Whitening,
     binarize,
     binary_patches,
     clamp_brightest,
+    data_folder,
     fit_whitening,
+    generated_images,
     image_patches,
+    load,
+    natural_images,
     save_whitened_patches,
     whitened_patches,
 )
-from pyro_truncated.datasets.stored import DATA_VARIABLE, DatasetNotFoundError, data_folder, load
 
 __all__ = [
     "DATA_VARIABLE",

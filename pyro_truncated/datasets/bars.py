@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 
 class Bars(NamedTuple):

@@ -1,13 +1,68 @@
-"""Images: stored ones, those of scikit-learn, and generated ones."""
+"""Stored data sets, natural images and their patches."""
 
 from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.datasets.stored import DatasetNotFoundError, load
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
+
+DATA_VARIABLE = "PYRO_TRUNCATED_DATA"
+
+
+class DatasetNotFoundError(FileNotFoundError):
+    """A stored data set is not in the data folder.
+
+    Example:
+        >>> try:
+        ...     arrays = load("no_such_data")
+        ... except DatasetNotFoundError as error:
+        ...     print("not there")
+        not there
+    """
+
+
+def data_folder() -> Path:
+    """The folder of the stored data sets.
+
+    The environment variable ``PYRO_TRUNCATED_DATA`` names it; without it, it is ``../shared/data`` beside the repository, or else
+    beside the working directory.
+
+    Example:
+        >>> isinstance(data_folder(), Path)
+        True
+    """
+    if named := os.environ.get(DATA_VARIABLE):
+        return Path(named)
+    beside_repository = Path(__file__).parents[3] / "shared" / "data"
+    return beside_repository if beside_repository.is_dir() else Path.cwd().parent / "shared" / "data"
+
+
+def load(name: str) -> dict[str, np.ndarray]:
+    """Loads the arrays of a stored data set ``<name>.npz`` by their names.
+
+    Example:
+        >>> try:
+        ...     x = load("snelson1d")["x_train"]
+        ... except DatasetNotFoundError:
+        ...     x = torch.linspace(0, 6, 200).numpy()  # where the data folder does not hold it
+
+    Raises:
+        DatasetNotFoundError: if the data folder holds no such file.
+    """
+    file = data_folder() / f"{name}.npz"
+    if not file.is_file():
+        raise DatasetNotFoundError(f"data set {name!r} not found at {file}; set {DATA_VARIABLE} to the folder that holds {name}.npz")
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
 
 IMAGE_SOURCES = ("hyvarinen", "vanhateren", "sklearn", "generated")
 
@@ -82,3 +137,245 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
         noise = torch.fft.ifft2(torch.fft.fft2(torch.randn(size, size, generator=generator)) * falloff).real
         images.append((image + 0.05 * noise / noise.std()).clamp(0, 1))
     return images
+
+
+_AT_A_TIME = 50_000
+
+
+def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draws ``num`` square patches ``(num, size**2)``, uniformly over all positions in all images.
+
+    Example:
+        >>> image_patches(generated_images(1, 32), 8, 50).shape
+        torch.Size([50, 64])
+
+    Raises:
+        ValueError: if an image is smaller than a patch or there is none.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    if not images or any(min(image.shape) < size for image in images):
+        raise ValueError(f"patches of {size} x {size} need images at least as large; got {[tuple(image.shape) for image in images]}")
+    windows = [image.unfold(0, size, 1).unfold(1, size, 1) for image in images]
+    counts = torch.tensor([float(window.shape[0] * window.shape[1]) for window in windows])
+    source = torch.multinomial(counts, num, replacement=True, generator=generator)
+    position = torch.rand(2, num, generator=generator, dtype=torch.float64)
+    patches = images[0].new_empty(num, size, size)
+    for index, window in enumerate(windows):
+        chosen = source == index
+        row, column = ((position[axis, chosen] * window.shape[axis]).long() for axis in (0, 1))
+        patches[chosen] = window[row, column]
+    return patches.flatten(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whitening:
+    r"""ZCA whitening on the leading principal components and its pseudo-inverse.
+
+    With the eigenvectors :math:`U` and eigenvalues :math:`\Lambda` kept of the covariance, ``whiten`` is
+    :math:`U \Lambda^{-1/2} U^\top` and ``dewhiten`` is :math:`U \Lambda^{1/2} U^\top` (Bell & Sejnowski, 1997). A dictionary ``(D, H)``
+    learned on whitened data is ``dewhiten @ dictionary`` in pixel space.
+
+    Example:
+        >>> y = torch.randn(500, 4) @ torch.randn(4, 4)
+        >>> whitening = fit_whitening(y, variance=1.0)
+        >>> torch.allclose(whitening.invert(whitening.apply(y)), y, atol=1e-2)
+        True
+
+    Attributes:
+        mean: mean ``(D,)`` of the data.
+        whiten: whitening matrix ``(D, D)``, symmetric.
+        dewhiten: de-whitening matrix ``(D, D)``, symmetric.
+        num_components: number of principal components kept.
+    """
+
+    mean: Tensor
+    whiten: Tensor
+    dewhiten: Tensor
+    num_components: int
+
+    def apply(self, data: Tensor) -> Tensor:
+        """Whitened data ``(N, D)``: mean zero, and unit variance along every component kept."""
+        return (data - self.mean) @ self.whiten
+
+    def invert(self, whitened: Tensor) -> Tensor:
+        """Returns data ``(N, D)`` from whitened data, without the dropped components."""
+        return whitened @ self.dewhiten + self.mean
+
+
+def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
+    """Fits ZCA whitening to data ``(N, D)``.
+
+    It keeps the fewest principal components that hold the given share of the variance.
+
+    Computed in float64, returned in the type of the data.
+
+    Example:
+        >>> y = torch.randn(500, 4) @ torch.randn(4, 4)
+        >>> whitening = fit_whitening(y, variance=1.0)
+        >>> torch.allclose(whitening.apply(y).mT.cov(), torch.eye(4), atol=1e-2)
+        True
+
+    Raises:
+        ValueError: if ``variance`` is not in (0, 1] or the data are constant.
+    """
+    if not 0 < variance <= 1:
+        raise ValueError(f"variance must lie in (0, 1]; got {variance}")
+    mean = data.double().mean(0)
+    centred = data.double() - mean
+    eigenvalues, eigenvectors = torch.linalg.eigh(centred.mT @ centred / len(data))
+    eigenvalues, eigenvectors = eigenvalues.flip(0).clamp(min=0), eigenvectors.flip(1)
+    if eigenvalues[0] == 0:
+        raise ValueError("data must vary to be whitened; all of them are equal")
+    share = eigenvalues.cumsum(0) / eigenvalues.sum()
+    numerical_rank = int((eigenvalues > eigenvalues[0] * len(eigenvalues) * torch.finfo(data.dtype).eps).sum())
+    kept = min(int((share < variance).sum()) + 1, numerical_rank)
+    root, basis = eigenvalues[:kept].sqrt(), eigenvectors[:, :kept]
+    whiten, dewhiten = (basis / root) @ basis.mT, (basis * root) @ basis.mT
+    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), kept)
+
+
+def whitened_patches(
+    images: Sequence[Tensor],
+    size: int,
+    num: int,
+    generator: torch.Generator | None = None,
+    *,
+    clamp: float = 0.02,
+    structure: float = 0.25,
+    variance: float = 0.95,
+    whitening: Whitening | None = None,
+) -> tuple[Tensor, Whitening]:
+    """Natural image patches as sparse coding wants them.
+
+    The highest amplitudes are clamped against light reflections, patches without structure are left out, and the rest
+    is ZCA whitened (Evolutionary Expectation Maximization, 2018, section 5.2). The paper leaves two things open. Here
+    a patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
+    brightness of each patch is removed first, since it would make up most of the variance that the whitening keeps.
+
+    Example:
+        >>> y, whitening = whitened_patches(generated_images(2, 64), 6, 300)
+        >>> y.shape
+        torch.Size([300, 36])
+
+    Args:
+        images: grey images.
+        size: side of a patch.
+        num: number of patches ``N`` to return.
+        generator: source of the random positions.
+        clamp: share of the brightest pixels that are set to the value below them.
+        structure: least standard deviation of a patch, relative to the median.
+        variance: share of the variance that the whitening keeps.
+        whitening: that of other patches, which these are to be compared with. Default: it is fitted to these.
+
+    Returns:
+        Whitened patches ``(N, size**2)`` and the whitening.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    kept = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    whitening = fit_whitening(kept, variance) if whitening is None else whitening
+    return whitening.apply(kept), whitening
+
+
+def save_whitened_patches(
+    file: str | Path,
+    images: Sequence[Tensor],
+    size: int,
+    num: int,
+    generator: torch.Generator | None = None,
+    *,
+    clamp: float = 0.02,
+    structure: float = 0.25,
+    variance: float = 0.95,
+) -> Whitening:
+    """Writes whitened patches beyond memory to a ``.npy`` file.
+
+    See :func:`whitened_patches`.
+
+    They are made 50 000 at a time, to the first of which the whitening is fitted.
+
+    Example:
+        >>> import numpy as np
+        >>> whitening = save_whitened_patches("patches.npy", generated_images(2, 64), 6, 300)
+        >>> np.load("patches.npy", mmap_mode="r").shape
+        (300, 36)
+
+    Args:
+        file: the file. One that is there is replaced.
+        images: grey images.
+        size: side of a patch.
+        num: number of patches ``N`` to write.
+        generator: source of the random positions.
+        clamp: share of the brightest pixels that are set to the value below them.
+        structure: least standard deviation of a patch, relative to the median.
+        variance: share of the variance that the whitening keeps.
+
+    Returns:
+        The whitening.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    images = [clamp_brightest(image, clamp) for image in images]
+    whitening: Whitening | None = None
+    written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
+    for start in range(0, num, _AT_A_TIME):
+        kept = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
+        whitening = fit_whitening(kept, variance) if whitening is None else whitening
+        written[start : start + len(kept)] = whitening.apply(kept).numpy()
+    written.flush()
+    assert whitening is not None
+    return whitening
+
+
+def _structured_patches(images: Sequence[Tensor], size: int, num: int, structure: float, generator: torch.Generator | None) -> Tensor:
+    """Patches ``(num, size**2)`` with structure, without their mean brightness."""
+    patches = image_patches(images, size, 2 * num, generator)
+    deviation = patches.std(1)
+    kept = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
+    if len(kept) < num:
+        raise ValueError(
+            f"fewer than half of the patches have a standard deviation of at least {structure} times the median; lower `structure`"
+        )
+    return kept - kept.mean(1, keepdim=True)
+
+
+def clamp_brightest(values: Tensor, share: float) -> Tensor:
+    """Clamps a given share of the largest values.
+
+    Example:
+        >>> clamp_brightest(torch.tensor([1.0, 2.0, 3.0, 9.0]), 0.25)
+        tensor([1., 2., 3., 3.])
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"share must lie in [0, 1); got {share}")
+    return values.clamp(max=values.flatten().kthvalue(max(1, math.ceil((1 - share) * values.numel()))).values)
+
+
+def binary_patches(
+    images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None, *, clamp: float = 0.01
+) -> Tensor:
+    """Draws binary patches ``(num, size**2)`` from natural images.
+
+    Grey values are the probabilities of the pixels.
+
+    The brightest pixels are clamped and every patch is stretched to [0, 1] first (Evolutionary Expectation
+    Maximization, 2018, section 5.2).
+
+    Example:
+        >>> binary_patches(generated_images(1, 32), 4, 20).shape
+        torch.Size([20, 16])
+    """
+    patches = image_patches([clamp_brightest(image, clamp) for image in images], size, num, generator)
+    return binarize(patches, generator)
+
+
+def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Stretches patches ``(N, D)`` to [0, 1] and draws binary pixels.
+
+    Constant patches become zero.
+
+    Example:
+        >>> binarize(torch.rand(5, 9)).unique()
+        tensor([0., 1.])
+    """
+    low, high = patches.amin(1, keepdim=True), patches.amax(1, keepdim=True)
+    grey = (patches - low) / (high - low).clamp(min=torch.finfo(patches.dtype).tiny)
+    return torch.bernoulli(grey, generator=generator)

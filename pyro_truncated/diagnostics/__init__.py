@@ -15,13 +15,20 @@ from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_restarts,
 )
 from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
-from pyro_truncated.diagnostics.prediction.alignment import RestartComparison, compare_restarts, match_latents
-from pyro_truncated.diagnostics.prediction.calibration import Calibration, simulation_based_calibration
-from pyro_truncated.diagnostics.prediction.cross_validation import CrossValidation, compare_models, cross_validate
-from pyro_truncated.diagnostics.prediction.predictive_checks import loo_pit, predictive_p_values
+from pyro_truncated.diagnostics.prediction import (
+    Calibration,
+    CrossValidation,
+    RestartComparison,
+    compare_models,
+    compare_restarts,
+    cross_validate,
+    loo_pit,
+    match_latents,
+    predictive_p_values,
+    simulation_based_calibration,
+)
 from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass, effective_states, population_growth
-from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
-from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
+from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
 from pyro_truncated.diagnostics.truncation.findings import TruncationWarning
 from pyro_truncated.diagnostics.truncation.truncation_report import TruncationReport, check_truncation
 from pyro_truncated.utils.arviz_compat import convert_owner

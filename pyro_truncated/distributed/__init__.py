@@ -11,10 +11,19 @@ The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and
     training = fit(SVI(model, guide, ClosedForm(model), Truncated_ELBO(search)), y, steps=200)
 """
 
-from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
-from pyro_truncated.distributed.batches import Batches, RowBatch
-from pyro_truncated.distributed.launch import UnsharedDataWarning, start
-from pyro_truncated.distributed.shards import Portion, Shard, positions_of, rows_at, shard, some_rows, sums_of, total_rows
+from pyro_truncated.distributed.launch import AllReduced, SummedELBO, UnsharedDataWarning, start
+from pyro_truncated.distributed.shards import (
+    Batches,
+    Portion,
+    RowBatch,
+    Shard,
+    positions_of,
+    rows_at,
+    shard,
+    some_rows,
+    sums_of,
+    total_rows,
+)
 from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
 
 __all__ = [

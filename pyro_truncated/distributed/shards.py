@@ -1,19 +1,25 @@
-"""Shards: the rows of the data that a process holds."""
+"""Whose data are whose: rows, minibatches, values that follow them."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed import world
+from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import device_of
 
@@ -351,3 +357,226 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * _SECOND
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
+
+
+_current: ContextVar[RowBatch | None] = ContextVar("pyro_truncated_batch", default=None)
+
+
+@dataclasses.dataclass(eq=False)
+class RowBatch:
+    """A minibatch: a context in which the data plate takes these rows.
+
+    Example:
+        >>> batch: RowBatch = next(iter(Batches(torch.randn(10, 4), 5, block=1)))
+        >>> len(batch.rows), batch.scale
+        (5, 2.0)
+
+    Attributes:
+        rows: positions ``(n,)`` among the data points of this process. The first one, where none of the minibatch is here.
+        num_rows: number of data points of this process.
+        scale: number of data points of all processes per one in the minibatch.
+        is_idle: whether none of the minibatch is here.
+        data: what it is a minibatch of; what was read of it stays in memory only as long as the minibatch.
+    """
+
+    rows: Tensor
+    num_rows: int
+    scale: float
+    is_idle: bool
+    data: Any = None
+    _token: Token[RowBatch | None] | None = None
+
+    def __enter__(self) -> RowBatch:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._token is not None
+        _current.reset(self._token)
+        let_go(self.data)
+
+
+def current_batch() -> RowBatch | None:
+    """The minibatch that the program is in."""
+    return _current.get()
+
+
+class Batches:
+    """Minibatches that hold every data point once per epoch.
+
+    They are made of blocks of successive rows in random order.
+
+    Data on a disk are read in blocks. The data points of a minibatch depend on the seed and its number, not on the
+    number of processes: each process takes those that it has. Within a minibatch call the model with all data, and
+    without a size for its plate::
+
+        for batch in itertools.islice(distributed.Batches(y, 1000), 30):
+            with batch:
+                svi.step(y)
+
+    :func:`~pyro_truncated.fit` takes them as ``fit(svi, y, steps=500, batches=distributed.Batches(y, 1000))``.
+
+    Args:
+        y: data, or a shard of them.
+        size: data points per minibatch, in all processes together. The last one of an epoch may have fewer.
+        block: successive rows that stay together; 1 for minibatches of single rows. Data that are sorted want small blocks.
+        seed: decides the order.
+
+    Raises:
+        ValueError: if a number is no positive integer.
+    """
+
+    def __init__(self, y: Any, size: int, *, block: int = 64, seed: int = 0) -> None:
+        size, block = check_counts(size=size, block=block)
+        self._y = y if isinstance(y, Shard) else None
+        self._portion = portion_of(y) or Portion(0, len(y), len(y))
+        self.size, self.block, self.seed = size, min(block, size), seed
+        if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
+            # Blocks are read as they are; otherwise the system reads megabytes around each of them.
+            y.file.madvise(mmap.MADV_RANDOM)
+        self._blocks_each = size // self.block
+        self._num_blocks = -(-self._portion.total // self.block)
+        self._order: tuple[int, Tensor] | None = None
+
+    def __len__(self) -> int:
+        """The number of minibatches in an epoch."""
+        return -(-self._num_blocks // self._blocks_each)
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        """All minibatches from the first on, epoch after epoch, without an end."""
+        return map(self.at, itertools.count())
+
+    def at(self, step: int) -> RowBatch:
+        """The minibatch of a step, counted from zero."""
+        epoch, number = divmod(step, len(self))
+        starts = self._shuffle(epoch)[number * self._blocks_each : (number + 1) * self._blocks_each] * self.block
+        rows = (starts.sort().values.unsqueeze(-1) + torch.arange(self.block)).flatten()
+        rows = rows[rows < self._portion.total]
+        scale = self._portion.total / len(rows)
+        own = rows[(rows >= self._portion.first) & (rows < self._portion.first + self._portion.size)] - self._portion.first
+        is_idle = not len(own)
+        return RowBatch(own.new_zeros(1) if is_idle else own, self._portion.size, scale, is_idle, self._y)
+
+    def _shuffle(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+            self._order = epoch, torch.randperm(self._num_blocks, generator=generator)
+        return self._order[1]
+
+
+_left: Any = WeakIdKeyDictionary()
+
+
+def leave_to_owners(parameter: Tensor) -> None:
+    """Marks a parameter whose rows belong to this process's data points.
+
+    No gradients of other processes are added to it.
+    """
+    _left[parameter] = True
+
+
+def take_from_owners(parameter: Tensor) -> None:
+    """Marks a parameter that holds the rows of all data points."""
+    _left.pop(parameter, None)
+
+
+def is_owned(parameter: Tensor) -> bool:
+    """Whether :func:`leave_to_owners` has said so."""
+    return parameter in _left
+
+
+def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
+    """Returns rows at global positions ``(n,)``, the same on each process.
+
+    Gradients add up and go to the owners.
+
+    Every process must ask for them, and take the gradient of what it makes of them if one of them does.
+
+    Args:
+        own: the rows of this process, ``(m, ...)``.
+        portion: which these are.
+        positions: the same on every process.
+    """
+    rows: Tensor = _RowsOfOwners.apply(own, portion, positions)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def gather_all_rows(own: Tensor, y: Any) -> Tensor:
+    """Gathers rows of all processes in order, unless data are whole."""
+    return torch.cat(world.gather(own.detach().clone())) if is_spread(y) else own
+
+
+def as_shard_like(values: Tensor, y: Any) -> Tensor:
+    """Returns rows computed from a shard as such a shard."""
+    return Shard.of(values, y.portion) if isinstance(y, Shard) else values
+
+
+def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
+    """Selects this process's data points among global positions.
+
+    Returns them with their places here. Of whole data these are all.
+    """
+    if portion is None:
+        return positions
+    return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
+
+
+def ending_together(arguments: Any) -> AbstractContextManager[None]:
+    """A context whose errors end all processes, if arguments hold shards."""
+    return world.failing_together() if is_spread(arguments) else nullcontext()
+
+
+class _RowsOfOwners(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
+        """Sends what is here, and zeros for what is elsewhere."""
+        ctx.is_mine = (positions >= portion.first) & (positions < portion.first + portion.size)
+        ctx.places, ctx.shape = positions[ctx.is_mine] - portion.first, own.shape
+        rows = own.new_zeros(len(positions), *own.shape[1:])
+        rows[ctx.is_mine] = own[ctx.places]
+        return world.add([rows])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The sum over all processes of the gradients of what is here."""
+        total = world.add([gradients[0]])[0]
+        return total.new_zeros(ctx.shape).index_add_(0, ctx.places, total[ctx.is_mine]), None, None
+
+
+def rows_of(state: Any) -> dict[str, Tensor]:
+    """Returns all tensors of rows in a nested state, by their path.
+
+    Kept apart, any number of processes can share them. A state with rows is a dictionary. Its ``rows`` are tensors with a row for each
+    of the first data points of this process; zeros mark unknown ones. Its ``first_position`` is the position of the first row among all
+    data. Its ``is_spread`` says whether other processes have the rest.
+    """
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        found[name] = tensor
+        return tensor
+
+    _map(state, note, {}, "")
+    return found
+
+
+def without_rows(state: Any) -> Any:
+    """The state with empty tensors in their places."""
+    # No view: what is saved of one is all that it is a view of.
+    return _map(state, lambda _, tensor: tensor[:0].clone(), {}, "")
+
+
+def with_rows(state: Any, rows: Mapping[str, Tensor], portion: Portion) -> Any:
+    """Returns the state with these rows of this process's data points."""
+    where = {"first_position": portion.first, "is_spread": portion.is_part}
+    return _map(state, lambda name, tensor: rows.get(name, tensor), where, "")
+
+
+def _map(state: Any, change: Callable[[str, Tensor], Tensor], where: Mapping[str, Any], name: str) -> Any:
+    if isinstance(state, list):
+        return [_map(value, change, where, f"{name}.{number}") for number, value in enumerate(state)]
+    if not isinstance(state, Mapping):
+        return state
+    if "rows" in state:
+        return {**state, **where, "rows": {key: change(f"{name}.{key}", tensor) for key, tensor in state["rows"].items()}}
+    return {key: _map(value, change, where, f"{name}.{key}") for key, value in state.items()}

@@ -4,22 +4,29 @@ import importlib
 from typing import Any
 
 from pyro_truncated.distributions.binary_chains import BinaryChains
-from pyro_truncated.distributions.component import Component, categorical
-from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
-from pyro_truncated.distributions.component_multivariate_normal import ComponentMultivariateNormal
-from pyro_truncated.distributions.component_normal import ComponentNormal
-from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
-from pyro_truncated.distributions.deferred_validation import defer_validation
+from pyro_truncated.distributions.components import (
+    Component,
+    ComponentLowRankNormal,
+    ComponentMultivariateNormal,
+    ComponentNormal,
+    categorical,
+)
+from pyro_truncated.distributions.deferred_validation import NormalOrMissing, defer_validation
 from pyro_truncated.distributions.linear import LinearSuperposition
-from pyro_truncated.distributions.max_family import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum
-from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
-from pyro_truncated.distributions.max_superposition import MaximumSuperposition
+from pyro_truncated.distributions.maximum import (
+    BernoulliMaximum,
+    ExponentialMaximum,
+    FamilyMaximum,
+    GammaMaximum,
+    MaximumSlabs,
+    MaximumSuperposition,
+    PiecewiseGaussian,
+    PoissonMaximum,
+)
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
-from pyro_truncated.distributions.normal_or_missing import NormalOrMissing
-from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
+from pyro_truncated.distributions.slabs import CorrelatedSlabSuperposition, SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.ops.component_sums import component_sums
-from pyro_truncated.ops.low_rank import component_products
+from pyro_truncated.ops.components import component_products, component_sums
 from pyro_truncated.utils.constraints import or_missing
 
 __all__ = [
@@ -60,10 +67,10 @@ __all__ = [
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).
 _ELSEWHERE = {
-    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior"), "pyro_truncated.gp.active_sets.distributions"),
-    "GivenActiveSet": "pyro_truncated.gp.active_sets.distributions",
-    "ActiveSet": "pyro_truncated.gp.active_sets.active_set",
-    **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.arrangement"),
+    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior"), "pyro_truncated.gp.active_set_distributions"),
+    "GivenActiveSet": "pyro_truncated.gp.active_set_distributions",
+    "ActiveSet": "pyro_truncated.gp.active_sets",
+    **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.occlusion"),
     **dict.fromkeys(("Canvas", "OccludedScene", "SceneParameters"), "pyro_truncated.scenes.occlusion"),
 }
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.ops.binary_chains import Transitions, safe_log
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 
 class BinaryChains(TorchDistribution):

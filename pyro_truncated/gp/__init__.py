@@ -1,9 +1,8 @@
 """Gaussian processes, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
-from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.distributions import ActiveSetScaleWarning
-from pyro_truncated.gp.active_sets.splits import Split, UniformSplits, growing
-from pyro_truncated.gp.cholesky import JitterWarning
+from pyro_truncated.gp.active_set_distributions import ActiveSetScaleWarning
+from pyro_truncated.gp.active_sets import ActiveSet, Split, UniformSplits, growing
+from pyro_truncated.gp.cholesky import JitterWarning, PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.data_kernels import (
     CountKernel,
     DataKernel,
@@ -24,9 +23,8 @@ from pyro_truncated.gp.data_kernels import (
     spectrum,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance
-from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.subset import (
     AllNoiseWarning,
     CoregionalizedGPRegression,
@@ -41,8 +39,7 @@ from pyro_truncated.gp.subset import (
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.gp.subset.pyro_models import StudentT
 from pyro_truncated.gp.subset.subset_search import RandomSearch
-from pyro_truncated.gp.uncertain.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
-from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_form, psi_statistics
+from pyro_truncated.gp.uncertain import Expectation, PsiStatistics, Quadrature, Sampling, SpikeSlabInputs, closed_form, psi_statistics
 
 __all__ = [
     "ActiveSet",

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import GPyTorchKernel
-from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
-from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
 
 
 class SubsetGPModel(Model):

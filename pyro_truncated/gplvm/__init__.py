@@ -3,8 +3,8 @@
 They are spike-and-slab GP-LVM, manifold relevance determination, and decoders on active sets.
 """
 
-from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.function_decoder import SASFunctionDecoder
+from pyro_truncated.gplvm.decoders.latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.fitting import (
@@ -19,12 +19,10 @@ from pyro_truncated.gplvm.spike_slab.fitting import (
     update_switches,
 )
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior, Prediction
-from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior, latents_to_arviz
-from pyro_truncated.gplvm.spike_slab.label_likelihoods import BernoulliLabels, CategoricalLabels, LabelLikelihood, PoissonCounts
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM, SpikeSlabMRD
-from pyro_truncated.gplvm.spike_slab.plots import plot_latents, plot_relevance, plot_switches
+from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior, latents_to_arviz, plot_latents, plot_relevance, plot_switches
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM, SpikeSlabMRD, TimePrior
 from pyro_truncated.gplvm.spike_slab.svi import Analytic_ELBO, explicit_copy, fit_minibatches, natural_step
-from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
+from pyro_truncated.gplvm.spike_slab.view import BernoulliLabels, CategoricalLabels, LabelLikelihood, PoissonCounts
 
 __all__ = [
     "Analytic_ELBO",

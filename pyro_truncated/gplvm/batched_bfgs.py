@@ -9,12 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
-# Which start leads shows early.
-_EVALUATIONS_OF_ALL = 6
-# A step is taken if it gains this share of what the slope promises.
-_SUFFICIENT = 1e-4
 _LONGEST = 1.0
 # Gains below so many units in the last place of a value are not seen.
 _ROUNDING = 8
@@ -65,7 +61,8 @@ class _Climb:
         slope = (here.gradients * here.steps).sum(1)
         there = here.points + here.steps
         values, gradients = _with_gradients(functions, there, here.rows)
-        is_better = values >= here.values + _SUFFICIENT * slope
+        # A step is taken if it gains this share of what the slope promises.
+        is_better = values >= here.values + 1e-4 * slope
         fall = here.gradients - gradients
         scaled, curvatures = _curvatures(here, fall)
         curvatures = torch.where(is_better[:, None, None], curvatures, here.curvatures)
@@ -137,7 +134,8 @@ def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length
     every = torch.arange(num, device=starts.device)
     climb = _Climb.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
     for done in range(evaluations):
-        if done == min(_EVALUATIONS_OF_ALL, evaluations - 1):
+        # Which start leads shows early.
+        if done == min(6, evaluations - 1):
             climb = climb.keep(climb.leaders(num))
         if bool(climb.is_done.all()):
             break

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.owned_rows import gather_all_rows
-from pyro_truncated.distributed.shards import own_rows, sums_of, total_rows
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.distributed.shards import gather_all_rows, own_rows, sums_of, total_rows
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
-
-# Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
-_RANK_TOLERANCE = 1e-7
 
 
 @names_arguments
@@ -60,7 +55,9 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         scores = own_rows(vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt(), joint)
     scale = (total([scores.square().sum(0)])[0] / number).sqrt()
     rounding = 4 * torch.finfo(joint.dtype).eps * size / number**0.5
-    useful = scale > torch.maximum(_RANK_TOLERANCE * scale.max(), rounding)
+    # Singular values below this share of the largest are rounding: a Gram matrix keeps the square
+    # root of the precision.
+    useful = scale > torch.maximum(1e-7 * scale.max(), rounding)
     device = joint.device if generator is None else generator.device
     drawn = torch.randn(number, num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
     found = own_rows(drawn, joint).clone()

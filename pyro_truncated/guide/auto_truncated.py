@@ -35,9 +35,8 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import TakesPrefixed
+from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.parameter_store import TakesPrefixed, spare_random_numbers
 
 
 class AutoTruncated(TakesPrefixed, WholeModelGuide):

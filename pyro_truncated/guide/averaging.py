@@ -22,7 +22,7 @@ from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Where a conditional's draws differ much: how many times as many are made, and when they are enough.
 _MOST_DRAWS, _HUNDREDTH = 8, 0.01

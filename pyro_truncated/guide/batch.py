@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import current_batch
+from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint

@@ -32,7 +32,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussianSteps
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 # Chains of a block whose joint configurations are scored by runs of the model.
 _BLOCK_CHAINS = 4

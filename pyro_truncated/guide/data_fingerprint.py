@@ -16,7 +16,7 @@ from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.observed import ObservedValues
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta, sample_nodes
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _MAX_ENTRIES = 32
 _MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**64

@@ -20,7 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
+from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
 
 # `_PYRO_STACK` is private, but no message says what the traces around have recorded, nor which plates (with their subsamples) are open.
 

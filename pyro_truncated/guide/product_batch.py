@@ -19,7 +19,7 @@ from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pyro_truncated.guide.pairwise_marginals import product_pairs
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.ops.elimination import Messages
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 _ROUNDING = 1e-6
 

@@ -13,8 +13,7 @@ import pyro.poutine as poutine
 import torch
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
 @contextmanager

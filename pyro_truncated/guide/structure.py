@@ -31,10 +31,9 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.running_statistics import warn_about_running_statistics
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
+from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
-from pyro_truncated.utils.counts import naming_empty_plates
-from pyro_truncated.utils.isolation import isolated, spare_random_numbers
-from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed
+from pyro_truncated.utils.parameter_store import ShadowWatch, isolated, refuse_shadowed, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:

@@ -39,9 +39,8 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import check_choice, scoring_for
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_kinds
-from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
+from pyro_truncated.utils.arguments import check_count, check_kinds
+from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
 
 
 class WholeModelGuide(AutoGuide):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use_backend
 from pyro_truncated.ops.deferred_checks import (
     cholesky,
@@ -30,8 +29,6 @@ from pyro_truncated.ops.evolution import (
     select_top,
     sparse_flip_probabilities,
 )
-from pyro_truncated.ops.fields import Fields, enumerate_states, pack
-from pyro_truncated.ops.latent_values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.maximum import (
     maximum_error,
     maximum_score,
@@ -40,9 +37,20 @@ from pyro_truncated.ops.maximum import (
     maximum_statistics,
     maximum_wins,
 )
-from pyro_truncated.ops.most_active import inherit_active_bound
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
-from pyro_truncated.ops.packed_checks import check_bits, check_words, gather_states
+from pyro_truncated.ops.packed_states import (
+    Fields,
+    activation_probabilities,
+    check_bits,
+    check_words,
+    draw_values,
+    enumerate_states,
+    gather_states,
+    inherit_active_bound,
+    pack,
+    unpack,
+    value_probabilities,
+)
 from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
 from pyro_truncated.ops.slabs import (
     correlated_slab_log_prob,

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
-from pyro_truncated.ops.latent_values import unpack
-from pyro_truncated.ops.most_active import inherit_active_bound
-from pyro_truncated.ops.packed_checks import check_words
+from pyro_truncated.ops.packed_states import Fields, check_words, enumerate_states, inherit_active_bound, single_states, unpack
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
 UNFIT, IMPOSSIBLE = 1e-100, 1e-200
-
-# Of a number of flips that is exceeded less often than this, the rest is cut off.
-_MIN_TAIL = 1e-18
 
 
 class SparseFlips(NamedTuple):
@@ -67,7 +61,8 @@ def most_flips(number: int, probability: float) -> int:
     mean = number * probability
     if mean == 0:
         return 0
-    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(_MIN_TAIL))
+    # Of a number of flips that is exceeded less often than this, the rest is cut off.
+    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(1e-18))
     return next(exceeds, number)
 
 
@@ -291,9 +286,6 @@ def _check_mutable(words: Tensor, fields: Fields) -> None:
         raise ValueError("a space of a single state has nothing to mutate")
 
 
-_SMALL_SPACE = 4096
-
-
 def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
     """Returns distinct initial states, different for each data point.
 
@@ -319,7 +311,8 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
     keys = positions(rows, num_data, torch.device("cpu")), draw_seed(generator)
     _, _, singletons = single_states(fields)
     others = singletons[:0]
-    if fields.size <= max(_SMALL_SPACE, 4 * num_states):
+    # So small a space is enumerated.
+    if fields.size <= max(4096, 4 * num_states):
         everything = enumerate_states(fields, "cpu")
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
     return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
+from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.utils.devices import cached_answer
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.packed_checks import check_bits, check_likelihood, check_rows, check_weights
+from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check_rows, check_weights
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:

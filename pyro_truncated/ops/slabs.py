@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.packed_checks import check_likelihood, check_weights
+from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.quadratic import pair_energy
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import without_missing

@@ -14,8 +14,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
-from pyro_truncated.utils.counts import naming_empty_plates
-from pyro_truncated.utils.isolation import Assign, isolated
+from pyro_truncated.utils.arguments import naming_empty_plates
+from pyro_truncated.utils.parameter_store import Assign, isolated
 
 
 class _ObservesTensors(Messenger):

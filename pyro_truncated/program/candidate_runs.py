@@ -21,8 +21,8 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
-from pyro_truncated.states.moments import Moments
-from pyro_truncated.utils.isolation import Assign, isolated
+from pyro_truncated.states.population import Moments
+from pyro_truncated.utils.parameter_store import Assign, isolated
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]

@@ -21,7 +21,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.supports import elementwise, value_bounds
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _MAX_JOINT_VALUES = 16
 _RUNS_BY_CHANCE = 4

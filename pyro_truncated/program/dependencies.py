@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise, support_of, value_bounds
-from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 _LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}

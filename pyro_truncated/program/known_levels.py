@@ -20,7 +20,7 @@ from pyro_truncated.ops import find_duplicates, gather_states
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout, SiteLayout
 from pyro_truncated.program.sites import is_delta, sample_nodes
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pyro_truncated.program.discovery import discrete_site, reachable_bounds, re
 from pyro_truncated.program.plate_nesting import nesting_with_room, room_for_events
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 
 class SiteLayout:

@@ -17,7 +17,7 @@ from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Sc
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.states.moments import Moments
+from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.budget import budget_on, memory_budget
 
 # Numbers per word of a state, and as many more, that are held where states are sorted and selected.

@@ -27,7 +27,7 @@ from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.constraints import signed
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 class ObservedValues:

@@ -14,7 +14,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.states.moments import Moments
+from pyro_truncated.states.population import Moments
 
 
 def run_moments(nodes: Mapping[str, Any], probe: Probe, words: Tensor, rows: slice) -> Moments | None:

@@ -10,7 +10,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.distributed.batches import current_batch
+from pyro_truncated.distributed.shards import current_batch
 
 _MIN_ROWS_PER_DRAW = 32
 _MIN_ROWS = 2**14

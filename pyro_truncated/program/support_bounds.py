@@ -20,7 +20,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.program.supports import HUGE, Bounds, possible_values, support_of, value_bounds
-from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 _MAX_COMBINATIONS = 4096
 _MAX_SINGLE_RUNS = 64

@@ -31,7 +31,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.zero_probabilities import impossible_entries, is_certain_somewhere
 from pyro_truncated.utils.budget import memory_budget as within_budget
-from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,90 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from pyro_truncated.restoration.restore import denoise, inpaint
-from pyro_truncated.restoration.tiling import restore_in_tiles
+from pyro_truncated.restoration.restore import Restored, denoise, inpaint
+from pyro_truncated.utils.console import progress_bar
 
-# By how much transparency may differ in a file, of 255.
-_NEARLY = 16
+# Entries of an image, channels included, that are restored at once: about three GB.
+_MAX_ENTRIES = 2**19
+_OVERLAP = 32
+
+
+def restore_in_tiles(
+    image: Tensor,
+    restore: Callable[[Tensor, bool | None], Restored],
+    most: int = _MAX_ENTRIES,
+    progress: bool | None = None,
+    *,
+    keeps_seen: bool = False,
+) -> tuple[Tensor, float]:
+    """Restores an image as a whole or in overlapping tiles.
+
+    Tiles are used if it has more entries than the limit; they fade into each other.
+
+    Args:
+        image: ``(height, width)`` or ``(height, width, channels)``; missing entries are NaN.
+        restore: restores a part, given whether to show a progress bar.
+        most: entries of the largest part.
+        progress: whether to show a progress bar; default: if the output is a terminal.
+        keeps_seen: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
+            without noise. Tiles without missing entries are then skipped, since nothing learned in
+            them is used.
+
+    Returns:
+        The restored image, and the root mean square of the noise that was learned in the tiles. It
+        is zero if nothing was learned in any tile.
+
+    Raises:
+        ValueError: before any work is done, if in a part that is restored by itself all is missing.
+    """
+    is_missing = image.isnan()
+    if keeps_seen and not bool(is_missing.any()):
+        return image.clone(), 0.0
+    if image.numel() <= most:
+        whole = restore(image, progress)
+        return whole.image, whole.noise
+    side = math.isqrt(most // image[0, 0].numel())
+    places = list(itertools.product(*(spans(size, side) for size in image.shape[:2])))
+    for rows, columns in places:
+        if bool(is_missing[rows, columns].flatten(0, 1).all(0).any()):
+            where = f"rows {rows.start} to {rows.stop - 1} and columns {columns.start} to {columns.stop - 1}"
+            raise ValueError(f"the image is restored in parts of {side} x {side} pixels, and all of {where} is missing: make it smaller")
+    if keeps_seen:
+        # All parts that cover a missing entry stay: they fade into each other there as ever.
+        places = [place for place in places if bool(is_missing[place].any())]
+    total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
+    with progress_bar(progress, total=len(places), desc="tiles") as bar:
+        for place in places:
+            part = restore(image[place], False)
+            weight = torch.outer(*(_fading(span) for span in place)).to(image)
+            share[place] += weight
+            total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
+            squares += part.noise**2 / len(places)
+            bar.update()
+    restored = total / share.reshape(share.shape + (1,) * (image.dim() - 2))
+    if keeps_seen:
+        # Exactly, which means of what is the same in all parts are not; nor is there one where no part was restored.
+        restored = torch.where(is_missing, restored, image)
+    return restored, math.sqrt(squares)
+
+
+def spans(size: int, side: int) -> list[slice]:
+    """Returns evenly spaced stretches of a side that cover so many entries.
+
+    Neighbours overlap by 32 or more. A shorter side is one stretch.
+    """
+    side = min(side, size)
+    number = math.ceil((size - side) / max(1, side - _OVERLAP)) + 1
+    starts = torch.linspace(0, size - side, number).round().long().tolist()
+    return [slice(start, start + side) for start in starts]
+
+
+def _fading(span: slice) -> Tensor:
+    """Returns weights that fade to overlapping ends, never to zero."""
+    places = torch.arange(span.stop - span.start, dtype=torch.float64)
+    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
+
+
 # Pixels of a mask are missing from this far from its white on, of the distance to its black.
 # Edges of drawn text are grey, and blocks of JPEG are, too.
 _LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
@@ -37,8 +117,6 @@ _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
     "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255, and NaN is missing; colours have 8 bits"
 )
-# Of formats that lose some of the picture.
-_QUALITY = 95
 
 
 @dataclass
@@ -121,7 +199,11 @@ def _read(path: Path) -> _Picture:
     Pictures are turned as they are shown.
     """
     with Image.open(path) as opened:
-        notes = "; its colours of 16 bits are read as 8" if _has_deep_colours(opened) else ""
+        notes = (
+            "; its colours of 16 bits are read as 8"
+            if opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
+            else ""
+        )
         picture = ImageOps.exif_transpose(opened)
         num_pictures = getattr(opened, "n_frames", 1)
         # Other colours become red, green and blue, of which their profile says nothing.
@@ -164,7 +246,8 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 
     If the format lacks the mode, the nearest one is taken.
     """
-    options: dict[str, Any] = {"quality": _QUALITY, "icc_profile": picture.profile}
+    # Of formats that lose some of the picture.
+    options: dict[str, Any] = {"quality": 95, "icc_profile": picture.profile}
     shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
     whole = shallow.copy()
     if picture.is_deep:
@@ -192,13 +275,9 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
         if picture.has_transparency_data:
             # Lossy formats keep it nearly.
             alphas = (np.array(some.convert("RGBA").getchannel("A"), dtype=np.int16) for some in (written, picture))
-            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= _NEARLY)
+            # By how much transparency may differ in a file, of 255.
+            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
         return np.array_equal(np.array(written), np.array(picture))
-
-
-def _has_deep_colours(opened: Image.Image) -> bool:
-    """Whether a picture, not loaded yet, has colours of 16 bits."""
-    return opened.mode not in _DEEP and any(";16" in str(tile) for tile in getattr(opened, "tile", ()))
 
 
 @contextlib.contextmanager
@@ -229,7 +308,7 @@ def _mask_values(path: Path) -> tuple[np.ndarray, float, bool]:
     return values.min(-1), least, False
 
 
-def _is_hidden(path: Path, *, is_inverted: bool) -> np.ndarray:
+def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     """Returns which pixels a mask hides, ``(height, width)``.
 
     They are those unlike what is seen, and NaN.
@@ -264,7 +343,7 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
     Raises:
         ValueError: for a mask of another size, and one that hides nothing or all.
     """
-    is_hidden = torch.from_numpy(_is_hidden(path, is_inverted=is_inverted))
+    is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
             other = "leave --invert out" if is_inverted else "with --invert what is white is missing"

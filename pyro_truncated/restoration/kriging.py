@@ -12,24 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pyro_truncated.ops.low_rank import posterior_means
-from pyro_truncated.restoration.noise_estimation import filled, smoothed
+from pyro_truncated.ops.components import posterior_means
+from pyro_truncated.restoration.noise import filled, smoothed
 from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
 _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
 # Of images of which most is seen: the larger ones follow what is near less closely, and are for seeing anything at all.
 _MOST_IS_SEEN, _SIDE_IF_SEEN = 2 / 3, 5
-# Entries of a window, with all channels, at most. Of more channels nothing is predicted.
-_MOST_ENTRIES = 108
 # Nor more than this part of the array's, so that covariances are not those of what is seen by chance, but at least of this side.
 _PART_OF_ALL, _LEAST_SIDE = 1 / 16, 3
 # Entries around a place whose pairs say what covariances are there, and how many pairs of the whole array count beside them.
 _NEIGHBOURS, _PAIRS_OF_ALL = 628, 30
 # Places are so many spreads of a neighbourhood apart, and along a dimension there are so many at most: of longer ones spreads are larger.
 _DISTANCE, _MOST_PLACES = 1.6, 64
-# The first learns from what is seen, the others from what is predicted, too.
-_ROUNDS = 3
 # Directions whose variance is below this part of the noise's change nothing.
 _LEAST_VARIANCE = 0.05
 
@@ -64,7 +60,8 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     if not bool(image.isnan().any()):
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
-    most = min(_MOST_ENTRIES / (channels or 1), max(_LEAST_SIDE**num_dims, _PART_OF_ALL * math.prod(shape)))
+    # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
+    most = min(108 / (channels or 1), max(_LEAST_SIDE**num_dims, _PART_OF_ALL * math.prod(shape)))
     is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
     usual = _SIDE_IF_SEEN if is_seen_mostly else _SIDES.get(num_dims, _SIDE_OF_VOLUMES)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
@@ -75,7 +72,8 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     rest = (image - smooth).double()
     rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
     known, index = rest, torch.arange(len(rows), device=rows.device)
-    for _ in range(_ROUNDS):
+    # The first learns from what is seen, the others from what is predicted, too.
+    for _ in range(3):
         factor = _directions(_covariances(known, patches), noise)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))

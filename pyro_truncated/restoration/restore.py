@@ -11,30 +11,43 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.channels import (
+from pyro_truncated.restoration.kriging import predicted
+from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
     channel_axis,
     check_noise,
+    check_stabilised,
+    checked,
+    filled,
+    floating,
+    gain_of,
+    mean_of_stabilised,
+    nearly_no_noise,
     noise_levels,
     per_channel,
     related_channels,
     root_mean_square,
+    stabilise,
+    warn_of_varying_noise,
 )
-from pyro_truncated.restoration.iterated_mixture import expected_errors, find_consensus, run_rounds
-from pyro_truncated.restoration.kriging import predicted
-from pyro_truncated.restoration.large_holes import fill_large_holes
-from pyro_truncated.restoration.low_rank_groups import average_low_rank_groups
-from pyro_truncated.restoration.model_training import ModelOfPatches, make_model, posterior_means, start, train
-from pyro_truncated.restoration.noise_estimation import checked, filled, floating, nearly_no_noise
-from pyro_truncated.restoration.nonlocal_groups import average_groups
-from pyro_truncated.restoration.patch_size import can_stack_sides, side_for_model, side_of, sides_of_mixtures
-from pyro_truncated.restoration.patch_size_stacking import restore_with_stacked_sides
-from pyro_truncated.restoration.photon_counts import check_stabilised, gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
+from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups
+from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
+from pyro_truncated.restoration.patch_model import (
+    ModelOfPatches,
+    allows_stacking,
+    make_model,
+    posterior_means,
+    side_for_model,
+    side_of,
+    sides_of_mixtures,
+    start,
+    train,
+)
+from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, restore_with_stacked_sides
 from pyro_truncated.restoration.windows import Patches
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
-from pyro_truncated.utils.counts import check_counts
 
 # Of the last round, of which it is found out which of them suit the image.
 _CANDIDATES = (4, 5, 6, 8, 10, 12)
@@ -177,7 +190,8 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     num_dims = image.dim() - has_channels
     if noise is not None and not isinstance(noise, str):
         noise = check_noise(noise, image, has_channels=has_channels)
-    if has_channels and settings.model is None and _has_equal_channels(image, noise):
+    is_grey = has_channels and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
+    if is_grey and settings.model is None and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all())):
         one = _restore(image[..., 0], noise[0] if isinstance(noise, Tensor) else noise, settings, has_channels=False)
         return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
     if isinstance(noise, str):
@@ -213,12 +227,6 @@ def _restore_apart(image: Tensor, levels: Any, groups: list[list[int]], settings
     return dataclasses.replace(all_found[0], image=restored, noise=root_mean_square(own), channel_noise=own)
 
 
-def _has_equal_channels(image: Tensor, noise: Any) -> bool:
-    """Whether all channels are the same, and their noise."""
-    is_equal = bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all())
-    return is_equal and (not isinstance(noise, Tensor) or bool((noise == noise[0]).all()))
-
-
 def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_channels: bool) -> Restored:
     """Restores photon counts by Anscombe's transform and its exact unbiased inverse."""
     if noise != "poisson":
@@ -236,7 +244,7 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
     if model is None:
         sides = [side] if side is not None else sides_of_mixtures(image, level, shape, channels is not None)
-        chooses = side is None and channels is None and settings.rounds > 1 and can_stack_sides(image, level)
+        chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)
@@ -322,7 +330,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
-    :func:`~pyro_truncated.restoration.large_holes.fill_large_holes`. Of an array without noise, mixtures
+    :func:`~pyro_truncated.restoration.patch_size_stacking.fill_large_holes`. Of an array without noise, mixtures
     assume that at most 4 % of the deviation cannot be predicted from the rest of a patch. Another
     model learns it; but the observed entries are kept.
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
 
 
 class Patches:

@@ -1,11 +1,17 @@
 """Scenes of occluding objects: data, likelihoods, searches."""
 
-from pyro_truncated.scenes.arrangement import DepthOrder, Positions
-from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, place_probabilities
 from pyro_truncated.scenes.data import Match, Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.scenes.occlusion import OccludedScene
-from pyro_truncated.scenes.place_regression import PlaceRegression, colour_maps
-from pyro_truncated.scenes.place_scan import PlaceScan, RefinedPlaces
+from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions
+from pyro_truncated.scenes.place_scan import (
+    Candidates,
+    PlaceAffinity,
+    PlaceRegression,
+    PlaceScan,
+    RefinedPlaces,
+    best_places,
+    colour_maps,
+    place_probabilities,
+)
 from pyro_truncated.scenes.place_searches import PlacementCompletion, PlacementMoves, PlacementSelection
 
 __all__ = [

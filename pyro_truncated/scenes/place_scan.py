@@ -1,17 +1,138 @@
-"""Places of objects by comparison with the image, everywhere or nearby."""
+"""Candidate places of objects, by comparison with the image or by regression.
+
+A state has the sites ``presence`` (binary), ``position`` (as many values as places) and perhaps ``order``, in this
+order. Each is a vector with one latent per object, as in :class:`pyro_truncated.models.OcclusiveComponents`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated import ops
+from pyro_truncated.distributed import world
+from pyro_truncated.gp.noisy_covariance import DenseCovariance
+from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.components import k_means
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
-from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
-from pyro_truncated.utils.budget import row_slices
+from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.budget import row_slices, rows_per_block
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Where the objects of each data point may lie.
+
+    Example:
+        >>> scores = torch.zeros(1, 1, 16)
+        >>> scores[0, 0, 5] = 1.0
+        >>> candidates = best_places(scores, pyro_truncated.distributions.Canvas(4, 4, 2, 2), 1)
+        >>> candidates.scores.flatten(), candidates.places.flatten()
+        (tensor([1.]), tensor([5]))
+
+    Attributes:
+        scores: how well each object fits there, larger is better, ``(N, H, C)``; the best place of an object first.
+        places: the places, ``(N, H, C)`` int64.
+    """
+
+    scores: Tensor
+    places: Tensor
+
+
+PlaceAffinity = Callable[[SearchBatch], Candidates]
+
+
+def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
+    """Returns the places of largest score ``(N, H, L)``, best first.
+
+    None lies next to a better one. They are crossed out in ``scores``.
+
+    Example:
+        >>> scores = torch.zeros(1, 1, 16)
+        >>> scores[0, 0, 5] = 1.0
+        >>> best_places(scores, pyro_truncated.distributions.Canvas(4, 4, 2, 2), 1).places.flatten()
+        tensor([5])
+    """
+    values, places = [], []
+    for found in range(number):
+        best = scores.max(-1)
+        values.append(best.values)
+        places.append(best.indices)
+        if found + 1 < number:
+            scores.scatter_(-1, neighbourhood(best.indices, canvas), -torch.inf)
+    return Candidates(torch.stack(values, -1), torch.stack(places, -1))
+
+
+def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
+    """Returns places ``(..., (2 radius + 1)^2)`` around others, included.
+
+    At the edge of a canvas that does not wrap some are repeated.
+    """
+    rows, columns = canvas.grid
+    steps = torch.arange(-radius, radius + 1, device=places.device)
+    row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
+    row, column = (row % rows, column % columns) if canvas.wrap else (row.clamp(0, rows - 1), column.clamp(0, columns - 1))
+    return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
+
+
+def join(found: list[Candidates]) -> Candidates:
+    """The candidates of several blocks of data points, one after the other."""
+    return Candidates(torch.cat([c.scores for c in found]), torch.cat([c.places for c in found]))
+
+
+def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
+    """Returns :math:`q_n(s_h = 1, x_h = l)` as a sparse matrix.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 2)
+        >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
+        >>> where, probability = place_probabilities(guide.population())
+
+    Returns:
+        Positions of entries ``(2, E)``: data point, and ``h * L + l``; and the probabilities ``(E,)`` float64. What is not listed is zero.
+    """
+    num_objects, num_places = scene_sizes(population.space)
+    levels = population.states(torch.int32)
+    row, state, latent = (levels[..., :num_objects] > 0).nonzero(as_tuple=True)
+    place = levels[row, state, num_objects + latent].long()
+    key = (row * num_objects + latent) * num_places + place
+    keys, entry = key.unique(return_inverse=True)
+    values = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
+    values.index_add_(0, entry, population.weights().double()[row, state])
+    width = num_objects * num_places
+    return torch.stack([keys // width, keys % width]), values
+
+
+def scene_sizes(space: StateSpace) -> tuple[int, int]:
+    """Numbers of objects and of places.
+
+    Raises:
+        ValueError: if the space is not that of presence, position and perhaps order.
+    """
+    cardinalities = space.cardinalities
+    for parts in (2, 3):
+        size, rest = divmod(len(cardinalities), parts)
+        if rest or not size or any(v != 2 for v in cardinalities[:size]) or len(set(cardinalities[size : 2 * size])) != 1:
+            continue
+        if parts == 2 or all(v == size for v in cardinalities[2 * size :]):
+            return size, cardinalities[size]
+    raise ValueError(
+        "searches for scenes need a model with the discrete sites presence (binary), position and perhaps order, vectors of equal length; "
+        f"got latents of {cardinalities[:8]}... values"
+    )
+
 
 Scene = Callable[[], SceneParameters]
 
@@ -133,3 +254,260 @@ class RefinedPlaces:
         scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
         places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
         return Candidates(found.scores, found.places.scatter(1, index, places))
+
+
+class PlaceRegression(LearnedAffinity[Candidates]):
+    """Predicts places of objects from the image by Gaussian processes.
+
+    There is one output per object and place, and one kernel for all.
+
+    The targets are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, almost all of which
+    are zero. The prediction is the leave-one-out mean: of each image from the posteriors of all *others*. It knows no
+    templates and, without ``smooth``, no neighbourhood of places. Predictions for all ``H L`` outputs are a product
+    of an ``N x N`` matrix and the sparse targets, so the number of outputs hardly matters.
+
+    Of one image, an output can only be predicted if an object lay at this very place in another one. So ``smooth`` adds half of the scores
+    of the places beside, and a quarter of those on the diagonals.
+
+    It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On
+    several processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all data, and predicts
+    its own.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceRegression(model.canvas, inputs=colour_maps(4)), 2)
+
+    Args:
+        canvas: sizes.
+        kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
+        refit_every: visits between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor. Default: exact.
+        num_candidates: places per object.
+        smooth: whether scores of neighbouring places support each other.
+        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``. Default: the pixels.
+        leave_out: whether to leave each image's own posterior out. If not, the regression mostly returns what it was given.
+        fit_steps: largest number of L-BFGS steps of a fit.
+        max_fit: largest number of images that a fit looks at, drawn at random; predictions use all.
+        site: name of the observed images.
+        generator: source of randomness for the choice of these images. Default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        canvas: Canvas,
+        *,
+        kernel: str | kernels.Kernel = "composition",
+        refit_every: int = 5,
+        rank: int | None = None,
+        num_candidates: int = 1,
+        smooth: bool = True,
+        inputs: Callable[[Tensor], Tensor] | None = None,
+        leave_out: bool = True,
+        fit_steps: int = 20,
+        max_fit: int = 400,
+        site: str = "y",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_counts(refit_every=refit_every, num_candidates=num_candidates, fit_steps=fit_steps, max_fit=max_fit)
+        self.canvas, self.kernel, self.refit_every, self.rank = canvas, kernel, refit_every, rank
+        self.num_candidates, self.smooth, self.inputs, self.leave_out = num_candidates, smooth, inputs, leave_out
+        self.fit_steps, self.max_fit, self.site = fit_steps, max_fit, site
+        super().__init__(generator)
+
+    def forget(self) -> None:
+        """Forgets all images and targets; the kernel keeps its parameters."""
+        super().forget()
+        self._images: Tensor | None = None
+        self._influence: Tensor | None = None
+        self._targets: Tensor | None = None
+        self._visits = self._first_position = 0
+        self._is_spread = self._has_drawn = False
+
+    def _data_of(self, batch: SearchBatch) -> Tensor:
+        if self.site not in batch.observations:
+            raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
+        return batch.observations[self.site]
+
+    def _can_learn_from(self, batch: SearchBatch) -> bool:
+        return batch.population.indices is None
+
+    def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
+        return self._images is data or (self._images is not None and torch.equal(self._images, data))
+
+    def _predict_known(self, data: Tensor, batch: SearchBatch) -> Candidates:
+        assert self._influence is not None
+        return self._candidates(self._influence if batch.population.indices is None else self._influence[batch.population.indices])
+
+    def _predict_new(self, data: Tensor) -> Candidates:
+        if self.regression is None:
+            raise ValueError("PlaceRegression learns from a batch of all data in order; give it one before minibatches or new images")
+        identity = torch.eye(len(self.regression.inputs), dtype=torch.float64, device=data.device)
+        return self._candidates(self.regression.predict(self._inputs_of(data), identity)[0].float())
+
+    def _memory_state(self) -> dict[str, Any]:
+        assert self._targets is not None
+        targets = {"entries": self._targets.indices(), "values": self._targets.values(), "shape": list(self._targets.shape)}
+        where = {"first_position": self._first_position, "is_spread": self._is_spread}
+        return {"rows": {"images": self._images}, **where, "visits": self._visits, "targets": targets}
+
+    def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
+        self._images, self._visits = memory["rows"]["images"], memory["visits"]
+        self._first_position, self._is_spread = memory["first_position"], memory["is_spread"]
+        self._targets = _sparse(*memory["targets"].values())
+        found = self._new_regression()
+        found.load_state_dict(regression)
+        return found
+
+    def _new_regression(self) -> LeaveOneOutRegression:
+        assert self._images is not None
+        # Inputs may depend on all images, as maps of the colours that they show do.
+        images = torch.cat(world.gather(self._images)) if self._is_spread else self._images
+        return LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+
+    def _inputs_of(self, images: Tensor) -> Tensor:
+        return images.flatten(1) if self.inputs is None else self.inputs(images)
+
+    def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
+        """Takes in the posteriors, and fits the kernel if it is due."""
+        sizes = gather_function(batch)(len(data))
+        first = sum(sizes[: world.rank()]) if batch.is_spread else 0
+        entries, values = place_probabilities(batch.population)
+        kept = values > 1e-4
+        entries, values = entries[:, kept], values[kept]
+        if self.smooth:
+            entries, values = self._smooth(entries, values)
+        if batch.is_spread:
+            entries = torch.cat(world.gather(entries + entries.new_tensor([[first], [0]])), 1)
+            values = torch.cat(world.gather(values))
+        shape = (sum(sizes), scene_sizes(batch.space)[0] * self.canvas.num_places)
+        self._targets = _sparse(entries, values.float(), shape)
+        if self.regression is None:
+            self._images, self._first_position, self._is_spread = data, batch.first_position, batch.is_spread
+            self.regression = self._new_regression()
+        self._has_drawn = self._visits % self.refit_every == 0
+        if self._has_drawn:
+            self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))
+            self._influence = None
+        self._visits += 1
+        if self._influence is None:
+            influence = self._new_influence(self.regression, slice(first, first + len(data)))
+            # Places beside one often have the same score: its last bits, which depend on how many images are here, must not decide.
+            self._influence = influence if self._has_met else influence.float()
+
+    def _smooth(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Spreads targets over the places beside, on the grid of all places."""
+        rows, columns = self.canvas.grid
+        head, place = entries[1] // self.canvas.num_places, entries[1] % self.canvas.num_places
+        steps = torch.tensor([-1, 0, 1], device=entries.device)
+        row, column = (place // columns).unsqueeze(-1) + steps, (place % columns).unsqueeze(-1) + steps
+        if self.canvas.wrap:
+            row, column = row % rows, column % columns
+        inside = ((row >= 0) & (row < rows)).unsqueeze(-1) & ((column >= 0) & (column < columns)).unsqueeze(-2)
+        weight = 1 - 0.5 * steps.abs().double()
+        spread = (values[:, None, None] * weight[:, None] * weight)[inside]
+        key = head[:, None, None] * self.canvas.num_places + row.unsqueeze(-1) * columns + column.unsqueeze(-2)
+        data = entries[0][:, None, None].expand_as(key)
+        return torch.stack([data[inside], key[inside]]), spread
+
+    def _fit(self, regression: LeaveOneOutRegression, targets: Tensor, seed: int) -> None:
+        """Raises the marginal likelihood of random outputs on random images.
+
+        All outputs at once would be a sum over too many.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
+        data, output = targets.indices()
+        seen = torch.zeros(targets.shape[0], dtype=torch.bool, device=targets.device)
+        seen[rows] = True
+        outputs = output[seen[data]].unique()
+        if not len(outputs):
+            return
+        outputs = outputs[torch.randperm(len(outputs), generator=generator)[:1000].to(outputs.device)]
+        column = torch.full((targets.shape[1],), -1, device=targets.device)
+        column[outputs] = torch.arange(len(outputs), device=targets.device)
+        used = seen[data] & (column[output] >= 0)
+        dense = torch.zeros(targets.shape[0], len(outputs), dtype=torch.float64, device=targets.device)
+        dense[data[used], column[output[used]]] = targets.values()[used].double()
+        regression.fit(dense, self.fit_steps, rows=rows)
+
+    def _new_influence(self, regression: LeaveOneOutRegression, own: slice) -> Tensor:
+        """Returns this process's rows ``(n, N)`` of the matrix from targets to predictions."""
+        identity = torch.eye(len(regression.inputs), dtype=torch.float64, device=regression.inputs.device)
+        if not self.leave_out:
+            assert self._images is not None
+            return regression.predict(self._inputs_of(self._images), identity)[0]
+        if isinstance(regression.covariance, DenseCovariance):
+            inverse = regression.covariance.inverse
+            return (identity - inverse / inverse.diagonal().unsqueeze(-1))[own]
+        return regression.covariance.leave_one_out(identity)[0][own]
+
+    def _candidates(self, influence: Tensor) -> Candidates:
+        """Returns the best places by predictions: ``(n, N)`` times the targets."""
+        assert self._targets is not None
+        outputs = self._targets.t().coalesce().to(influence.dtype)
+        num_objects = outputs.shape[0] // self.canvas.num_places
+        # A score of an object at a place takes 32 bytes, temporaries included.
+        step = rows_per_block(32 * outputs.shape[0])
+        found = []
+        for block in influence.split(step):
+            scores = torch.sparse.mm(outputs, block.T.contiguous()).T.float()
+            found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
+        return join(found)
+
+
+def _sparse(entries: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.sparse_coo_tensor(entries, values, tuple(shape), check_invariants=False).coalesce()
+
+
+def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
+    """Returns maps of colours as inputs of a :class:`PlaceRegression`.
+
+    Images are alike in them if they show the same colours at about the same place.
+
+    The colours that differ from the background are clustered (k-means) when the returned function sees images for the
+    first time. Every pixel is then a vector of memberships: softmax of minus squared distances over ``2 width**2``,
+    without the background. These maps are averaged over 3 x 3 pixels and thinned out.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceRegression(model.canvas, inputs=colour_maps(4)), 2)
+
+    Args:
+        num_colours: number of clusters.
+        stride: distance of the pixels kept.
+        width: distance of colours at which memberships soften.
+
+    Returns:
+        A function that maps images ``(n, height, width, F)`` to inputs ``(n, D)``.
+    """
+    palette: list[Tensor] = []
+
+    def maps(images: Tensor) -> Tensor:
+        """Pooled maps of how much each pixel is of each colour."""
+        pixels = images.flatten(0, 2)
+        if not palette:
+            palette.append(_palette(pixels, num_colours))
+        memberships = (-torch.cdist(pixels, palette[0].to(pixels)).square() / (2 * width**2)).softmax(-1)[:, 1:]
+        layers = memberships.reshape(*images.shape[:3], -1).movedim(-1, 1)
+        pooled = torch.nn.functional.avg_pool2d(torch.nn.functional.pad(layers, (1, 1, 1, 1), mode="circular"), 3, stride)
+        return pooled.flatten(1)
+
+    return maps
+
+
+def _palette(pixels: Tensor, number: int, most: int = 20_000, steps: int = 15) -> Tensor:
+    """Returns the most frequent colour and cluster centres, ``(number + 1, F)``."""
+    background = pixels.median(0).values
+    distance = (pixels - background).norm(dim=-1)
+    colours = pixels[distance > 5 * distance.median()]
+    if len(colours) < number:
+        raise ValueError(f"images show only {len(colours)} pixels that differ from their background; {number} colours need more")
+    colours = colours[:: max(1, len(colours) // most)]
+    # From dark to bright, so that no draw is needed.
+    centres = colours[colours.sum(-1).argsort()][(torch.arange(number) * (len(colours) - 1)) // max(1, number - 1)]
+    return torch.cat([background.unsqueeze(0), k_means(colours, centres, steps)])

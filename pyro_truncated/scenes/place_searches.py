@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.scenes.arrangement import depth_code, depth_rank
-from pyro_truncated.scenes.candidates import PlaceAffinity, scene_sizes
-from pyro_truncated.scenes.place_scan import PlaceScan
+from pyro_truncated.scenes.occlusion import depth_code, depth_rank
+from pyro_truncated.scenes.place_scan import PlaceAffinity, PlaceScan, scene_sizes
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.preselection import AffinitySearch
 from pyro_truncated.states.population import Population

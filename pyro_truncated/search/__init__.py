@@ -5,19 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
-from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.search.exhaustive import ExhaustiveSearch, SampledSearch
 from pyro_truncated.search.max_inner_product_index import MaxInnerProductIndex
 from pyro_truncated.search.neighbours import NeighbourSearch
-from pyro_truncated.search.preselection import Affinity, Cosine, Preselection, Projection, Singletons
-from pyro_truncated.search.sampling import SampledSearch
-from pyro_truncated.search.surrogate.surrogate_search import SurrogateSearch
+from pyro_truncated.search.preselection import Affinity, CombinedFlips, Cosine, Preselection, Projection, Singletons
+from pyro_truncated.search.surrogate_search import SurrogateSearch
 
 if TYPE_CHECKING:
-    from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
-    from pyro_truncated.search.surrogate.learned_flips import LearnedFlips
+    from pyro_truncated.search.gp_select import GPSelect, LearnedFlips, RegressionAffinity
 
 __all__ = [
     "Affinity",
@@ -43,7 +40,7 @@ __all__ = [
 ]
 
 # Loaded when first asked for (PEP 562), with the Gaussian processes that they need.
-_LATER = {"GPSelect": "gp_select", "LearnedFlips": "surrogate.learned_flips", "RegressionAffinity": "gp_select"}
+_LATER = {"GPSelect": "gp_select", "LearnedFlips": "gp_select", "RegressionAffinity": "gp_select"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.states.moments import Moments
-from pyro_truncated.states.population import Population, join
+from pyro_truncated.states.population import Moments, Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.console import Described

@@ -13,8 +13,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 
 Selection = Literal["fitparents", "randparents"]
 Mutation = Literal["randflips", "sparseflips"]

@@ -1,4 +1,4 @@
-"""Exhaustive search: every state of the space is a candidate."""
+"""Searches that need no scores: every state, and random states."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.counts import check_count
 
 
 class ExhaustiveSearch(Search):
@@ -67,3 +67,55 @@ class ExhaustiveSearch(Search):
         # A state takes 64 bytes for packing, scoring and merging.
         for block in torch.split(words, rows_per_block(64 * num_data)):
             yield block.expand(num_data, -1, -1).contiguous()
+
+
+class SampledSearch(Search):
+    r"""Proposes random states whose latents are drawn independently of each other.
+
+    A share of them comes from a prior, the others from the current posterior marginals of the data point. The prior
+    is the marginals' mean over the batch, plus one data point's worth of uniform marginals: :math:`(1/V_l + \sum_n
+    q_n(s_l = v)) / (N + 1)`. So no value is out of reach.
+
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, EvolutionarySearch(4, 3) + SampledSearch(16), steps=2)
+
+    Args:
+        num_samples: number of candidates per data point.
+        prior_share: fraction of the candidates that come from the prior, rounded to whole ones.
+        generator: source of randomness. Default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    @names_arguments
+    def __init__(self, num_samples: int, *, prior_share: float = 0.5, generator: torch.Generator | None = None) -> None:
+        num_samples = check_count("num_samples", num_samples)
+        if not 0 <= prior_share <= 1:
+            raise ValueError(f"prior_share must lie in [0, 1]; got {prior_share}")
+        self.num_samples = num_samples
+        self.num_prior = round(prior_share * num_samples)
+        check_kinds(SampledSearch.__init__, generator=generator)
+        self.generator = generator
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """``num_samples`` states per data point; repetitions are left to the merge."""
+        space, marginals = batch.space, batch.population.value_probabilities()
+        cardinality = space.fields.on(marginals.device, "cardinality").unsqueeze(-1)
+        uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
+        prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
+        draws = batch.draws(self.generator)
+        words = [
+            ops.draw_values(probabilities, number, space.fields, **draws)
+            for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
+        ]
+        return batch.scored(torch.cat(words, 1))
+
+
+def draw_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:
+    """States of the populations drawn by their posterior weights, as words ``(N, number, W)``."""
+    weight = batch.population.weights().double().cumsum(1)
+    at = ops.uniform(shape=(number,), **batch.draws(generator)).double() * weight[:, -1:]
+    return batch.population.take(torch.searchsorted(weight, at).clamp(max=weight.shape[1] - 1))

@@ -5,9 +5,10 @@ It maps data to posterior marginals.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from pyro.contrib.gp import kernels
@@ -18,11 +19,149 @@ from pyro_truncated.distributed import world
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.search.base import SearchBatch, flat_observations
-from pyro_truncated.search.learned_affinity import LearnedAffinity, gather_function
-from pyro_truncated.search.preselection import Preselection, space_options
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.search.base import SearchBatch, Stateful, flat_observations
+from pyro_truncated.search.exhaustive import draw_by_weight
+from pyro_truncated.search.preselection import AffinitySearch, Preselection, space_options
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
+    """An affinity that learns from training data and predicts for others.
+
+    New data (``batch.is_new``, as in :meth:`AutoTruncated.infer <pyro_truncated.AutoTruncated.infer>`) are predicted
+    and not remembered, unless nothing else is known. When training continues with other data, everything is
+    forgotten. What was learned is part of :meth:`state_dict`. So a run resumed from a checkpoint has the numbers of
+    one that was never interrupted.
+
+    Attributes:
+        regression: the Gaussian process regression, ``None`` before the first batch.
+        learns: that it has to :meth:`meet` the data first where they are searched in blocks or on shards. What it
+            keeps of this process's data points is in :meth:`state_dict` in the form of
+            :func:`pyro_truncated.distributed.shards.rows_of`.
+    """
+
+    learns: ClassVar[bool] = True
+
+    regression: LeaveOneOutRegression | None
+    _is_of_new_data: bool
+    # Whether it drew a seed when it took in the last batch.
+    _has_drawn: bool = True
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+        self.forget()
+
+    def __call__(self, batch: SearchBatch) -> T:
+        """Affinities of the batch's data points.
+
+        Raises:
+            ValueError: if the inputs are not those of the batch's data points, or there are none.
+        """
+        data = self._data_of(batch)
+        if batch.is_met:
+            return self._predict_met(data, batch)
+        knows = self.regression is not None and not self._is_of_new_data
+        if (batch.is_new and knows) or not self._can_learn_from(batch):
+            return self._predict_new(data)
+        if self.regression is not None and not self._knows(data, batch):
+            self.forget()
+        self._is_of_new_data = batch.is_new
+        self._take_in(data, batch)
+        return self._predict_known(data, batch)
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from all data searched at a time, of shards together.
+
+        All processes learn the same.
+        """
+        data, everyone = self._data_of(batch), gather_function(batch)
+        if batch.is_new and self.regression is not None and not self._is_of_new_data:
+            return
+        if self.regression is not None and not all(everyone(self._knows(data, batch))):
+            self.forget()
+        self._is_of_new_data = batch.is_new
+        self._has_met = all(everyone(self._can_learn_from(batch)))
+        if self._has_met:
+            self._take_in(data, batch)
+
+    def forget(self) -> None:
+        """Forgets all data and fits; a given kernel keeps its parameters."""
+        self.regression = None
+        self._is_of_new_data = self._has_met = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that was learned, the remembered data included.
+
+        It is empty but for the generator if there is nothing.
+        """
+        if self.regression is None:
+            return super().state_dict()
+        learned = {"is_of_new_data": self._is_of_new_data, "memory": self._memory_state(), "regression": self.regression.state_dict()}
+        return {**super().state_dict(), **learned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores an affinity with the same arguments.
+
+        Of shards of data it must be called on all processes.
+        """
+        self.forget()
+        super().load_state_dict(state)
+        if "regression" in state:
+            self._is_of_new_data = bool(state["is_of_new_data"])
+            self.regression = self._remember(state["memory"], state["regression"])
+
+    @abc.abstractmethod
+    def _data_of(self, batch: SearchBatch) -> Tensor:
+        """What the batch shows to regress on, checked."""
+
+    def _can_learn_from(self, batch: SearchBatch) -> bool:
+        """Whether to learn from a batch of training data; others are predicted."""
+        return True
+
+    @abc.abstractmethod
+    def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
+        """Whether a batch is of the data remembered."""
+
+    @abc.abstractmethod
+    def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
+        """Stores the posteriors of a batch, and fits if due."""
+
+    def _predict_met(self, data: Tensor, batch: SearchBatch) -> T:
+        """Predicts met data points, or those of which it could not learn."""
+        if not self._has_met or (batch.is_new and not self._is_of_new_data):
+            return self._predict_new(data)
+        if self._has_drawn:
+            # The seed that it has fitted with: what comes after it is drawn as if it had learned here.
+            ops.draw_seed(batch.source(self.generator))
+        return self._predict_known(data, batch)
+
+    @abc.abstractmethod
+    def _predict_known(self, data: Tensor, batch: SearchBatch) -> T:
+        """Predicts each data point of a batch from the others."""
+
+    @abc.abstractmethod
+    def _predict_new(self, data: Tensor) -> T:
+        """Predicts data points of which nothing was learned."""
+
+    @abc.abstractmethod
+    def _memory_state(self) -> dict[str, Any]:
+        """What is remembered beside the parameters of the regression."""
+
+    @abc.abstractmethod
+    def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
+        """Restores :meth:`_memory_state`, and returns a regression in its state.
+
+        It is on the inputs of the last one.
+        """
+
+
+def gather_function(batch: SearchBatch) -> Callable[[S], list[S]]:
+    """Returns a function that gathers what all processes of a batch say."""
+    return world.gather if batch.is_spread else lambda value: [value]
 
 
 class ReplayMemory:
@@ -400,3 +539,84 @@ def _marginals(batch: SearchBatch) -> Tensor:
 
 def _fill(inputs: Tensor, centre: Tensor) -> Tensor:
     return torch.where(inputs.isnan(), centre, inputs)
+
+
+class LearnedFlips(AffinitySearch):
+    r"""Flips latents of good states where a regression predicts otherwise.
+
+    It is for models with expensive scores.
+
+    A Gaussian process predicts the posterior marginals :math:`p_{nh}` of every data point from its observation and
+    the marginals of all *other* data points, as in :class:`GPSelect`. A child is a state of the population, drawn by
+    its posterior weight, with a geometrically distributed number of flips. Flips are drawn without replacement in
+    proportion to
+
+    .. math:: \max(|p_{nh} - s_h|,\ 0.02).
+
+    One of the children is drawn from the predicted marginals instead. Each child is one score. Where a score takes a
+    millisecond or more (a renderer, a simulator, a network) this needs several times fewer of them than random flips.
+    The gain grows with the data. Where scores are cheap, the regression takes longer than it saves. For binary
+    latents.
+
+    Example:
+        >>> y = linear_bars(40, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, LearnedFlips(4), steps=5)
+
+    Args:
+        children: number of states proposed in a step.
+        mean_flips: mean number of flips of a child, at least 1.
+        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
+        refit_every: visits of a data point between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor. Default: exact, for a few thousand data points.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
+            default: the observations.
+        generator: source of randomness. Default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range; when searching, if a latent has more than two values.
+    """
+
+    affinity: RegressionAffinity
+    binary_only = True
+
+    @names_arguments
+    def __init__(
+        self,
+        children: int = 8,
+        *,
+        mean_flips: float = 1.5,
+        kernel: str | kernels.Kernel = "rbf",
+        refit_every: int = 5,
+        rank: int | None = None,
+        inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.children = check_count("children", children)
+        if not 1 <= mean_flips < math.inf:
+            raise ValueError(f"mean_flips must be at least 1 and finite; got {mean_flips}")
+        self.mean_flips = mean_flips
+        self.generator = generator
+        self.affinity = RegressionAffinity(kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, generator=generator)
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """Children ``(N, children)``; repetitions are possible."""
+        self.check_space(batch.space)
+        prediction, parents = self.affinity(batch), draw_by_weight(batch, self.children, self.generator)
+        # Every latent may be flipped, so that every state can be reached.
+        disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=0.02)
+        children = parents ^ batch.space.pack(self._flips(batch, disagreement))
+        # One is drawn from the predicted marginals.
+        children[:, 0] = batch.space.pack((ops.uniform(shape=prediction.shape[1:], **batch.draws(self.generator)) < prediction).long())
+        return batch.scored(children)
+
+    def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
+        """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""
+        draws, num_latents = batch.draws(self.generator), disagreement.shape[-1]
+        # The largest of independently perturbed logarithms are a draw without replacement (Gumbel).
+        noise = -ops.uniform(shape=(self.children, num_latents), **draws).double().clamp(min=1e-300).log()
+        place = (disagreement.log() - noise.log()).topk(min(8, num_latents), -1).indices
+        stay = torch.tensor(1 - 1 / self.mean_flips, dtype=torch.float64)
+        number = ops.uniform(shape=(self.children, 1), **draws).double().clamp(min=1e-300).log() / stay.log()
+        is_flipped = torch.arange(place.shape[-1], device=place.device) <= number
+        return torch.zeros(disagreement.shape, dtype=torch.int64, device=place.device).scatter_(-1, place, is_flipped.long())

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.component_sums import as_integers, check_below
+from pyro_truncated.ops.components import as_integers, check_below
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 # Values and numbers of functions, ``(N, S)`` both.
 Found = tuple[Tensor, Tensor]

@@ -15,7 +15,7 @@ from pyro_truncated.ops.streams import uniform_integers
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 
 class NeighbourSearch(Search):

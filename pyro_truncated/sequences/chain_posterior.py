@@ -16,14 +16,13 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Messages, Transitions, block_posteriors, draw_blocks
-from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 
 # Flips of the best members of a step are proposed.

@@ -15,22 +15,16 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.sklearn.posteriors import binary_posteriors
-from pyro_truncated.sklearn.runs_apart import apart
-from pyro_truncated.sklearn.units import ColumnUnits
-from pyro_truncated.sklearn.validation import validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import learn
 from pyro_truncated.training.loop import fit
-from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
-_MAX_COMPONENTS = 100
 # Training steps of a start, and starts of complete data.
 _SHORT, _STARTS = 60, 4
-# Elements that fit the few observed entries of every data point closely explain the others badly.
-_RIDGE_OF_MISSING = 10.0
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
 _NOMINAL = 1000
 
@@ -263,8 +257,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             return ColumnUnits.none(rows.shape[1])
         return ColumnUnits.of(rows, is_centred=bool(self.offset))
 
-    def _make(self, rows: Tensor) -> Any:
-        number = min(rows.shape[1], _MAX_COMPONENTS) if self.n_components is None else check_count("n_components", self.n_components)
+    def _make(self, rows: Tensor, *, max_components: int = 100) -> Any:
+        number = min(rows.shape[1], max_components) if self.n_components is None else check_count("n_components", self.n_components)
         options: dict[str, Any] = {"dtype": rows.dtype}
         if self.family == "bernoulli":
             return NoisyOr(rows.shape[1], number, learn_leak=bool(self.offset), **options)
@@ -275,7 +269,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if self.family == "bernoulli":
             return 0.0
         if self.ridge is None:
-            return _RIDGE_OF_MISSING * float(rows.isnan().double().mean()) ** 2
+            # Elements that fit the few observed entries of every data point closely explain the
+            # others badly.
+            return 10.0 * float(rows.isnan().double().mean()) ** 2
         if not 0 <= self.ridge < math.inf:
             raise ValueError(f"ridge must be a finite number of at least 0; got {self.ridge}")
         return float(self.ridge)

@@ -19,13 +19,11 @@ from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.sklearn.posteriors import mixture_posteriors
-from pyro_truncated.sklearn.runs_apart import apart
-from pyro_truncated.sklearn.validation import validated_data
+from pyro_truncated.sklearn.estimators import apart, mixture_posteriors, validated_data
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
-from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
@@ -33,8 +31,6 @@ _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
 _SHORT, _SOME_ROWS = 12, 5000
 # Starts of up to so many components, and of more.
 _STARTS, _MANY_COMPONENTS, _STARTS_OF_MANY = 10, 10, 2
-# Steps over which the growth of the log density is averaged.
-_PATIENCE = 5
 
 
 class TruncatedMixture(DensityMixin, BaseEstimator):
@@ -257,7 +253,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         """Positions of the values among the categories of their columns."""
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
         data = validated_data(self, X, reset=reset, dtype=None, **options).astype(object)
-        if data.dtype == object and _is_missing(data).any():
+        if data.dtype == object and _missing(data).any():
             raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
@@ -289,7 +285,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         reached = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
-        return reached, fit(svi, rows, steps=max_iter, patience=_PATIENCE, tolerance=self.tol, progress=progress).steps
+        # Steps over which the growth of the log density is averaged.
+        return reached, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
     def _each(self, X: Any, read: Any) -> Any:
         """What is read of the posteriors of all data points."""
@@ -301,6 +298,6 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
 
 @np.vectorize
-def _is_missing(value: Any) -> bool:
+def _missing(value: Any) -> bool:
     """Whether a category is ``None``, NaN, or null of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)

@@ -5,15 +5,38 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import missing_where
-from pyro_truncated.utils.counts import check_count
+
+
+class Moments(NamedTuple):
+    """Returns means and variances of the observations in ``M`` states.
+
+    The states may belong to any data points. All sites stand side by side.
+
+    Attributes:
+        words: the states, ``(M, num_words)``.
+        mean: of each observed value in each state, ``(M, D)``.
+        variance: likewise.
+    """
+
+    words: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Moments]) -> Moments:
+        """Those of all parts."""
+        return parts[0] if len(parts) == 1 else cls(*map(torch.cat, zip(*parts, strict=True)))
+
 
 States = Tensor | Mapping[str, Tensor]
 

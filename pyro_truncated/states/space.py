@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.fields import WORD_BITS
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.ops.packed_states import WORD_BITS
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 _MAX_ENUMERATED = 2**22
-_MAX_CARDINALITY = 2**31
 
 
 class StateSpace:
@@ -58,7 +56,7 @@ class StateSpace:
     @names_arguments
     def __init__(self, cardinalities: Sequence[int]) -> None:
         self.cardinalities = tuple(check_count("in cardinalities the number of values of a latent", v) for v in cardinalities)
-        if not self.cardinalities or max(self.cardinalities) > _MAX_CARDINALITY:
+        if not self.cardinalities or max(self.cardinalities) > 2**31:
             raise ValueError(f"cardinalities must be numbers of values from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
         word, shift, bits = [], [], []
         used = 0

@@ -12,8 +12,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pyro_truncated.em.gibbs_guide import GibbsGuide
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.em.gibbs import GibbsGuide
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Share of extreme differences on each side that does not count: a search misses few states, by much.
 _UNUSUAL = 0.01

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.convergence import fixed, train
@@ -17,9 +17,8 @@ from pyro_truncated.training.model_parameters import load_snapshot, snapshot
 from pyro_truncated.training.profile import profile_model
 from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_counts, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_counts
 
 
 @names_arguments

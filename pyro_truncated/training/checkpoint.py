@@ -13,7 +13,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.launch import AllReduced
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file

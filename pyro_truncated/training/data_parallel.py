@@ -12,13 +12,12 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes, start_as_first
-from pyro_truncated.distributed.shards import Portion, portion_of
+from pyro_truncated.distributed.shards import Portion, current_batch, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
 
 
 def is_shared_run(guide: Any, arguments: Any) -> bool:

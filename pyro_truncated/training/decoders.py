@@ -16,8 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
+from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
 # Rounding error of scaled and shifted outputs.

@@ -14,7 +14,7 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import current_batch
+from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
@@ -39,12 +39,10 @@ from pyro_truncated.training.data_parallel import (
 )
 from pyro_truncated.training.mixed_guides import MixedGuides, pyros_own
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed
+from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed, spare_random_numbers
 
 
 class Truncated_ELBO(Described, ELBO):

@@ -16,7 +16,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.model_parameters import Medians
 from pyro_truncated.utils.devices import device_of
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _NUM_STATES = 4
 _MOST_TRIED = 64

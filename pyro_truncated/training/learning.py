@@ -23,10 +23,9 @@ from pyro_truncated.training.multi_start import MultiStart
 from pyro_truncated.training.profile import Profile, profile_model, starting
 from pyro_truncated.training.solution import Solution
 from pyro_truncated.training.trainer import LAST_RATE, Trainer
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.counts import check_count
 
 
 class DisagreeingStartsWarning(UserWarning):

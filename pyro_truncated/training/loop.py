@@ -17,8 +17,7 @@ import pyro
 from pyro.infer import SVI
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.batches import Batches
-from pyro_truncated.distributed.shards import Portion
+from pyro_truncated.distributed.shards import Batches, Portion
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
@@ -31,11 +30,9 @@ from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.data_parallel import is_shared_run, shared_portion, watched
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
 from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed
+from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed, spare_random_numbers
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]

@@ -22,7 +22,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import log_density, sample_nodes
 from pyro_truncated.program.subsampling import SparseSubsamples
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _PYRO_SAYS = (
     "packing tensors",

@@ -21,7 +21,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import log_density
 from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.devices import device_of
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
-from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
@@ -26,7 +26,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.model_parameters import is_a_network, layers_of, parameters_of
 from pyro_truncated.utils.annealing import cooling
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Parents of evolution under user-defined models, whose scores dominate the cost. Their 30 children
 # reached as much as the 56 of eight parents; four parents once ended in a worse optimum.

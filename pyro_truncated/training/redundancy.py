@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.moves import Moves, moves_of
+from pyro_truncated.search.conditional import Moves, moves_of
 from pyro_truncated.states.population import Population
 
 # Share of a latent's data points above which another one is its substitute.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training.loop import Training
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 
 # Steps after which missing components show.
 _SETTLED = 10

@@ -12,10 +12,9 @@ from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.all_reduced import local_names
-from pyro_truncated.distributed.owned_rows import rows_of, with_rows, without_rows
-from pyro_truncated.distributed.shards import Portion, portion_of
-from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.distributed.launch import local_names
+from pyro_truncated.distributed.shards import Portion, portion_of, rows_of, with_rows, without_rows
+from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint

@@ -18,17 +18,16 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed.shards import sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
-from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.decoders import fit_decoder
@@ -37,7 +36,7 @@ from pyro_truncated.training.model_parameters import least_size, prior_draw, rat
 from pyro_truncated.training.profile import Profile, num_posteriors
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Most search rounds; the gain per data point in nats that ends them.
 _MAX_SEARCH_ROUNDS, _MIN_GAIN_NATS = 10, 0.01

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 Temperature = float | Callable[[int], float]
 

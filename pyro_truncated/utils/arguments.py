@@ -1,4 +1,4 @@
-"""Errors from inner functions, expressed by the arguments that caused them."""
+"""Checks of arguments: counts, kinds, and errors that name them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,72 @@ import functools
 import inspect
 import linecache
 import numbers
+import operator
 import re
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """A count as a Python integer.
+
+    Python's, NumPy's and PyTorch's integers are accepted (whatever has ``__index__``); floats, even whole ones, and Booleans are not.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        least: the smallest count allowed.
+
+    Raises:
+        ValueError: if it is no integer, or too small.
+    """
+    try:
+        count = None if isinstance(value, bool) or (torch.is_tensor(value) and value.dtype == torch.bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} must be {kind}; got {value!r}")
+    return count
+
+
+@contextmanager
+def naming_empty_plates() -> Iterator[None]:
+    """Explains that a plate has no members, where Pyro divides by zero.
+
+    Raises:
+        ValueError: in the place of that.
+    """
+    try:
+        yield
+    except ZeroDivisionError as error:
+        raise ValueError(
+            f"the model divides by zero ({error}); most likely a plate has no members: no data points (N = 0), or an empty minibatch"
+        ) from error
+
+
+def check_counts(**counts: Any) -> tuple[int, ...]:
+    """Positive counts by the names of their arguments, see :func:`check_count`.
+
+    Example:
+        >>> check_counts(num_observed=16, num_latents=8)
+        (16, 8)
+        >>> check_counts(num_latents=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: num_latents must be a positive integer; got 0
+    """
+    return tuple(check_count(name, value) for name, value in counts.items())
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,7 +207,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Tensor:
         return isinstance(value, (Tensor, np.ndarray)) and not (isinstance(value, Tensor) and value.is_complex())
     if hint is float:
-        return _is_number(value)
+        if isinstance(value, Tensor):
+            return value.numel() == 1 and not value.is_complex()
+        return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
     if hint is int:
         return (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))) or (isinstance(value, Tensor) and value.dim() == 0)
     if origin is collections.abc.Callable:
@@ -162,12 +220,6 @@ def _fits(value: Any, hint: Any) -> bool:
     except TypeError:
         # ``Any``, protocols and the like.
         return True
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
 
 
 def _kind(hint: Any) -> str:
@@ -198,3 +250,37 @@ def _describe(value: Any) -> str:
         return type(value).__name__
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class Renamed:
+    """The old name of a method or property.
+
+    Example:
+        >>> class Scale:
+        ...     def weigh(self):
+        ...         return 7
+        ...
+        ...     weight_of = Renamed("weigh")
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     found = Scale().weight_of()
+        >>> found, str(caught[0].message)
+        (7, 'weight_of has a new name: use weigh')
+
+    Args:
+        name: the new name.
+
+    Warns:
+        DeprecationWarning: when the old name is used.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._old = name, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._old = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=2)
+        return getattr(instance, self._name)

@@ -34,9 +34,18 @@ class Axis:
     labels: np.ndarray | None
 
 
-def is_labelled(value: Any) -> bool:
-    """Whether a value is an array of pandas, polars, xarray or Pillow."""
-    return _is_pandas(value) or _is_polars(value) or _is_image(value) or _is_xarray(value)
+# Packages whose arrays have names, with the modules and classes of these arrays.
+_PACKAGES = {
+    "pandas": (("pandas", "DataFrame", "Series"), ("pandas.api.extensions", "ExtensionArray")),
+    "polars": (("polars", "DataFrame", "Series"),),
+    "xarray": (("xarray", "DataArray", "Variable"),),
+    "Pillow": (("PIL.Image", "Image"),),
+}
+
+
+def package_of(value: Any) -> str | None:
+    """The package whose labelled array a value is, if it is one."""
+    return next((package for package, kinds in _PACKAGES.items() if any(_is(value, *kind) for kind in kinds)), None)
 
 
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
@@ -44,7 +53,7 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
     Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
     """
-    if _is_xarray(value):
+    if package_of(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
         return tuple(Axis(*_named(dim, indexes.get(dim))) for dim in value.dims)
     if _is(value, "polars", "DataFrame"):
@@ -64,7 +73,7 @@ def as_numpy(value: Any) -> np.ndarray:
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
     """
-    if not _is_pandas(value):
+    if package_of(value) != "pandas":
         array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
     else:
@@ -77,30 +86,15 @@ def as_numpy(value: Any) -> np.ndarray:
     return array
 
 
-def _is_pandas(value: Any) -> bool:
-    return _is(value, "pandas", "DataFrame", "Series") or _is(value, "pandas.api.extensions", "ExtensionArray")
-
-
-def _is_polars(value: Any) -> bool:
-    return _is(value, "polars", "DataFrame", "Series")
-
-
-def _is_xarray(value: Any) -> bool:
-    return _is(value, "xarray", "DataArray", "Variable")
-
-
-def _is_image(value: Any) -> bool:
-    return _is(value, "PIL.Image", "Image")
-
-
 def _plain(value: Any) -> np.ndarray:
     """The numbers of an array that has one type."""
-    if _is_xarray(value):
+    package = package_of(value)
+    if package == "xarray":
         return _without_fill_values(value)
-    if _is_image(value) and value.mode in ("P", "PA"):
+    if package == "Pillow" and value.mode in ("P", "PA"):
         # Else their numbers are places in a palette.
         value = value.convert("RGBA" if value.has_transparency_data else "RGB")
-    return np.asarray(value.to_numpy() if _is_polars(value) else value)
+    return np.asarray(value.to_numpy() if package == "polars" else value)
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
@@ -190,7 +184,7 @@ def as_plain_array(value: Any) -> Any:
 
     Anything else is as it was.
     """
-    if is_labelled(value):
+    if package_of(value):
         value = as_numpy(value)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
@@ -252,7 +246,7 @@ class ArrayResult:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array that :func:`as_tensors` makes a tensor."""
-    return isinstance(value, np.ndarray) or is_labelled(value)
+    return isinstance(value, np.ndarray) or package_of(value) is not None
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:

@@ -9,10 +9,6 @@ from contextvars import ContextVar
 import torch
 
 DEFAULT_BUDGET = 2**28
-# What else an operation allocates, and what does not lie in one piece, must find room, too.
-_SHARE_OF_FREE = 8
-# Bytes; blocks of ten times as many were hardly faster on a large device (tests/papers/results/gpu_speed.jsonl).
-_MAX_BYTES = 2**32
 _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
 
 
@@ -59,7 +55,10 @@ def budget_on(device: torch.device) -> int:
     It is an eighth of its free memory, at most 4 GiB, where known, else 256 MiB.
     """
     free = free_memory(device)
-    return DEFAULT_BUDGET if free is None else max(1, min(free // _SHARE_OF_FREE, _MAX_BYTES))
+    # What else an operation allocates, and what does not lie in one piece, must find room, too.
+    # Bytes; blocks of ten times as many were hardly faster on a large device
+    # (tests/papers/results/gpu_speed.jsonl).
+    return DEFAULT_BUDGET if free is None else max(1, min(free // 8, 2**32))
 
 
 def current_budget() -> int:

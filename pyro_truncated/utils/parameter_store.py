@@ -12,19 +12,68 @@ import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pyro
+import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from pyro.nn.module import _Context
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import am_i_wrapped
+from pyro.poutine.runtime import _DIM_ALLOCATOR, am_i_wrapped
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Assign(Messenger):
+    """Effect handler that gives sample statements values without observing them.
+
+    Subsamples of plates are included.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.values and not msg["is_observed"]:
+            msg["value"] = self.values[msg["name"]]
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Hides sample statements from outer handlers, such as a guide's trace.
+
+    Parameters stay visible, as SVI must see them.
+    """
+    with poutine.block(hide_fn=lambda msg: msg["type"] != "param"), free_plate_dims():
+        yield
+
+
+@contextmanager
+def free_plate_dims() -> Iterator[None]:
+    """Lets plates take the dimensions they would take without open plates.
+
+    Parallel predictive draws open one, for example.
+
+    Plates ask one private allocator for their dimensions, which no handler can stand in for, so that it is set aside here.
+    """
+    held, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
+    try:
+        yield
+    finally:
+        _DIM_ALLOCATOR._stack = held
+
+
+def spare_random_numbers() -> AbstractContextManager[None]:
+    """Restores random states after a look at a program.
+
+    Otherwise a resumed run would draw other numbers than an uninterrupted one.
+    """
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 class Parameter(NamedTuple):
@@ -65,7 +114,8 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
         elif inspect.ismethod(program):
             pending.append(program.__self__)
         elif inspect.isfunction(program):
-            pending += [value for value in _variables(program) if _is_module(value)]
+            found_here = ((value, value.__self__ if inspect.ismethod(value) else value) for value in _variables(program))
+            pending += [value for value, owner in found_here if isinstance(owner, torch.nn.Module)]
     return list(found.values())
 
 
@@ -79,10 +129,6 @@ def _variables(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
     names = {instruction.argval for instruction in dis.get_instructions(function) if instruction.opname == "LOAD_GLOBAL"}
     yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value.__self__ if inspect.ismethod(value) else value, torch.nn.Module)
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[Parameter]:
@@ -130,8 +176,6 @@ def empty_store() -> Iterator[None]:
 
 # The modules in whose hands a tensor of the store has been seen. They may be gone: then it has been another module's all the same.
 _holders: Any = WeakIdKeyDictionary()
-# How often torch.load changes a tensor in place while it makes it.
-_VERSION_OF_READ = 1
 
 
 def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
@@ -158,7 +202,11 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    shadowed = [parameter.name for parameter, stored in replaced_parameters(*programs) if _is_shadowed(parameter, stored, training)]
+    shadowed = [
+        parameter.name
+        for parameter, stored in replaced_parameters(*programs)
+        if _was_used(stored) and (_differs(parameter.tensor, stored) or (training and not _may_go_on(parameter, stored)))
+    ]
     if training:
         shadowed += [name for module in program_modules(*programs) for name in _shared(module)]
     if shadowed:
@@ -189,7 +237,7 @@ class ShadowWatch(Messenger):
         if stored is None or stored is own:
             return
         is_made_anew = self._prefix is not None and name.startswith(self._prefix) and _was_used(stored)
-        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _is_used_and_differs(own, stored)):
+        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _was_used(stored) and _differs(own, stored)):
             raise ValueError(_complaint([name]))
 
 
@@ -206,10 +254,6 @@ def was_held(stored: Tensor) -> bool:
     return stored in _holders
 
 
-def _is_shadowed(parameter: Parameter, stored: Tensor, training: bool) -> bool:
-    return _is_used_and_differs(parameter.tensor, stored) or (training and _was_used(stored) and not _may_go_on(parameter, stored))
-
-
 def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
@@ -219,9 +263,8 @@ def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
     return is_managed(parameter) and (stored._version > 0 or not _is_held_by_others(parameter, stored))
 
 
-def _is_used_and_differs(own: Tensor, stored: Tensor) -> bool:
-    is_same = own.shape == stored.shape and torch.equal(own.detach().to(stored), stored.detach())
-    return not is_same and _was_used(stored)
+def _differs(own: Tensor, stored: Tensor) -> bool:
+    return own.shape != stored.shape or not torch.equal(own.detach().to(stored), stored.detach())
 
 
 def _was_used(stored: Tensor) -> bool:
@@ -231,7 +274,8 @@ def _was_used(stored: Tensor) -> bool:
 
     Only changes after it was made or loaded count.
     """
-    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > _VERSION_OF_READ)
+    # How often torch.load changes a tensor in place while it makes it.
+    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
 
 
 def _shared(module: torch.nn.Module) -> list[str]:

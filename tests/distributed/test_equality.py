@@ -8,7 +8,7 @@ import torch
 from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, distributed
-from pyro_truncated.distributions.max_family import FamilyMaximum
+from pyro_truncated.distributions.maximum import FamilyMaximum
 from tests.distributed.runs import Run, losses
 from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
 

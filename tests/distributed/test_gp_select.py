@@ -12,7 +12,7 @@ import torch
 from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed, fit
-from pyro_truncated.distributed.owned_rows import rows_of, with_rows, without_rows
+from pyro_truncated.distributed.shards import rows_of, with_rows, without_rows
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
 from pyro_truncated.scenes import PlacementSelection, PlaceRegression, colour_maps, generated_objects, occluded_scenes
 from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select

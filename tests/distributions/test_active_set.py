@@ -17,8 +17,8 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from pyro_truncated.distributions import ActiveSetGaussianProcess, GivenActiveSet
 from pyro_truncated.gp import ActiveSet, ActiveSetScaleWarning, JitterWarning
-from pyro_truncated.gp.active_sets.splits import split_weights
-from pyro_truncated.gp.kernels.evaluation import covariance, squared_distances
+from pyro_truncated.gp.active_sets import split_weights
+from pyro_truncated.gp.kernels import covariance, squared_distances
 
 # Profiles over the scaled distance, written out once more; Pyro's own are off by 1e-6 at distance zero.
 PROFILES = {

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Truncated_ELBO
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars, noisy_or_bars
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, NoisyOr
 from pyro_truncated.search import Cosine, GPSelect, Preselection, SearchBatch
 from pyro_truncated.training.best_start import best_start

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pyro_truncated.ops import forks
+from pyro_truncated.ops import backend
 from pyro_truncated.training import Training, checkpoint_file, fit
 from tests.faults import runs
 
@@ -233,7 +233,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     # The kernels of forked children, which are compiled and loaded once, here.
-    forks.enter_child()
+    backend.enter_child()
     print(f"{'mode':12} kills inside before-first left-temporaries ends-that-are-the-same", flush=True)
     for mode in arguments.modes:
         tally = torment(mode, arguments.kills, arguments.inside)

@@ -20,7 +20,7 @@ from pyro_truncated.gp import (
     smooth_rbf,
     spectrum,
 )
-from pyro_truncated.gp.active_sets.active_set import ProjectedSet, projected_statistics
+from pyro_truncated.gp.active_sets import ProjectedSet, projected_statistics
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
 
 X = torch.linspace(0, 3, 12, dtype=torch.float64)[:, None]

@@ -9,7 +9,7 @@ import torch
 from pyro.contrib.gp import kernels
 from pyro.nn import PyroSample
 
-from pyro_truncated.gp.kernels.evaluation import covariance, covariance_at, evaluate, prior_variance, squared_exponential
+from pyro_truncated.gp.kernels import covariance, covariance_at, evaluate, prior_variance, squared_exponential
 
 KERNELS = [kernels.RBF, kernels.RationalQuadratic, kernels.Matern52, kernels.Linear]
 

@@ -7,7 +7,7 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import ActiveSet
-from pyro_truncated.gp.active_sets.active_set import NearestSet
+from pyro_truncated.gp.active_sets import NearestSet
 
 NOISE = torch.tensor(0.1, dtype=torch.float64)
 

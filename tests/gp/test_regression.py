@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.gp import LeaveOneOutRegression
-from pyro_truncated.gp.kernels.evaluation import covariance_at
+from pyro_truncated.gp.kernels import covariance_at
 from pyro_truncated.gp.subset.leave_one_out import NOISE, Box
 
 N, P = 30, 4

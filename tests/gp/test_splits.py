@@ -9,7 +9,7 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import Split, UniformSplits, growing
-from pyro_truncated.gp.active_sets.splits import least_variance, pivots, split_weights
+from pyro_truncated.gp.active_sets import least_variance, pivots, split_weights
 
 
 def test_weights_undo_the_scale_of_a_plate():

@@ -11,7 +11,7 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import ActiveSet
-from pyro_truncated.gp.active_sets.active_set import NearestSet
+from pyro_truncated.gp.active_sets import NearestSet
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
 from pyro_truncated.gplvm.decoders.latents import OwnLatents
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from pyro_truncated.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp import ActiveSet, Split, UniformSplits
-from pyro_truncated.gp.active_sets.active_set import ProjectedSet, projected_statistics
+from pyro_truncated.gp.active_sets import ProjectedSet, projected_statistics
 from pyro_truncated.gplvm import SASDecoder, principal_components
 from pyro_truncated.gplvm.decoders.latents import best_candidates, infer_latents
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.agglomeration import Agglomeration, Merging
-from pyro_truncated.models.covariance_types import make_covariances
+from pyro_truncated.models.covariances import make_covariances
+from pyro_truncated.models.gaussians import Agglomeration, Merging
 from tests.models.mixture import free_energies
 
 D64 = torch.float64

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.covariance_prior import Prior
+from pyro_truncated.models.covariances import Prior
 from tests.models.mixture import free_energies, full_population, objective
 
 D64 = torch.float64

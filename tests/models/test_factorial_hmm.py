@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import FactorialHMM
-from pyro_truncated.models.difference_start import difference_dictionary
+from pyro_truncated.models.factorial_hmm import difference_dictionary
 
 DOUBLE = torch.float64
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.low_rank import best_low_rank
+from pyro_truncated.models.covariances import best_low_rank
 from pyro_truncated.search import NeighbourSearch
 from tests.models.enumeration import assert_never_falls
 from tests.models.mixture import free_energies, full_population, log_joint, sparse_pairs

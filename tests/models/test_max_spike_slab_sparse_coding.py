@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO, ops
 from pyro_truncated.datasets import bar_components, matched_bars
-from pyro_truncated.em.gibbs_guide import GibbsDraws
+from pyro_truncated.em.gibbs import GibbsDraws
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, Singletons
 from tests.models.enumeration import generate

@@ -11,7 +11,7 @@ import torch
 from pyro_truncated import learn
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.models.object_initialization import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
+from pyro_truncated.models.occlusive_components import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
 from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.convergence import of_restart, train

@@ -17,8 +17,8 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import DepthOrder, OccludedScene, Positions
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.scenes.arrangement import depth_code, depth_rank
-from pyro_truncated.scenes.candidates import place_probabilities
+from pyro_truncated.scenes.occlusion import depth_code, depth_rank
+from pyro_truncated.scenes.place_scan import place_probabilities
 from pyro_truncated.testing import check_guide, enumerate_log_joint
 from tests.models.enumeration import assert_never_falls
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO, learn, models
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.models.dictionary import best_dictionary_and_offset
-from pyro_truncated.models.offset_warning import BackgroundWarning, lies_on_background
+from pyro_truncated.models.dictionary import BackgroundWarning, best_dictionary_and_offset, lies_on_background
 from tests.models.configurations import CONFIGURATIONS, D64, D, H
 
 FAMILIES: dict[str, Callable[..., Any]] = {

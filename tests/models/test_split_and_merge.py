@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.covariance_prior import Prior
-from pyro_truncated.models.gaussians import Gaussians
-from pyro_truncated.models.split_and_merge import MoveSearch, matched
+from pyro_truncated.models.covariances import Prior
+from pyro_truncated.models.gaussians import Gaussians, MoveSearch, matched
 from pyro_truncated.search import NeighbourSearch
 from tests.models.mixture import full_population, objective
 from tests.pretended_device import DEVICE, PretendedDevice, here, there

@@ -12,7 +12,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops import backend as dispatch
-from pyro_truncated.ops.vectorised import blocks, quadratic
+from pyro_truncated.ops.vectorised import latent_values, quadratic
 from pyro_truncated.utils.budget import DEFAULT_BUDGET, current_budget, row_slices, rows_per_block
 
 HERE = torch.zeros(1)
@@ -93,7 +93,7 @@ def test_the_budget_of_a_guide_reaches_the_kernels(optimizer, monkeypatch):
         found.add(current_budget())
         return rows_per_block(size)
 
-    monkeypatch.setattr(blocks, "rows_per_block", spy)
+    monkeypatch.setattr(latent_values, "rows_per_block", spy)
     y = torch.rand(10, 4).masked_fill(torch.rand(10, 4) < 0.2, torch.nan)
     model = BinarySparseCoding(4, 5).initialize(y.nan_to_num(0.5))
     guide = AutoTruncated(model, num_states=4, memory_budget=2**21)

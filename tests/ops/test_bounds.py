@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pyro_truncated import ops
-from pyro_truncated.ops.compiled import latent_values, threads
-from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled import compilation, latent_values
+from pyro_truncated.ops.compiled.compilation import parallel_kernel
 from pyro_truncated.states import StateSpace
 
 H, D = 6, 3
@@ -89,7 +89,7 @@ def test_small_calls_run_on_one_thread(size, expected, monkeypatch):
 def test_there_are_no_more_threads_than_torch_has_unless_their_number_is_given(as_torch, expected, monkeypatch):
     monkeypatch.setattr(numba, "njit", lambda **options: lambda function: function)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(threads, "_AS_TORCH", as_torch)
+    monkeypatch.setattr(compilation, "_AS_TORCH", as_torch)
     before = numba.get_num_threads()
     assert parallel_kernel()(lambda out: numba.get_num_threads())(np.zeros(2**14)) == expected
     assert numba.get_num_threads() == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyro_truncated.ops.k_means import k_means, nearest_centres
+from pyro_truncated.ops.components import k_means, nearest_centres
 from pyro_truncated.utils.budget import memory_budget
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]], dtype=torch.float64)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.distributions import ComponentLowRankNormal, component_products
-from pyro_truncated.ops import low_rank
-from pyro_truncated.ops.grouped import Grouped
+from pyro_truncated.ops import components
+from pyro_truncated.ops.components import Grouped
 from pyro_truncated.utils.budget import memory_budget
 
 D64 = torch.float64
@@ -83,7 +83,7 @@ def test_draws_have_the_moments_of_the_distribution() -> None:
 def test_without_noise_are_conditional_expectations_given_what_is_observed(
     share_missing: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_rank, "_CACHED", 2000)  # several blocks
+    monkeypatch.setattr(components, "_CACHED", 2000)  # several blocks
     generator = torch.Generator().manual_seed(2)
     loc, factor, scale = parameters()
     factor[:3, :, 1] = 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.component_sums import component_sums
+from pyro_truncated.ops.components import component_sums
 from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_products, max_inner_products_in_groups
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import maximum as compiled_maximum
-from pyro_truncated.ops.piecewise import log_interval, maximum_segments, truncated_standard_normal
+from pyro_truncated.ops.maximum import log_interval, maximum_segments, truncated_standard_normal
 from pyro_truncated.ops.vectorised import maximum as vectorised_maximum
 from pyro_truncated.ops.vectorised.maximum import log_likelihood
 

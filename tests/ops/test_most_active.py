@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import StateSpace, ops
-from pyro_truncated.ops.most_active import most_active, note_most_active
+from pyro_truncated.ops.packed_states import most_active, note_most_active
 from tests.pretended_device import PretendedDevice, here, there
 
 SPACE = StateSpace([2] * 70)

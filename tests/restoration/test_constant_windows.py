@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_truncated.restoration.noise_estimation import noise_level
+from pyro_truncated.restoration.noise import noise_level
 
 
 @pytest.mark.parametrize(("value", "side", "tolerance"), [(0.0, 104, 0.08), (0.3, 104, 0.08), (0.3, 40, 0.3)])

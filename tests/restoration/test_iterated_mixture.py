@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration import denoise, inpaint, iterated_mixture, restore
-from pyro_truncated.restoration.noise_estimation import nearly_no_noise
+from pyro_truncated.restoration import denoise, inpaint, patch_mixture, restore
+from pyro_truncated.restoration.noise import nearly_no_noise
 from pyro_truncated.utils.console import ProgressBar
 
 
@@ -61,13 +61,13 @@ def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
 
 def recorded(monkeypatch, name):
     """What a function of the rounds is called with and what it returns."""
-    calls, function = [], getattr(iterated_mixture, name)
+    calls, function = [], getattr(patch_mixture, name)
 
     def recording(*arguments):
         calls.append((arguments, function(*arguments)))
         return calls[-1][1]
 
-    monkeypatch.setattr(iterated_mixture, name, recording)
+    monkeypatch.setattr(patch_mixture, name, recording)
     return calls
 
 
@@ -162,7 +162,7 @@ def test_bars_are_full_when_the_work_is_done(monkeypatch, shape, descriptions):
         bars[-1].planned = (options["desc"], options["total"])
         return bars[-1]
 
-    monkeypatch.setattr(iterated_mixture, "progress_bar", counting)
+    monkeypatch.setattr(patch_mixture, "progress_bar", counting)
     ramp = torch.arange(float(shape[1])).expand(shape)
     denoise(ramp + torch.randn(shape, generator=generator()), rounds=2, stride=4, generator=generator(1))
     assert [bar.planned for bar in bars] == [(description, bar.n) for description, bar in zip(descriptions, bars, strict=True)]

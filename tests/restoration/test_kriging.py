@@ -9,7 +9,7 @@ from sklearn.datasets import load_sample_image
 
 from pyro_truncated.restoration import Patches, denoise, inpaint, kriging
 from pyro_truncated.restoration.kriging import predicted
-from pyro_truncated.restoration.noise_estimation import filled, nearly_no_noise, smoothed
+from pyro_truncated.restoration.noise import filled, nearly_no_noise, smoothed
 
 
 def generator(seed):

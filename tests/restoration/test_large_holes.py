@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration.large_holes import fill_large_holes, membrane
+from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, membrane
 
 
 def plane(height: int = 40, width: int = 48) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration import low_rank_groups as groups
+from pyro_truncated.restoration import nonlocal_groups as groups
 from pyro_truncated.restoration.windows import Patches
 
 

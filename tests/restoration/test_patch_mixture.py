@@ -11,8 +11,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.restoration import PatchMixture
-from pyro_truncated.restoration.iterated_mixture import cosines
-from pyro_truncated.restoration.patch_mixture import most_probable
+from pyro_truncated.restoration.patch_mixture import cosines, most_probable
 from pyro_truncated.testing import check_guide
 from tests.models.mixture import sparse_pairs
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration.patch_size import sides_of_mixtures
+from pyro_truncated.restoration.patch_model import sides_of_mixtures
 
 
 def damaged(shape, missing, seed=0):

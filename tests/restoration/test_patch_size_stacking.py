@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 from torch.nn import functional as F
 
-from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_size, patch_size_stacking, restore
+from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_model, patch_size_stacking, restore
 from pyro_truncated.restoration.patch_size_stacking import (
     noise_in_flat_places,
     noise_of_first,
@@ -172,7 +172,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
 
 @pytest.mark.nightly
 def test_seeds_reproduce_the_choice(monkeypatch):
-    monkeypatch.setattr(patch_size, "_LEAST_EXTENT", 20)
+    monkeypatch.setattr(patch_model, "_LEAST_EXTENT", 20)
     monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
     images = [denoise(image, 5.0, num_components=3, rounds=2, generator=generator(1), progress=False).image for _ in range(2)]
@@ -239,7 +239,7 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         return last[-1]
 
     for module, name, value in [
-        (patch_size, "_LEAST_EXTENT", 20),
+        (patch_model, "_LEAST_EXTENT", 20),
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_levels", lambda *arguments: 5.0),
         (patch_size_stacking, "_BELIEVED", most),

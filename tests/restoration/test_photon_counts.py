@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import VaryingNoiseWarning, denoise, inpaint
-from pyro_truncated.restoration.channels import noise_levels
-from pyro_truncated.restoration.photon_counts import gain_of, mean_of_stabilised, stabilise, warn_of_varying_noise
+from pyro_truncated.restoration.noise import gain_of, mean_of_stabilised, noise_levels, stabilise, warn_of_varying_noise
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from pyro_truncated.restoration import __main__ as command
-from pyro_truncated.restoration.tiling import restore_in_tiles, spans
+from pyro_truncated.restoration.__main__ import restore_in_tiles, spans
 
 
 @pytest.mark.parametrize(("size", "side"), [(100, 100), (40, 100), (101, 100), (1000, 100), (724, 512), (165, 100)])

@@ -26,8 +26,8 @@ from pyro_truncated.scenes import (
     generated_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.arrangement import depth_code
-from pyro_truncated.scenes.candidates import Candidates, best_places, place_probabilities
+from pyro_truncated.scenes.occlusion import depth_code
+from pyro_truncated.scenes.place_scan import Candidates, best_places, place_probabilities
 from pyro_truncated.search import SearchBatch
 from pyro_truncated.states import Population
 from pyro_truncated.utils.budget import memory_budget

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Preselection, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.ops.combination import combine
+from pyro_truncated.ops.packed_states import combine
 from pyro_truncated.search import Cosine, Projection, SearchBatch, Singletons
 from pyro_truncated.states.population import initial_population
 

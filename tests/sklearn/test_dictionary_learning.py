@@ -19,7 +19,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.sklearn import SparseCoding
-from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.estimators import apart
 
 QUICK = {"max_iter": 3, "n_init": 1, "random_state": 0}
 

@@ -11,7 +11,7 @@ import torch
 
 from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, fit
 from pyro_truncated.sklearn import ActiveSetGPLVM, SpikeSlabGPLVMTransformer
-from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.sklearn.estimators import apart
 
 
 def plane(num: int = 40) -> np.ndarray:

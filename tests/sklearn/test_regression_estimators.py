@@ -14,7 +14,7 @@ from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
 from pyro_truncated.gp import SubsetGPRegression, smooth_rbf
 from pyro_truncated.sklearn import SpikeSlabRegressor, SubsetGPRegressor
-from pyro_truncated.sklearn.linear_models import LinearModels
+from pyro_truncated.sklearn.variable_selection import LinearModels
 
 
 def problem(n: int = 30, p: int = 4) -> tuple[np.ndarray, np.ndarray]:

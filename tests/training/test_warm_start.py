@@ -16,7 +16,7 @@ from pyro_truncated import AutoTruncated, learn
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.training import DisagreeingStartsWarning, multi_start
 from pyro_truncated.training.agreement import FreeEnergyEstimate, share_most
 from pyro_truncated.training.model_parameters import snapshot
 from pyro_truncated.training.profile import ResizableModel, profile_model
@@ -254,7 +254,7 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(lead
 def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monkeypatch):
     """Data made of four causes by a matrix: the second restart is taught their states, in whatever order and sign."""
     taught = []
-    monkeypatch.setattr(multi_start, "teach", lambda model, y, settings, states, steps: taught.append(states))
+    monkeypatch.setattr(multi_start, "teach", lambda profile, states: taught.append(states))
     states = (torch.rand(80, NUM_LATENTS, generator=generator()) < 0.3).float()
     weight = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1]])
     y = 4 * states @ weight + 0.1 * torch.randn(80, NUM_OBSERVED, generator=generator(1))

@@ -11,7 +11,7 @@ import torch
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, StateSpace, Truncated_ELBO
 from pyro_truncated import models as library
 from pyro_truncated.scenes.occlusion import OccludedScene
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.arguments import check_count
 from tests import zoo
 from tests.faults import more_calls
 from tests.faults.calls import CALLS

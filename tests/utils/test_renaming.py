@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_truncated.diagnostics.truncation.exact import ExactComparison
+from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.extend import Renamed
 from pyro_truncated.models import GatedDecoder, OcclusiveComponents
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,24 +15,496 @@ import pyro
 import torch
 import xarray as xr
 from pyro.infer.autoguide import AutoGuide
+from torch import Tensor
 
-from pyro_truncated.diagnostics.arviz.dataset import (
-    Coords,
-    Dims,
-    LabelledTensor,
-    Writer,
-    is_discrete,
-    training_dataset,
-    variable_name,
-    without_labels,
+from pyro_truncated.diagnostics.arviz.draws import (
+    Draws,
+    States,
+    conditional_likelihoods,
+    draw,
+    hidden_entries,
+    posterior_draws,
+    prior_draws,
+    role,
 )
-from pyro_truncated.diagnostics.arviz.draws import Draws, conditional_likelihoods, draw, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.truncation.scoring import gathered
+from pyro_truncated.diagnostics.truncation.coverage import gathered
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
+from pyro_truncated.program.sites import DiscreteSite
+from pyro_truncated.utils.arrays import Axis, as_tensors, labelled_axes, module_number, package_of
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
-from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameter_store import spare_random_numbers
+
+
+def is_discrete(fn: Any) -> bool:
+    """Whether a distribution is known to be one of integers.
+
+    Likelihoods of one's own may have no support.
+    """
+    try:
+        return bool(fn.support.is_discrete)
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def variable_name(site: str) -> str:
+    """Returns a site's name as files and ArviZ allow it."""
+    return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
+
+
+def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Event dimensions of a site's values of this shape.
+
+    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it
+    too. So leading dimensions that have the sizes of the plates are the plates'.
+    """
+    event_dim: int = node["fn"].event_dim
+    if role(node) != "computed" or event_dim < len(shape):
+        return event_dim
+    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
+    depth = max((-dim for dim in sizes), default=0)
+    is_batch = 0 < depth <= len(shape) and all(shape[depth + dim] == size for dim, size in sizes.items())
+    return len(shape) - depth if is_batch else event_dim
+
+
+def without_hidden(node: Mapping[str, Any]) -> Tensor:
+    """The value of an observed site, NaN where a mask hides it."""
+    value: Tensor = node["value"]
+    hidden = hidden_entries(node)
+    if hidden is None:
+        return value
+    batch = node["fn"].batch_shape
+    hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape((*batch, *(1,) * node["fn"].event_dim))
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    return torch.where(hidden, torch.nan, value)
+
+
+def is_same(value: Tensor, other: Tensor) -> bool:
+    """Whether an argument is the observed value or a copy of it."""
+    if value.shape != other.shape:
+        return False
+    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
+
+
+def as_array(values: Tensor) -> np.ndarray:
+    """Values on the CPU; Boolean ones as integers."""
+    values = values.detach().cpu()
+    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
+
+
+def level_type(bounds: Sequence[int]) -> torch.dtype:
+    """Returns the smallest signed type for values below all bounds.
+
+    ArviZ plots neither bool nor unsigned types.
+    """
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
+
+
+def value_type(site: DiscreteSite) -> torch.dtype:
+    """Smallest type for the values of a discrete site."""
+    return level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
+
+
+def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
+    """Names of the entries of a site."""
+    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
+
+
+def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
+    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
+
+    Raises:
+        ValueError: if they differ in shape.
+    """
+    arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        raise ValueError(f"training records must all have the same dimensions, (step,) or (restart, step); got {shapes}")
+    return xr.Dataset({name: (("restart", "step"), array) for name, array in arrays.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledTensor:
+    """A tensor made of a DataFrame, Series or DataArray, with its labels.
+
+    Attributes:
+        value: its numbers.
+        axes: the names and labels of its dimensions.
+    """
+
+    value: Tensor
+    axes: tuple[Axis, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLabels:
+    """Names of dimensions and coordinates that data bring.
+
+    Attributes:
+        plates: names of dimensions by plate.
+        dims: names of event dimensions by site.
+        arguments: names of other dimensions, by argument that is not observed.
+        coords: labels by dimension.
+    """
+
+    plates: dict[str, str] = dataclasses.field(default_factory=dict)
+    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    coords: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def without_labels(
+    model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
+    """The arguments with tensors in the place of labelled arrays, and these.
+
+    Floating point numbers take the type of the model's, else the guide's, else torch's default; other arguments are as they were.
+    """
+    like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
+    found: list[LabelledTensor] = []
+    taken = tuple(_bare(value, like, found) for value in args)
+    named = {name: _bare(value, like, found) for name, value in kwargs.items()}
+    return taken, named, tuple(found)
+
+
+def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
+    if package_of(value):
+        found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
+        return found[-1].value
+    if type(value) in (list, tuple) and any(map(package_of, value)):
+        return type(value)(_bare(part, like, found) for part in value)
+    if isinstance(value, Mapping) and any(map(package_of, value.values())):
+        return {name: _bare(part, like, found) for name, part in value.items()}
+    return value
+
+
+class Naming:
+    """Finds which plates and events the axes of labelled data are.
+
+    Args:
+        draws: with the sites of the model.
+        reserved: names of dimensions and variables that no dimension of the data may take.
+        default_plate: the name of a plate's dimension where data bring none.
+        dims: names that the user gives, by site and argument.
+        labelled: dimensions that the user gives labels for: they keep the names they have without those of the data.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        reserved: set[str],
+        default_plate: Callable[[str], str],
+        dims: Mapping[str, Sequence[str]],
+        labelled: Collection[str],
+    ) -> None:
+        self.draws, self.default_plate, self.dims, self.labelled = draws, default_plate, dims, labelled
+        frames = {frame.name for node in draws.nodes.values() for frame in node["cond_indep_stack"]}
+        self.used = reserved | set(map(variable_name, draws.nodes)) | set(map(default_plate, frames))
+        self.labels = DataLabels()
+
+    def of(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
+        """Names the dimensions of observed sites and unobserved arguments."""
+        self.used |= set(map(variable_name, arguments))
+        for tensor in tensors:
+            data = [(name, node["value"]) for name, node in self.draws.nodes.items() if role(node) == "data"]
+            sites = [name for name, value in data if torch.is_tensor(value) and is_same(value, tensor.value)]
+            for name in sites:
+                self._add_site(name, tensor.axes)
+            if not sites:
+                self._add_argument(next((name for name, value in arguments.items() if value is tensor.value), None), tensor)
+        return self.labels
+
+    def _add_site(self, name: str, axes: tuple[Axis, ...]) -> None:
+        node = self.draws.nodes[name]
+        num_batch = len(axes) - node["fn"].event_dim
+        plates = {frame.dim: frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
+        for position, axis in enumerate(axes[: max(num_batch, 0)]):
+            if position - num_batch in plates:
+                self._add_plate(plates[position - num_batch], axis)
+        if num_batch >= 0:
+            self._add_rest(self.labels.dims, name, axes[num_batch:])
+
+    def _add_argument(self, name: str | None, tensor: LabelledTensor) -> None:
+        """Its leading dimensions are the data plates' where the sizes are."""
+        sizes = tuple(self.draws.plates.values())
+        leading = len(sizes) if tuple(tensor.value.shape[: len(sizes)]) == sizes and name not in self.dims else 0
+        for plate, axis in zip(self.draws.plates, tensor.axes[:leading], strict=False):
+            self._add_plate(plate, axis)
+        if name is not None:
+            self._add_rest(self.labels.arguments, name, tensor.axes[leading:])
+
+    def _add_plate(self, plate: str, axis: Axis) -> None:
+        if plate not in self.labels.plates:
+            self.labels.plates[plate] = self._name(axis, self.default_plate(plate))
+        self._label(self.labels.plates[plate], axis)
+
+    def _add_rest(self, names: dict[str, tuple[str, ...]], of: str, axes: tuple[Axis, ...]) -> None:
+        if of not in self.dims:
+            names[of] = tuple(self._name(axis, f"{variable_name(of)}_dim_{position}") for position, axis in enumerate(axes))
+        for dim, axis in zip(self.dims.get(of, names.get(of, ())), axes, strict=False):
+            self._label(dim, axis)
+
+    def _name(self, axis: Axis, default: str) -> str:
+        """Returns the axis' own name, unless it is taken."""
+        own = None if axis.name is None else axis.name.replace("/", ".")
+        if own is None or default in self.labelled:
+            return default
+        if own != default and own in self.used:
+            # Data may have labelled another event's dimension of this name alike, such as genes in two tables.
+            events = {name for names in (*self.labels.dims.values(), *self.labels.arguments.values()) for name in names}
+            if own not in events or axis.labels is None or not np.array_equal(self.labels.coords.get(own, ()), axis.labels):
+                return default
+        self.used.add(own)
+        return own
+
+    def _label(self, dim: str, axis: Axis) -> None:
+        if axis.labels is not None:
+            self.labels.coords.setdefault(dim, axis.labels)
+
+
+Dims = Mapping[str, Sequence[str]]
+Coords = Mapping[str, Sequence[Any]]
+Variable = tuple[tuple[str, ...], np.ndarray]
+
+STATE, LATENT = "state", "latent"
+_VARIABLES = {"lp", "log_q", "log_weight", "states", "weights", "free_energy", "effective_states", "support_mass_bound", "activation_prob"}
+
+
+class Writer:
+    """Turns draws into datasets with named dimensions.
+
+    Args:
+        draws: from a guide.
+        dims: names of event dimensions by site, and of all dimensions by argument of the model.
+        coords: coordinates by dimension.
+        memory_budget: bytes that a single array may take.
+        arguments: the model's arguments by name, for which ``dims`` may be given, too.
+        num_chains: chains that the draws are dealt to, one after the other.
+        labelled: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
+
+    Raises:
+        ValueError: if ``dims`` names something unknown.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        dims: Dims,
+        coords: Coords,
+        memory_budget: int,
+        arguments: Mapping[str, Any],
+        num_chains: int = 1,
+        labelled: tuple[LabelledTensor, ...] = (),
+    ) -> None:
+        self.draws, self.dims, self.memory_budget = draws, dims, memory_budget
+        self.nodes, self.num_chains = draws.nodes, num_chains
+        self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
+        self.labels = DataLabels()
+        self.labels = Naming(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).of(labelled, arguments)
+        self.coords = {**self.labels.coords, **coords}
+        self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
+        unknown = set(dims) - set(self.nodes) - set(arguments)
+        if unknown:
+            raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
+
+    def dimension(self, plate: str) -> str:
+        """Names the dimension of a plate, after the data if possible."""
+        if plate in self.labels.plates:
+            return self.labels.plates[plate]
+        return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
+
+    def posterior(self) -> xr.Dataset:
+        """Returns draws of index, discrete sites, other latents and computed values."""
+        variables: dict[str, Variable] = {}
+        omitted: list[str] = []
+        if self.draws.states is not None:
+            self._add_states(self.draws.states, variables, omitted)
+        for name, values in {**self.draws.latents, **self.draws.computed}.items():
+            if values.numel() * values.element_size() > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._site(name, self._as_integers(name, values))
+        if not omitted:
+            return self._sample(variables)
+        hint = f"{', '.join(omitted)}: over the memory budget"
+        if self.draws.states is not None:
+            hint += f"; {self.draws.states.part.index_name} indexes the state dimension of truncated_posterior"
+        return self._sample(variables).assign_attrs({"omitted": hint})
+
+    def _add_states(self, states: States, variables: dict[str, Variable], omitted: list[str]) -> None:
+        variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
+        for name, site in states.part.layout.sites.items():
+            if states.index.numel() * site.num_latents > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._discrete_draws(states, name, site)
+
+    def _discrete_draws(self, states: States, name: str, site: DiscreteSite) -> Variable:
+        layout = states.part.layout
+        rows = torch.arange(len(states.population), device=states.index.device)
+        words = states.population.words[rows, states.index]
+        values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
+        plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
+        names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
+        dims, array = self._per_datum(layout.plates, states, values.to(value_type(site)))
+        return (*dims, *names), array
+
+    def sample_stats(self) -> xr.Dataset:
+        """Log densities of each draw."""
+        lp, log_q = self.draws.lp, self.draws.log_q
+        columns = {"lp": lp, "log_q": log_q, "log_weight": lp - log_q}
+        return self._sample({name: ((), as_array(value)) for name, value in columns.items()})
+
+    def log_likelihood(self) -> xr.Dataset:
+        """Returns log likelihoods of data points, or of observations given latents."""
+        variables = {}
+        for name, values in self.draws.log_likelihood.items():
+            if name == self.draws.joint:
+                variables[name] = (self.datum, as_array(values.reshape(len(values), *self.sizes)))
+            else:
+                variables[name] = self._site(name, values, event_dim=0)
+        return self._sample(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
+
+    def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Log likelihoods of observed sites given everything that was drawn."""
+        return self._sample({name: self._site(name, draws, event_dim=0) for name, draws in values.items()})
+
+    def log_prior(self) -> xr.Dataset:
+        """Log prior densities of the global latents."""
+        return self._sample({name: ((), as_array(values)) for name, values in self.draws.log_prior.items()})
+
+    def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Draws ``(draws, *shape)`` of sites."""
+        discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
+        variables = {}
+        for name, draws in values.items():
+            variables[name] = self._site(name, draws.to(value_type(discrete[name])) if name in discrete else self._as_integers(name, draws))
+        return self._sample(variables)
+
+    def _as_integers(self, name: str, values: Tensor) -> Tensor:
+        """Returns values of a discrete site as integers, which ArviZ counts.
+
+        Latents get the smallest type.
+        """
+        node: Any = self.nodes[name]
+        if role(node) in ("computed", "factor") or not is_discrete(node["fn"]) or not values.numel():
+            return values
+        if role(node) == "latent":
+            return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
+        # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
+        is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
+        if is_whole:
+            return values.to(torch.int32)
+        # Beside data that are NaN where hidden, and so are floats, integers would be counted in bins that reach to NaN.
+        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+
+    def observed_data(self) -> xr.Dataset:
+        """Returns values of the observed sites, NaN where a mask hides them."""
+        variables = {}
+        for name, node in self.nodes.items():
+            if role(node) == "data" and torch.is_tensor(node["value"]):
+                names, array = self._site(name, self._as_integers(name, without_hidden(node).unsqueeze(0)))
+                variables[name] = (names, array[0])
+        return self._dataset(variables)
+
+    def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
+        """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
+        observed = [node["value"] for node in self.nodes.values() if role(node) == "data" and torch.is_tensor(node["value"])]
+        variables = {}
+        for name, value in arguments.items():
+            if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):
+                variables[name] = (self._argument_names(name, value), as_array(value))
+        return self._dataset(variables)
+
+    def _argument_names(self, name: str, value: Tensor) -> tuple[str, ...]:
+        """Leading dimensions of the sizes of the data plates are theirs."""
+        if name in self.dims:
+            if len(self.dims[name]) != value.dim():
+                raise ValueError(f"argument '{name}' has {value.dim()} dimensions; dims names {len(self.dims[name])}: {self.dims[name]}")
+            return tuple(self.dims[name])
+        leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
+        rest = (f"{name}_dim_{position}" for position in range(value.dim() - len(leading)))
+        return (*leading, *self.labels.arguments.get(name, rest))
+
+    def truncated_posterior(self, states: States) -> xr.Dataset:
+        """The populations and exact expectations under them."""
+        population, layout = states.population, states.part.layout
+        variables: dict[str, Variable] = {}
+        for name, values, inner in (
+            ("weights", population.weights(), (STATE,)),
+            ("free_energy", population.free_energy(), ()),
+            ("effective_states", population.effective_states(), ()),
+            ("support_mass_bound", states.covered_mass, ()),
+            ("activation_prob", population.marginals(), (LATENT,)),
+        ):
+            variables[name] = self._rows(states, values, inner)
+        dtype = level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
+        size = population.log_joint.numel() * layout.space.num_latents * dtype.itemsize
+        attrs = {}
+        if size <= self.memory_budget:
+            low = torch.tensor([site.low for site in layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
+            variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
+        else:
+            attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
+        labels = {LATENT: [label for name, site in layout.sites.items() for label in entry_labels(name, site.shape)]}
+        return self._dataset(variables, labels).assign_attrs(attrs)
+
+    def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
+        """Values ``(N, ...)`` with one dimension per data plate."""
+        return (*map(self.dimension, states.part.layout.plates), *inner), as_array(
+            values.reshape((*states.log_joint.sizes, *values.shape[1:]))
+        )
+
+    def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
+        """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
+        return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
+
+    def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
+        """Returns draws ``(draws, *batch, *event)`` of a site.
+
+        Batch dimensions are named after plates. Size 1 without a plate is dropped.
+        """
+        node: Any = self.nodes[name]
+        plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
+        event_dim = event_dims(node, values.shape[1:]) if event_dim is None else event_dim
+        batch_dim = values.dim() - 1 - event_dim
+        names, shape = [], [len(values)]
+        for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
+            dim = position - batch_dim
+            if dim in plates or size != 1:
+                names.append(plates.get(dim, f"{variable_name(name)}_batch_{position}"))
+                shape.append(size)
+        array = values.reshape(*shape, *values.shape[1 + batch_dim :])
+        return (*names, *self._event_names(name, event_dim)), as_array(array)
+
+    def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
+        default = self.labels.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)])
+        names = tuple(self.dims.get(name, default))
+        if len(names) != event_dim:
+            raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
+        return names
+
+    def _sample(self, variables: Mapping[str, Variable]) -> xr.Dataset:
+        """A dataset of draws, dealt to the chains."""
+        chains = self.num_chains
+        return self._dataset(
+            {
+                name: (("chain", "draw", *names), array.reshape(chains, len(array) // chains, *array.shape[1:]))
+                for name, (names, array) in variables.items()
+            }
+        )
+
+    def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
+        data = xr.Dataset({variable_name(name): (names, array) for name, (names, array) in variables.items()})
+        coords = {}
+        for dim, size in data.sizes.items():
+            coordinate = self.coords.get(str(dim), (labels or {}).get(str(dim), range(size)))
+            if len(coordinate) != size:
+                raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
+            coords[dim] = np.asarray(coordinate)
+        return data.assign_coords(coords)
+
 
 _ON_DATA = (
     "observed_data",

@@ -4,26 +4,251 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.infer import infer_discrete
 from pyro.infer.autoguide import AutoGuideList
+from pyro.ops import packed
+from pyro.ops.contract import contract_tensor_tree
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_truncated.diagnostics.arviz.enumeration import Enumeration
-from pyro_truncated.diagnostics.arviz.roles import FreeData, hidden_entries, is_computed, is_data, is_factor, is_latent, leaves, site_plates
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES, certificate
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import sum_block
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.search.moves import Moves
+from pyro_truncated.program.sites import family, sample_nodes
+from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
+
+Node = Mapping[str, Any]
+
+
+def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
+    """What a site is: data, a density without value, computed, or latent.
+
+    Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the
+    completed values of a site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none. Data stay
+    such if :class:`FreeData` undid their observation.
+    """
+    fn, is_observed = node["fn"], bool(node["is_observed"] or node["infer"].get("was_observed"))
+    if family(fn) == "Unit":
+        return "factor"
+    if family(fn) == "Delta":
+        if not is_observed or node["infer"].get("_deterministic") or getattr(fn, "_mask", None) is False:
+            return "computed"
+        # Some reparametrisations carry a density: they observe the very tensor that the point mass lies at.
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        if torch.is_tensor(node["value"]) and node["value"].data_ptr() == fn.v.data_ptr():
+            return "computed"
+    return "data" if is_observed else "latent"
+
+
+def site_plates(node: Node) -> frozenset[str]:
+    """Names of the vectorised plates around a site."""
+    return frozenset(frame.name for frame in node["cond_indep_stack"] if frame.vectorized)
+
+
+def hidden_entries(node: Node) -> Tensor | None:
+    """Returns where masks hide entries of a site, ``None`` if nowhere."""
+    hidden: Tensor | None = None
+    for mask in (node["mask"], getattr(node["fn"], "_mask", None)):
+        if mask is not None:
+            own = ~torch.as_tensor(mask, dtype=torch.bool)
+            hidden = own if hidden is None else hidden | own.to(hidden.device)
+    return hidden if hidden is not None and bool(hidden.any()) else None
+
+
+class FreeData(Messenger):
+    """Effect handler that draws data instead of observing them.
+
+    Computed values and factors stay what they are.
+
+    (``poutine.uncondition`` draws from the point mass of a ``pyro.deterministic``, in a shape that plates have expanded.)
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] and role(msg) == "data":
+            msg["is_observed"], msg["done"] = False, False
+            msg["infer"]["was_observed"] = True
+            msg["value"] = None
+
+
+def leaves(
+    model: Callable[..., Any], nodes: Mapping[str, Node], names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> frozenset[str]:
+    """Returns named latents on which only computed values depend.
+
+    Missing entries of the data are an example.
+    """
+    if not names:
+        return frozenset()
+    dependencies = Dependencies(Call(model, args, kwargs))
+    return frozenset(
+        name for name in names if all(role(nodes[site]) == "computed" for site in dependencies.dependents({name}) if site in nodes)
+    )
+
+
+Model = Callable[..., Any]
+
+
+class Enumeration:
+    """The discrete latents that :class:`~pyro.infer.TraceEnum_ELBO` sums out of a model.
+
+    Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of
+    each data point. Others are parameters, and keep the values drawn.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        nodes: sites of a run of the model.
+        names: the discrete latents.
+        hidden: unknown latents on which nothing depends. Their densities are left out.
+
+    Attributes:
+        plates: the plates from left to right, with their sizes. Empty if no data point has such latents of its own.
+        local: the latents inside them.
+        inside: the sites inside them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        nodes: Mapping[str, Any],
+        names: Collection[str],
+        hidden: Collection[str] = (),
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.names, self.hidden = frozenset(names), frozenset(hidden)
+        self.first_dim = -1 - max(len(node["fn"].batch_shape) for node in nodes.values())
+        self._find_plates({name: node["value"] for name, node in nodes.items() if role(node) == "latent" and name not in names})
+
+    def draw(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Draws the discrete latents from their posterior given the others."""
+        prepared = self._prepare(values, self.names)
+        with isolated():
+            trace = poutine.trace(infer_discrete(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+        return {name: trace.nodes[name]["value"] for name in self.names}
+
+    def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
+        """Log density of the data and the other latents."""
+        trace = self._enumerate(values, self.names)
+        chosen = [name for name in sample_nodes(trace) if name not in self.hidden]
+        return sum((term.double().sum() for term in _contract(trace, chosen, self.names)), torch.zeros(()).double())
+
+    def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
+        """Returns the log likelihood of each data point, discrete latents summed out.
+
+        Other latents are given. The shape is that of :attr:`plates`.
+
+        ``leaves`` are latents on which nothing depends, such as missing data; their densities are left out.
+        """
+        trace = self._enumerate(values, self.local)
+        inside = [name for name in self.inside if name not in leaves]
+        latent = [name for name in inside if role(trace.nodes[name]) == "latent"]
+        joint, prior = (self._per_datum(_contract(trace, names, self.local), trace) for names in (inside, latent))
+        return joint - prior
+
+    def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
+        """Returns the model with other latents fixed, marked for enumeration.
+
+        The density of latents that nobody knows is left out.
+        """
+        given = {name: value for name, value in values.items() if name not in names}
+        marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
+        configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
+
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            """The model, called with its own arguments."""
+            with Assign(given), _Silence(self.hidden):
+                return configured(*args, **kwargs)
+
+        return prepared
+
+    def _enumerate(self, values: Mapping[str, Any], names: Collection[str]) -> poutine.Trace:
+        prepared = self._prepare(values, names)
+        with isolated():
+            trace = poutine.trace(poutine.enum(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+        trace = prune_subsample_sites(trace)
+        trace.compute_log_prob()
+        trace.pack_tensors()
+        return trace
+
+    def _find_plates(self, values: Mapping[str, Any]) -> None:
+        """Finds the plates of data that depend on the discrete latents."""
+        trace = self._enumerate(values, self.names)
+        nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
+        below = [node for node in nodes.values() if role(node) in ("data", "factor")]
+        below = [node for node in below if summed.intersection(node["packed"]["unscaled_log_prob"]._pyro_dims)]
+        shared = frozenset.intersection(*map(site_plates, below)) if below else frozenset()
+        self.local = frozenset(name for name in self.names if site_plates(nodes[name]) & shared)
+        shared = shared.intersection(*(site_plates(nodes[name]) for name in self.local)) if self.local else frozenset()
+        frames = {frame.name: frame for node in nodes.values() for frame in node["cond_indep_stack"] if frame.name in shared}
+        self.plates = {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
+        self.local = self.local if self.plates else frozenset()
+        self.inside = [name for name, node in nodes.items() if self.plates and set(self.plates) <= site_plates(node)]
+
+    def _per_datum(self, terms: list[Tensor], trace: poutine.Trace) -> Tensor:
+        """Sums terms over all plates but those of the data points."""
+        total = torch.zeros(tuple(self.plates.values()), dtype=torch.float64)
+        symbols = [trace.plate_to_symbol[name] for name in self.plates]
+        for term in terms:
+            dims: str = term._pyro_dims  # type: ignore[attr-defined]
+            extra = [position for position, symbol in enumerate(dims) if symbol not in symbols]
+            reduced = term.double().sum(extra) if extra else term.double()
+            kept = [symbol for symbol in dims if symbol in symbols]
+            reduced = reduced.permute([kept.index(symbol) for symbol in symbols if symbol in kept])
+            shape = [size if symbol in kept else 1 for symbol, size in zip(symbols, self.plates.values(), strict=True)]
+            total = total.to(reduced.device) + reduced.reshape(shape)
+        return total
+
+
+class _Silence(Messenger):
+    """Effect handler that takes the density of the named sites away."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.names:
+            msg["mask"] = False
+
+
+def _sum_dims(trace: poutine.Trace, names: Collection[str]) -> set[str]:
+    """Symbols of the dimensions along which the named sites are enumerated."""
+    marks: list[Any] = [trace.nodes[name]["infer"] for name in names]
+    return {mark["_dim_to_symbol"][mark["_enumerate_dim"]] for mark in marks if mark.get("_enumerate_dim") in mark["_dim_to_symbol"]}
+
+
+def _contract(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
+    """Sums named sites out of the log densities of the chosen ones.
+
+    Returns one packed tensor for each connected part of the model.
+    """
+    tree: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
+    for name in chosen:
+        node = trace.nodes[name]
+        ordinal = frozenset(trace.plate_to_symbol[frame.name] for frame in node["cond_indep_stack"] if frame.vectorized and frame.size > 1)
+        # What is summed out has a distribution whether masked or not, as in TraceEnum_ELBO.
+        mask = None if name in names else node["packed"]["mask"]
+        tree.setdefault(ordinal, []).append(packed.scale_and_mask(node["packed"]["unscaled_log_prob"], mask=mask))
+    found = contract_tensor_tree(tree, _sum_dims(trace, names))
+    return [term for terms in found.values() for term in terms]
+
 
 Sites = dict[str, Tensor]
 
@@ -96,7 +321,7 @@ class Draws:
         seen = torch.zeros(size, dtype=torch.bool)
         for node in self.nodes.values():
             dims = [frame.dim for frame in node["cond_indep_stack"] if frame.name == plate]
-            if not dims or not (is_data(node) or is_factor(node)):
+            if not dims or role(node) not in ("data", "factor"):
                 continue
             hidden = hidden_entries(node)
             if hidden is None:
@@ -123,9 +348,9 @@ class Collector:
         """Adds a draw: sites of a run with log probabilities."""
         self.lp.append(lp)
         self.log_q.append(log_q)
-        latents = [name for name, node in nodes.items() if is_latent(node)]
+        latents = [name for name, node in nodes.items() if role(node) == "latent"]
         self.groups["latents"].append({name: nodes[name]["value"] for name in latents if name not in self.states})
-        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if is_computed(node)})
+        self.groups["computed"].append({name: node["value"] for name, node in nodes.items() if role(node) == "computed"})
         self.groups["log_likelihood"].append(log_likelihood)
         self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
 
@@ -149,13 +374,13 @@ def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
 
     Each belongs to a single observation. Other latents are parameters.
     """
-    data = [site_plates(node) for node in nodes.values() if is_data(node) or is_factor(node)]
-    return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= site_plates(node) for p in data))
+    data = [site_plates(node) for node in nodes.values() if role(node) in ("data", "factor")]
+    return frozenset(name for name, node in nodes.items() if role(node) == "latent" and any(p and p <= site_plates(node) for p in data))
 
 
 def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
     """Returns sizes of the plates of all data, from left to right."""
-    data = [node for node in nodes.values() if is_data(node)] or [node for node in nodes.values() if is_factor(node)]
+    data = [node for node in nodes.values() if role(node) == "data"] or [node for node in nodes.values() if role(node) == "factor"]
     shared = frozenset.intersection(*map(site_plates, data)) if data else frozenset()
     frames = {frame.name: frame for node in data for frame in node["cond_indep_stack"] if frame.name in shared}
     return {frame.name: int(frame.size) for frame in sorted(frames.values(), key=lambda frame: frame.dim)}
@@ -163,7 +388,7 @@ def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
 
 def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
     """Names the likelihood of several sites by its data or factors."""
-    found = [name for name in names if is_data(nodes[name])] or [name for name in names if is_factor(nodes[name])]
+    found = [name for name in names if role(nodes[name]) == "data"] or [name for name in names if role(nodes[name]) == "factor"]
     # The observations of a long sequence would make a name that files cannot hold.
     return "_".join(found) if len(found) <= 4 else f"{found[0]}_to_{found[-1]}"
 
@@ -174,9 +399,9 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
     The density of a ``pyro.factor`` joins that of data in the same plates. A factor in plates without data stands for
     itself.
     """
-    found = {name: node["log_prob"].double() for name, node in nodes.items() if is_data(node)}
+    found = {name: node["log_prob"].double() for name, node in nodes.items() if role(node) == "data"}
     for name, node in nodes.items():
-        if not is_factor(node):
+        if role(node) != "factor":
             continue
         host = next((other for other in found if site_plates(nodes[other]) == site_plates(node)), None)
         if host is not None:
@@ -291,13 +516,13 @@ class _Program:
         with spare_random_numbers():
             self.nodes = sample_nodes(self._run({name: node["value"] for name, node in sample_nodes(guide_trace).items()}))
         refuse_subsamples(self.nodes)
-        missing = [name for name, node in self.nodes.items() if is_latent(node) and name not in guide_trace]
+        missing = [name for name, node in self.nodes.items() if role(node) == "latent" and name not in guide_trace]
         summed = [name for name in missing if self.nodes[name]["fn"].support.is_discrete and self.nodes[name]["fn"].has_enumerate_support]
         self.drawn_anew = frozenset(missing) - set(summed)
         self._refuse_prior_draws()
         self.enumeration = Enumeration(model, args, kwargs, self.nodes, summed, self.drawn_anew) if summed else None
         inside = frozenset() if self.enumeration is None else frozenset(self.enumeration.inside)
-        self.local = data_latents(self.nodes) | {name for name in inside if is_latent(self.nodes[name])}
+        self.local = data_latents(self.nodes) | {name for name in inside if role(self.nodes[name]) == "latent"}
         self.leaves = leaves(model, self.nodes, self.local - set(summed), args, kwargs)
         self.collector = Collector(self.local)
 
@@ -374,10 +599,10 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
-    if any(is_computed(node) for node in log_joint.nodes.values()):
+    if any(role(node) == "computed" for node in log_joint.nodes.values()):
         traces = _traces_of(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
-        draws.computed = _stack({name: node["value"] for name, node in run if is_computed(node)} for run in runs)
+        draws.computed = _stack({name: node["value"] for name, node in run if role(node) == "computed"} for run in runs)
     return draws
 
 
@@ -581,6 +806,6 @@ def _sorted(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:
     latents: Sites = {}
     observed: Sites = {}
     for name, node in nodes.items():
-        if not is_factor(node):
-            (observed if is_data(node) else latents)[name] = torch.as_tensor(node["value"]).cpu()
+        if role(node) != "factor":
+            (observed if role(node) == "data" else latents)[name] = torch.as_tensor(node["value"]).cpu()
     return latents, observed

@@ -1,6 +1,10 @@
 """Plots of converted data: training, truncation, parameters, predictions.
 
-Each function draws into the axes it is given and returns them.
+Each function draws into the axes it is given and returns them. ``idata`` is what :func:`~pyro_truncated.to_arviz` makes of a trained guide;
+curves of training and checks of the truncation are in it if it was given them::
+
+    checks = check_truncation(guide, y)
+    idata = to_arviz(model, guide, y, training=training.record, checks=checks)
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, tidy
-from pyro_truncated.diagnostics.prediction.cross_validation import cross_validate
-from pyro_truncated.diagnostics.prediction.predictive_checks import loo_pit, observed_name
+from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
 from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
 from pyro_truncated.utils import arviz_compat as compat
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
@@ -28,15 +31,9 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
 
     The best one is coloured.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16)
-        >>> training = fit(SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch())), y, steps=5, progress=False)
-        >>> idata = to_arviz(model, guide, y, training=training.record, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_restarts(idata, ax)
+    Example::
+
+        ax = plot_restarts(idata, Figure().subplots())
     """
     curves = get_dataset(idata, "training")["free_energy"].values
     ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
@@ -61,15 +58,9 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
 
     The worst data points are named.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> checks = check_truncation(guide, y, steps=2, num_samples=100, warn=False)
-        >>> idata = to_arviz(model, guide, y, checks=checks)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_covered_mass(idata, ax)
+    Example::
+
+        ax = plot_covered_mass(idata, Figure().subplots())
     """
     bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
     values, names = bound.values.ravel(), _names(bound)
@@ -89,14 +80,9 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
 
     The number kept is marked.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_effective_states(idata, ax)
+    Example::
+
+        ax = plot_effective_states(idata, Figure().subplots())
     """
     data = get_dataset(idata, "truncated_posterior")
     kept = data.sizes["state"]
@@ -112,15 +98,9 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
 
     It shows the estimate with its interval, and the exact gap where it is known.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> checks = check_truncation(guide, y, steps=2, num_samples=100, warn=False)
-        >>> idata = to_arviz(model, guide, y, checks=checks)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_gap(idata, ax)
+    Example::
+
+        ax = plot_gap(idata, Figure().subplots())
 
     Raises:
         ValueError: if the data hold no checks.
@@ -149,14 +129,9 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
 def plot_activations(idata: Any, ax: Axes) -> Axes:
     """Histogram of the expected number of active latents per data point.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_activations(idata, ax)
+    Example::
+
+        ax = plot_activations(idata, Figure().subplots())
     """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
@@ -165,14 +140,9 @@ def plot_activations(idata: Any, ax: Axes) -> Axes:
 def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     """Activation probabilities of the first data points (rows) and all latents (columns).
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_marginals(idata, ax)
+    Example::
+
+        ax = plot_marginals(idata, Figure().subplots())
     """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -195,14 +165,9 @@ def _names(values: Any) -> list[str]:
 def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
     """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_predictive_check(idata, ax, group="marginal_predictive")
+    Example::
+
+        ax = plot_predictive_check(idata, Figure().subplots(), group="marginal_predictive")
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
@@ -220,15 +185,9 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
 
     They belong to the marginal likelihood. Above 0.7 a data point is too influential.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
-        ...     ax = plot_pareto_k(idata, ax)
+    Example::
+
+        ax = plot_pareto_k(idata, Figure().subplots())
     """
     compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
     return tidy(ax)
@@ -242,15 +201,9 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     that are too narrow or too wide, a bow biased ones. Where observations are missing, the band is that of the
     feature seen least often. Each coloured curve left its own band.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
-        ...     ax = plot_loo_pit(idata, ax)
+    Example::
+
+        ax = plot_loo_pit(idata, Figure().subplots())
     """
     transforms = loo_pit(idata, name=name)
     chosen = list(features) if features is not None else list(range(transforms.shape[1]))
@@ -271,16 +224,9 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
 def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None, most: int = 30) -> Axes:
     """Intervals of global latents (weights, scales) from their draws (``arviz.plot_forest``).
 
-    Example:
-        >>> def model(y):
-        ...     level = pyro.sample("level", dist.Normal(0.0, 10.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(level, 1.0), obs=y)
-        >>> y, guide = torch.randn(20), AutoNormal(model)
-        >>> loss = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(y)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_forest(to_arviz(model, guide, y), ax)
+    Example::
+
+        ax = plot_forest(idata, Figure().subplots())
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
@@ -328,18 +274,10 @@ def _data_dims(idata: Any) -> list[Any]:
 def plot_comparison(table: Any, ax: Axes) -> Axes:
     """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`.
 
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> smaller = BinarySparseCoding(9, 3).initialize(y)
-        >>> other = to_arviz(smaller, AutoTruncated(smaller, 8).infer(y, ExhaustiveSearch(), steps=1), y, num_samples=25)
-        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
-        ...     table = compare_models({"six": idata, "three": other})
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_comparison(table, ax)
+    Example::
+
+        table = compare_models({"six": idata, "three": other})
+        ax = plot_comparison(table, Figure().subplots())
     """
     compat.draw_comparison(table, ax)
     return tidy(ax)

@@ -9,18 +9,265 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation import findings as trust
-from pyro_truncated.diagnostics.truncation.coverage import Growth, certificate, population_growth
-from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
-from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
+from pyro_truncated.diagnostics.truncation.coverage import (
+    MOST_MOVES,
+    Growth,
+    broadcast_answer,
+    certificate,
+    is_on_product,
+    plain,
+    population_growth,
+    scored_populations,
+    truncated_part,
+)
+from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
-from pyro_truncated.diagnostics.truncation.product_report import ProductReport, check_product
-from pyro_truncated.diagnostics.truncation.scoring import broadcast_answer, is_on_product, plain, scored_populations
 from pyro_truncated.distributed.shards import is_spread
-from pyro_truncated.search import Search
+from pyro_truncated.guide.chain_batch import ChainBatch
+from pyro_truncated.guide.product_batch import ProductBatch
+from pyro_truncated.guide.product_posterior import product_evidence
+from pyro_truncated.guide.set_search import NodeScores, ScoredSets
+from pyro_truncated.program.call import Call
+from pyro_truncated.search import AutomaticSearch, Search
+from pyro_truncated.search.conditional import Moves
+from pyro_truncated.sequences import BlockSearch, ChainPosterior
+from pyro_truncated.states.population import initial_population
+from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.parameter_store import spare_random_numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """What was measured of the sets of some nodes.
+
+    Attributes:
+        sites: names of their sites.
+        num_states: states of each set.
+        space: number of states there are, readable.
+        is_exact: whether the sets hold all of them.
+        effective_states: the exponential of the entropy of each node's marginal, ``(rows,)``.
+        addition: nats that the neighbours of its states would add to the evidence, for each set alone, ``(rows,)``: exact.
+    """
+
+    sites: tuple[str, ...]
+    num_states: int
+    space: str
+    is_exact: bool
+    effective_states: Tensor
+    addition: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductReport:
+    r"""What :func:`check_truncation` measured of a posterior on a product of sets.
+
+    Joint states with exactly one node outside its set are disjoint events, so that
+
+    .. math:: \log p(y) \ge \log \Big(e^{\mathcal F} + \sum_v \sum_{s \notin K_v} e^{\mathrm{score}_v(s)}\Big),
+
+    where the score of a state is what it adds to :math:`e^{\mathcal F}`: exact, and the larger the set the smaller.
+
+    Attributes:
+        free_energy: the bound of each member of the plates that all nodes share, ``(N,)``.
+        certified: the larger bound above, ``(N,)``.
+        searched: the bound after more search.
+        doubled: the bound with sets of twice the size.
+        exact: the log evidence, of full sets, where these are small; ``None`` elsewhere.
+        nodes: what was measured of the nodes, by group.
+        findings: what is wrong, and what to change. Empty if nothing is.
+    """
+
+    free_energy: Tensor
+    certified: Tensor
+    searched: Tensor
+    doubled: Tensor
+    exact: Tensor | None
+    nodes: Sequence[NodeReport]
+    findings: Sequence[Finding] = ()
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.findings
+
+    @property
+    def covered_mass(self) -> Tensor:
+        """Returns an upper bound on the mass of the product, ``(N,)``.
+
+        The product is that of the sets, the mass that of the posterior.
+        """
+        return (self.free_energy - self.certified).exp()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.free_energy)} data points, a set of states for each node of the factor graph",
+            f"nats gained by more search      {float((self.searched - self.free_energy).mean()):.3g} in the mean",
+            f"nats gained by sets twice the size {float((self.doubled - self.searched).mean()):.3g} in the mean",
+            f"covered mass, at most           {float(self.covered_mass.min()):.3g} at worst",
+        ]
+        if self.exact is not None:
+            lines.append(f"gap to the log evidence, exact  {float((self.exact - self.free_energy).mean()):.3g} in the mean")
+        for node in self.nodes:
+            name = ", ".join(node.sites[:3]) + (", ..." if len(node.sites) > 3 else "")
+            if node.is_exact:
+                lines.append(f"  {name}: all {node.space} states, exact")
+                continue
+            lines.append(
+                f"  {name}: {node.num_states} of {node.space} states, {float(node.effective_states.mean()):.2g} effective, "
+                f"one set more complete adds at most {float(node.addition.max()):.2g} nats"
+            )
+        verdict = [f"- {finding}" for finding in self.findings] or ["nothing speaks against this truncated posterior"]
+        return "\n".join([*lines, *verdict])
+
+
+@torch.no_grad()
+def check_product(
+    guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, search: Search | None, steps: int, warn: bool
+) -> ProductReport:
+    """The checks of a posterior on a product of sets, see :func:`check_truncation`."""
+    steps = check_count("steps", steps)
+    search = AutomaticSearch() if search is None else search
+    part = truncated_part(guide)
+    call = Call(part.model, args, kwargs)
+    with poutine.block(), spare_random_numbers():
+        batch = part.batch(call, part.other_values(call, median=True))
+        if isinstance(batch, ChainBatch):
+            return _reported(_check_chains(batch, steps), part.num_states, warn)
+        assert isinstance(batch, ProductBatch)
+        sets = batch.sets()
+        free_energy = product_evidence(batch, sets)
+        nodes = [_node_report(batch, sets, number) for number in range(len(sets))]
+        certified = _certify(batch, free_energy, nodes)
+        seek = batch.set_search(is_new=True)
+        searched_sets = seek.improve(sets, search, steps).sets
+        searched = torch.maximum(product_evidence(batch, searched_sets), free_energy)
+        start = [_double(batch, words, number) for number, words in enumerate(searched_sets)]
+        doubled_sets = seek.improve(start, search, steps).sets
+        doubled = torch.maximum(product_evidence(batch, doubled_sets), searched)
+        product = batch.scorer.product
+        size = {node: own.space.size for node, own in enumerate(product.node_layouts)}
+        cliques = [math.prod(size[member] for member in (node, *others)) for node, others in enumerate(product.graph.separators)]
+        largest = max(*size.values(), *cliques)
+        exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
+    report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
+    return _reported(report, part.num_states, warn)
+
+
+def _reported(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
+    report = dataclasses.replace(report, findings=tuple(_findings_of_nodes(report, num_states)))
+    if warn:
+        warn_findings(report.findings, stacklevel=5)
+    return report
+
+
+def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
+    """Checks sets of all steps of binary chains.
+
+    Sets of twice the size start anew.
+    """
+    posterior = batch.posterior()
+    size, space = posterior.num_states, posterior.space
+    free_energy = posterior.free_energy()
+    blocks = BlockSearch(4, generator=torch.Generator().manual_seed(0))
+
+    def improved(start: ChainPosterior) -> Tensor:
+        for _ in range(0 if start.is_complete else steps):
+            start.improve_(2).search_(blocks)
+        return start.free_energy()
+
+    searched = torch.maximum(improved(batch.posterior()), free_energy)
+    moves = posterior.transitions
+    doubled = searched if posterior.is_complete else torch.maximum(improved(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
+    # All pairs of states of two steps are summed over.
+    exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= 2**8 else None
+    effective, added = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
+    site = batch.scorer.product.site.name
+    node = NodeReport((site,), size, space.readable_size, posterior.is_complete, plain(effective), plain(added))
+    certified = free_energy if posterior.is_complete else posterior.certificate()
+    known = None if exact is None else plain(exact)
+    return ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), known, [node])
+
+
+def full_sets(batch: ProductBatch) -> list[Tensor]:
+    """Sets of all states there are."""
+    scorer = batch.scorer
+    groups = scorer.product.groups
+    words = [group.space.enumerate(scorer.device).expand(scorer.num_rows(number), -1, -1) for number, group in enumerate(groups)]
+    return [scorer.insert_known(own, number) for number, own in enumerate(words)]
+
+
+def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeReport:
+    scorer, group = batch.scorer, batch.scorer.product.groups[number]
+    population = batch.rescored()[number]
+    is_exact = sets[number].shape[1] >= group.space.size
+    addition = torch.zeros(len(population), dtype=torch.float64)
+    if not is_exact:
+        moves = Moves(group.space, scorer.device, MOST_MOVES)
+        best = population.take(population.weights().topk(1, -1).indices)
+        neighbours = moves.neighbours(best)
+        is_new = ~ops.find_duplicates(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
+        scored = ScoredSets.of(scorer, sets)
+        scores = NodeScores(scored, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
+        evidence = scored.rows(scorer.product.evidence_by_node(scored.messages), number).squeeze(-1)
+        addition = torch.nn.functional.softplus(scores - evidence)
+    effective = population.effective_states().double()
+    sites = tuple(name for layout in group.layouts for name in layout.sites)
+    return NodeReport(sites, sets[number].shape[1], group.space.readable_size, is_exact, plain(effective), plain(addition))
+
+
+def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
+    """Returns the bound that states outside of a set add to.
+
+    States of one node at a time count, for each member of the plates that all share.
+    """
+    scorer, product = batch.scorer, batch.scorer.product
+    shared = set(scorer.layout.dims)
+    total = free_energy.new_zeros(scorer.sizes)
+    for number, report in enumerate(nodes):
+        parts = scorer.nodes_of(torch.expm1(report.addition.to(total.device)), number)
+        for node, rows in zip(product.groups[number].nodes, parts, strict=True):
+            dims = product.node_layouts[node].dims
+            beyond = [place for place, dim in enumerate(dims) if dim not in shared]
+            own = rows.reshape(scorer.sizes_of(node))
+            total = total + (own.sum(beyond) if beyond else own)
+    return free_energy + torch.log1p(total.flatten())
+
+
+def _double(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
+    """A set with as many other states, or all there are."""
+    space = batch.scorer.product.groups[number].space
+    size = min(2 * words.shape[1], space.size)
+    others = initial_population(space, len(words), size, batch.populations.stores[number].stream(0), words.device)
+    first = torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
+    found, _ = ops.select_top(words, first, others, -1.0 - torch.rand(others.shape[:2]).double().to(words.device), size)
+    return batch.scorer.insert_known(found, number)
+
+
+def _findings_of_nodes(report: ProductReport, num_states: int) -> list[Finding]:
+    by_search, by_size = (report.searched - report.free_energy).numpy(), (report.doubled - report.searched).numpy()
+    found = []
+    if report.exact is not None:
+        found += trust.judge_gap((report.exact - report.free_energy).numpy(), "the exact log evidence")
+    if by_search.mean() > trust.GROWTH_LIMIT:
+        problem = f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged."
+        found.append(Finding(problem, "Search more: more steps, search_steps, or a search with more variety."))
+    if by_size.mean() > trust.GROWTH_LIMIT:
+        problem = f"Sets twice the size gain {by_size.mean():.2f} nats per data point: the sets are too small."
+        found.append(Finding(problem, f"Larger sets: num_states={2 * num_states}, until the gain is small."))
+    if report.covered_mass.mean() < trust.COVERED_LIMIT:
+        problem = f"The sets cover at most {float(report.covered_mass.mean()):.0%} of the posterior mass."
+        found.append(Finding(problem, "Search more, or keep larger sets."))
+    broad = [node for node in report.nodes if not node.is_exact and float(node.effective_states.mean()) > node.num_states / 4]
+    if broad and found:
+        problem = f"The posteriors of {', '.join(broad[0].sites[:3])} are spread over {float(broad[0].effective_states.mean()):.3g} states."
+        found.append(Finding(problem, "If larger sets do not help, they are too broad for sets: sample, or use a mean field."))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,20 +21,21 @@ from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
+    EXACT_UP_TO,
     LEAST_EXPLAINED,
     SCOUTED,
     SCOUTING_ITERATIONS,
+    evidence_backward,
+    learn_exactly,
     learned_length_scales,
     scout_length_scales,
 )
-from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, evidence_backward, learn_exactly
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
 from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 

@@ -11,19 +11,17 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky
+from pyro_truncated.gp.cholesky import FINE_JITTER, PivotedCholesky, cholesky_at, inducing_cholesky, pivoted_cholesky
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gp.kernels.evaluation import Covariance, covariance_at
+from pyro_truncated.gp.kernels import Covariance, covariance_at
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
-from pyro_truncated.utils.counts import check_count
 
 Parameters = dict[str, Tensor]
 NOISE = "noise"

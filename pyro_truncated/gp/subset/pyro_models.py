@@ -19,15 +19,12 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
-from pyro_truncated.gp.kernels.evaluation import outside_programs
-from pyro_truncated.gp.subset.inducing_subset import InducingSubset
+from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
-from pyro_truncated.gp.subset.subset_search import SubsetSearch
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameter_store import UniqueModule, empty_store
+from pyro_truncated.utils.parameter_store import UniqueModule, empty_store, spare_random_numbers
 
 
 class StudentT(Likelihood):

@@ -22,15 +22,17 @@ from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.optimization import FitRecord, FitSettings
 from pyro_truncated.gp.subset.alternation import (
+    EXACT_UP_TO,
     Alternation,
+    ExactPosterior,
+    default_size,
+    fit_exactly,
     fitted_from_some_start,
     held_out_rows,
     hyper_parameters,
     num_alternation_rows,
     polish,
 )
-from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
-from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objectives import (
     NOISE_FLOOR,
     OBJECTIVES,
@@ -43,10 +45,9 @@ from pyro_truncated.gp.subset.objectives import (
     kernel_to_polish,
     noise_from_log,
 )
-from pyro_truncated.gp.subset.subset_search import SubsetSearch
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
 from pyro_truncated.utils.constraints import in_double
-from pyro_truncated.utils.counts import check_count, check_counts
 
 # By default so many inducing inputs at first, and twice as many as long as that gains so much per data point or nothing is explained.
 FIRST_SIZE, MIN_GAIN_NATS = 32, 0.01

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import pyro
@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
+from pyro.contrib.gp.kernels import Kernel
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.nn import PyroParam, pyro_method
 from pyro.optim import ClippedAdam
@@ -21,33 +22,291 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.all_reduced import AllReduced, SummedELBO
-from pyro_truncated.distributed.owned_rows import as_shard_like, ending_together, gather_all_rows, own_positions
-from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
-from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
-from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
+from pyro_truncated.distributed.launch import AllReduced, SummedELBO
+from pyro_truncated.distributed.shards import (
+    Portion,
+    as_shard_like,
+    draw_alike,
+    ending_together,
+    gather_all_rows,
+    gather_owned_rows,
+    leave_to_owners,
+    own_positions,
+    own_rows,
+    portion_of,
+    rows_at,
+    sums_of,
+    take_from_owners,
+    total_rows,
+)
+from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_sets import (
+    ActiveSet,
+    Choose,
+    NearestSet,
+    ProjectedSet,
+    ProjectedStatistics,
+    Split,
+    UniformSplits,
+    least_variance,
+    projected_statistics,
+    split_weights,
+)
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
-from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
-from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, climb, log_joint
-from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSplit, gather_latents, join_latents
+from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import UniqueModule
 
+_MAX_ROWS_KEPT = 2000
+
+Posterior = ActiveSet | ProjectedSet | NearestSet
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPoints:
+    """Data points at their latents, or their sums for a projection.
+
+    Attributes:
+        latents: ``(M, Q)``.
+        outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
+        gram: see :class:`~pyro_truncated.gp.active_sets.ProjectedStatistics`, or ``None``.
+        moment: see there.
+        num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
+        examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
+        checksum: of the decoder's parameters at the time, see :func:`checksum`.
+    """
+
+    latents: Tensor
+    outputs: Tensor | None = None
+    gram: Tensor | None = None
+    moment: Tensor | None = None
+    num_neighbors: Tensor | None = None
+    examples: Tensor | None = None
+    checksum: Tensor | None = None
+
+    def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
+        """Returns the functions' posterior, in the noise's type and device."""
+        latents = self.latents.to(noise)
+        if self.num_neighbors is not None:
+            assert self.outputs is not None
+            return NearestSet(latents, self.outputs.to(noise), kernel, noise, int(self.num_neighbors))
+        if self.outputs is not None:
+            return ActiveSet(latents, self.outputs.to(noise), kernel, noise)
+        assert self.gram is not None
+        assert self.moment is not None
+        statistics = ProjectedStatistics(latents, self.gram.to(noise.device), self.moment.to(noise.device))
+        return ProjectedSet(kernel, noise, statistics)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, for ``state_dict()``."""
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in tensors.items() if value is not None}
+
+
+def checksum(module: nn.Module) -> Tensor:
+    """Returns each parameter's sums of magnitudes and of squares, in float64."""
+    values = [value.detach().double() for _, value in sorted(module.named_parameters())]
+    return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
+
+
+def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
+    """Keeps data points as :meth:`SASDecoder.condition_` says.
+
+    Raises:
+        ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
+    """
+    size = None if size is None else check_count("size", size)
+    gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
+    order = gaps.argsort(stable=True)
+    complete = order[: int((gaps == 0).sum())]
+    # In so many dimensions the closest data points predict better than a projection of all.
+    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > 4:
+        return keep_neighbors(latents, outputs, 100)
+    if projected is None:
+        projected = size is None and len(complete) > _MAX_ROWS_KEPT
+    if projected and not len(complete):
+        raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
+    if size is None:
+        size = _default_size(len(latents), len(complete))
+    if not projected and len(complete) < size:
+        rows = order[: min(size, len(order))]
+    elif size < len(complete):
+        rows = complete[choose(kernel, latents[complete], size)]
+    else:
+        rows = complete
+    if projected:
+        own = outputs.isnan().sum(-1) == 0
+        found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
+        gram, moment = sums_of(outputs)([found.gram, found.moment])
+        return KeptPoints(found.latents, gram=gram, moment=moment)
+    return KeptPoints(latents[rows], rows_at(outputs, rows))
+
+
+def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
+    """Keeps all complete data points.
+
+    Predictions condition on the closest ``num`` of them.
+
+    Raises:
+        ValueError: if no data point is complete.
+    """
+    complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
+    if not len(complete):
+        raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
+    return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
+
+
+def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
+    if num_complete == num_data <= _MAX_ROWS_KEPT:
+        return num_data
+    # Each pattern of missing entries costs a factorisation of its own.
+    return max(min(num_complete, default_size), min(num_data, 300))
+
+
+_NAMES = ("z_loc", "z_scale")
+
+
+def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
+    """Returns which data points a shard has, ``None`` for all.
+
+    On the first call the latents of others are dropped, and all processes start like the first.
+
+    Args:
+        module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
+        held: the data points that these are of. ``None`` for all.
+        x: the data, or the shard of them that this process has.
+
+    Raises:
+        ValueError: if the latents are of another shard.
+    """
+    portion = portion_of(x)
+    portion = None if portion is None or not portion.is_part else portion
+    if held is None and portion is not None:
+        _begin(module, portion)
+    elif portion != held:
+        raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
+    for parameter in _latents_of(module) if portion is not None else ():
+        # Copies of a module do not know of it.
+        leave_to_owners(parameter)
+    return portion
+
+
+@torch.no_grad()
+def gather_latents(module: torch.nn.Module) -> None:
+    """Gives every process the latents of all data points.
+
+    All processes call it.
+    """
+    for parameter in _latents_of(module):
+        parameter.data = torch.cat(world.gather(parameter.detach().clone()))
+        parameter.grad = None
+        take_from_owners(parameter)
+
+
+@torch.no_grad()
+def _begin(module: torch.nn.Module, portion: Portion) -> None:
+    latents = _latents_of(module)
+    for parameter in latents:
+        parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
+        parameter.grad = None
+    own = {id(parameter) for parameter in latents}
+    common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
+    for tensor, value in zip(common, world.agree([tensor.detach() for tensor in common]), strict=True):
+        tensor.copy_(value)
+    draw_alike(None)
+
+
+def _latents_of(module: torch.nn.Module) -> list[Tensor]:
+    return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSplit(Split):
+    """A process's part of a minibatch.
+
+    The sum of all processes' results is the result of one process.
+
+    Attributes:
+        within: positions ``(b,)`` of its data points within the minibatch.
+        batch_size: data points of the minibatch, ``B``.
+        portion: the data points of this process.
+    """
+
+    within: Tensor
+    batch_size: int
+    portion: Portion
+
+    @classmethod
+    def of(cls, split: Split, portion: Portion) -> SharedSplit:
+        """That of a minibatch of data points of all processes.
+
+        Raises:
+            ValueError: if the active set is empty.
+        """
+        if not split.num_active:
+            raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
+        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own[: split.num_active] = True
+        within = is_own.nonzero().squeeze(-1)
+        return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
+
+    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
+        """Returns weights ``(b,)`` that correct a plate's scale ``N / b``.
+
+        Every process takes an equal share of the active set.
+        """
+        weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
+        weights[: self.num_active] /= world.size()
+        return weights
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The data ``(b, D)``, of which the active points come from their owners."""
+        return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
+
+    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """Gathers rows ``(b, Q)`` that each process holds of its data points.
+
+        Gradients of the active ones go to their owners.
+        """
+        every = torch.cat(list(held), -1)
+        rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        return list(rows.split([values.shape[-1] for values in held], -1))
+
+
+class NormalOfRows(dist.Normal):
+    """Normal distributions of some of many rows ``(..., b, Q)``.
+
+    Their draws are those that all rows together would have.
+
+    Args:
+        loc: means.
+        scale: standard deviations.
+        rows: positions ``(b,)`` among all rows.
+        num_rows: how many there are.
+    """
+
+    def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
+        super().__init__(loc, scale)
+        self.rows, self.num_rows = rows, num_rows
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalOfRows:
+        """The same with further dimensions on the left."""
+        return NormalOfRows(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws for all rows, and takes its own."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        noise = torch.randn(*shape[:-2], self.num_rows, shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + noise[..., self.rows, :] * self.scale
+
+
 _NOISE_FLOOR = {torch.float64: 1e-8}
-_BATCH_SIZE = 1000
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
-_MIN_STEPS = 400
-_MIN_EPOCHS = 60
 _JUMPING_SHARE = 0.6
-_MAX_JUMPS = 20
-_LAST_RATE = 0.05
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
 
@@ -152,7 +411,7 @@ class SASDecoder(UniqueModule):
             like = next(kernel.parameters(), torch.zeros(()))
             check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.batch_size = min(_BATCH_SIZE, num_data) if batch_size is None else check_count("batch_size", batch_size)
+        self.batch_size = min(1000, num_data) if batch_size is None else check_count("batch_size", batch_size)
         self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
         split_weights(self.batch_size, self.num_active, num_data)
         self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
@@ -432,7 +691,17 @@ class SASDecoder(UniqueModule):
         with ending_together(x):
             return self._fit(x, epochs, learning_rate, generator, progress)
 
-    def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
+    def _fit(
+        self,
+        x: Tensor,
+        epochs: int | None,
+        learning_rate: float,
+        generator: torch.Generator | None,
+        progress: bool,
+        *,
+        max_jumps: int = 20,
+        last_rate: float = 0.05,
+    ) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
         if not 0 < learning_rate <= _MAX_LEARNING_RATE:
@@ -440,11 +709,11 @@ class SASDecoder(UniqueModule):
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)
-        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * self._batches))
+        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), last_rate ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
-        every = max(2, round(_JUMPING_SHARE * epochs / _MAX_JUMPS))
+        every = max(2, round(_JUMPING_SHARE * epochs / max_jumps))
         with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
                 if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
@@ -460,7 +729,8 @@ class SASDecoder(UniqueModule):
 
         They are 60, or more, so that there are 400 minibatches.
         """
-        return max(_MIN_EPOCHS, -(-_MIN_STEPS // self._batches))
+        # At least sixty epochs, and four hundred steps.
+        return max(60, -(-400 // self._batches))
 
     @property
     def _batches(self) -> int:
@@ -588,10 +858,10 @@ class SASDecoder(UniqueModule):
             x: the training data.
             size: number of points to keep, chosen to leave the least variance.
             projected: condition on *all* complete data points, through their projection on the chosen ones
-                (:class:`~pyro_truncated.gp.active_sets.active_set.ProjectedSet`).
+                (:class:`~pyro_truncated.gp.active_sets.ProjectedSet`).
             num_neighbors: condition each prediction on so many complete data points, the closest to its latent
-                (:class:`~pyro_truncated.gp.active_sets.active_set.NearestSet`).
-            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.splits.least_variance`.
+                (:class:`~pyro_truncated.gp.active_sets.NearestSet`).
+            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.least_variance`.
 
         Raises:
             ValueError: if the data have another shape, or a number is not positive. Also if no data
@@ -626,7 +896,9 @@ class SASDecoder(UniqueModule):
         if self._kept is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
         assert self._kept.checksum is not None
-        if not is_same(self._kept.checksum, checksum(self)):
+        # Checksums agree up to floating point type or device.
+        now = checksum(self)
+        if self._kept.checksum.shape != now.shape or not torch.allclose(self._kept.checksum, now, rtol=1e-6, atol=0.0):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
         return self._kept
 

@@ -13,21 +13,18 @@ from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
-from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
 STARTS = ("pca", "random")
-_NOISE_SHARE = 0.01
-_START_SCALE = 0.3
 
 
 @names_arguments
@@ -63,7 +60,7 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
         expected = model.num_data, model.num_latents
         raise ValueError(f"start must give finite latent means of shape {expected}; got {tuple(loc.shape)}")
     # Copies: training goes on in place, and the user's start must stay one for the next run.
-    model.set_latents(loc, torch.full_like(loc, _START_SCALE))
+    model.set_latents(loc, torch.full_like(loc, 0.3))
     model.logits = model.prior.logit()
     model.num_steps.zero_()
     for view, data in zip(model.views, complete, strict=True):
@@ -96,9 +93,9 @@ def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator
     raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
 
 
-def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None) -> None:
+def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None, *, noise_share: float = 0.01) -> None:
     if view.likelihood is None:
-        view.noise = (_NOISE_SHARE * variance).to(view.noise)
+        view.noise = (noise_share * variance).to(view.noise)
     elif view.collapsed:
         view.point = view.center.double().expand_as(view.point).clone()
     # Functions of labels are log odds or the like, whatever the variance of the labels.
@@ -188,8 +185,6 @@ def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], step
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
 _SURE = 12.0
-# Evidence, in nats, that counts as none.
-_SILENT = 0.05
 
 
 @names_arguments
@@ -270,7 +265,8 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
     """
     update_switches(model, y)
     with torch.no_grad():
-        silent = model.logits <= model.prior.logit() + _SILENT
+        # Evidence, in nats, that counts as none.
+        silent = model.logits <= model.prior.logit() + 0.05
         model.logits = torch.where(silent, -_SURE, model.logits)
         return float(model.bound(y))
 
@@ -354,7 +350,6 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
 _STRETCH = 3.0
-_ROUGHLY = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,13 +467,13 @@ def _stretch(kernel: Isotropy, factor: float) -> None:
     kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
 
 
-def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float) -> list[float]:
+def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, roughly: float = 30.0) -> list[float]:
     """The phases of one start; returns the bound after each."""
     size = float(sum(v.numel() for v in model.check_data(y)))
     with model.holding(1.0):
         # With the noise held low as well: else the easiest way up is often to call everything noise.
         with _nearly_linear(model):
-            maximize_bound(model, y, warm_up, tolerance=_ROUGHLY * tolerance, fixed=("noise", "kernel"))
+            maximize_bound(model, y, warm_up, tolerance=roughly * tolerance, fixed=("noise", "kernel"))
         maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
         history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
     with torch.no_grad():

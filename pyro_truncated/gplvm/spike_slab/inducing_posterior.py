@@ -12,10 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics
+from pyro_truncated.gp.uncertain import PsiStatistics
 from pyro_truncated.utils.constraints import without_missing
-
-_LOG_2PI = math.log(2 * math.pi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Observations:
 
     def normalizer(self, noise: Tensor) -> Tensor:
         """What of the log likelihood does not depend on the functions, ``(N,)``."""
-        return -self.counts * (noise.log() + _LOG_2PI) / 2 if self.offset is None else self.offset
+        return -self.counts * (noise.log() + math.log(2 * math.pi)) / 2 if self.offset is None else self.offset
 
     @functools.cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,13 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import ending_together
-from pyro_truncated.distributed.shards import draw_alike, is_spread, portion_of, sums_of
+from pyro_truncated.distributed.shards import draw_alike, ending_together, is_spread, portion_of, sums_of
 from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.devices import device_of
 
 # Parameters with a row per data point.
@@ -85,7 +83,6 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
 
 
 _INDUCING = (".mean", ".scale_tril")
-_TURNS = 20
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
 
@@ -258,7 +255,7 @@ def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
     for view in duplicate.views:
         view.make_explicit()
     # Local bounds of labels follow the inducing variables, and those follow them: a few turns.
-    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else _TURNS):
+    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else 20):
         natural_step(duplicate, y)
     return duplicate
 

@@ -24,8 +24,7 @@ from typing import Any
 
 import numba
 
-from pyro_truncated.ops.backend import compiles_first
-from pyro_truncated.ops.forks import is_forked
+from pyro_truncated.ops.backend import compiles_first, is_forked
 
 try:
     import fcntl

@@ -14,10 +14,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.binary_chains import pair_terms
+from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import as_array, trailing_zeros
-from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
-from pyro_truncated.ops.pair_terms import pair_terms
 
 # Terms that are so much smaller than the largest one, in nats, are lost in a sum of float64.
 _LOST_NATS = 45.0

@@ -14,12 +14,11 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
-from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
-from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.packed_states import Fields
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
 ROWS_PER_TASK = 64

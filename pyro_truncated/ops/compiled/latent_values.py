@@ -1,4 +1,4 @@
-"""Compiled kernels behind :mod:`pyro_truncated.ops.latent_values`."""
+"""Compiled kernels behind :mod:`pyro_truncated.ops.packed_states`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, stream, uniform
-from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.packed_states import Fields
 from pyro_truncated.ops.vectorised import latent_values as vectorised
 
 _TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)

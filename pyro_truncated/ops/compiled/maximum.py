@@ -14,7 +14,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
@@ -28,7 +28,6 @@ from pyro_truncated.ops.compiled.iterate_active import (
 )
 from pyro_truncated.ops.compiled.quadratic import weighted_square
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
-from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
 
 _ROOT_HALF = math.sqrt(0.5)
 LOG_2PI = math.log(2 * math.pi)

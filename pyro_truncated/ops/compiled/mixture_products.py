@@ -14,8 +14,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
+from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 
 _STRIP = 64
 _MAX_BLOCKS = 16

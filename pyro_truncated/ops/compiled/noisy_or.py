@@ -10,7 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
@@ -22,7 +22,6 @@ from pyro_truncated.ops.compiled.iterate_active import (
     gather,
     padded,
 )
-from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 # A sum over many factors' logarithms takes one logarithm per group of factors; a group's product below _TINY may have lost bits.
 _GROUP = 32

@@ -12,7 +12,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import (
     MAX_BLOCKS,
     active_latents,
@@ -25,7 +25,6 @@ from pyro_truncated.ops.compiled.iterate_active import (
     padded,
     where_observed,
 )
-from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
 
 # The increment and the multipliers of splitmix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number generators").
 STEP = np.uint64(0x9E3779B97F4A7C15)

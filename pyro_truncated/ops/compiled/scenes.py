@@ -23,9 +23,8 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.compilation import HEAVY, njit, parallel_kernel
 from pyro_truncated.ops.compiled.iterate_active import as_array
-from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.binary_chains import PairTerms, pair_terms
 from pyro_truncated.ops.evolution import find_duplicates
-from pyro_truncated.ops.pair_terms import PairTerms, pair_terms
 from pyro_truncated.ops.vectorised.latent_values import unpack_bits
 
 

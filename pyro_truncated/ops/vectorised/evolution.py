@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
-from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.packed_checks import gather_states
+from pyro_truncated.ops.packed_states import Fields, gather_states
 from pyro_truncated.ops.vectorised import random
 
 
@@ -211,9 +210,6 @@ def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tenso
     return word, (old ^ new) << shift
 
 
-_MAX_CHANGES = 24
-
-
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.initial_states`.
 
@@ -263,11 +259,11 @@ def _add_sparse(words: Tensor, number: int, fields: Fields, streams: Tensor) -> 
     return words
 
 
-def _poisson(uniform: Tensor, mean: Tensor) -> Tensor:
+def _poisson(uniform: Tensor, mean: Tensor, *, max_changes: int = 24) -> Tensor:
     """Poisson numbers by inversion, for means up to 2."""
     probability = (-mean).exp()
     cumulative, count = probability, torch.zeros(uniform.shape, dtype=torch.int64, device="cpu")
-    for number in range(1, _MAX_CHANGES + 1):
+    for number in range(1, max_changes + 1):
         count += uniform >= cumulative
         probability = probability * (mean / number)
         cumulative = cumulative + probability

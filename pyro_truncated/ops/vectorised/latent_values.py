@@ -1,16 +1,18 @@
-"""Unpacking and marginals in plain torch, for any device."""
+"""Unpacking, marginals and active latents in plain torch, for any device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.deferred_checks import lazy_values, on_success, raise_if
+from pyro_truncated.ops.packed_states import Fields, most_active, note_most_active
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.utils.budget import row_slices
+from pyro_truncated.utils.budget import row_slices, rows_per_block
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
@@ -83,3 +85,194 @@ def _pack(values: Tensor, fields: Fields) -> Tensor:
 
 def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
     return row_slices(len(words), 32 * words.shape[1] * num_latents)
+
+
+def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yields blocks of candidates: their places and states ``(N, c, H)``.
+
+    There is at least one block, empty if need be.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        num_latents: number of binary latents ``H``.
+        width: a block holds a few tensors ``(N, c, max(H, width))``.
+        dtype: of the states.
+    """
+    # Of the size of a block's states that are held at once: bits on the way, states, a product with
+    # them, and a product of both.
+    size = rows_per_block(4 * 8 * words.shape[0] * max(num_latents, width))
+    for start in range(0, max(1, words.shape[1]), size):
+        where = slice(start, start + size)
+        yield where, unpack_bits(words[:, where], num_latents, dtype)
+
+
+class ActiveLatents(NamedTuple):
+    """The active latents of a block of states.
+
+    The block has some states for every data point ``(N, c)``, or any of them, ``(M, 1)``.
+
+    Attributes:
+        where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
+        data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
+        latents: which ones, ``(n, c, K)``. Zero in places that are not taken.
+        is_taken: which places are, ``(n, c, K)`` in float64.
+    """
+
+    where: slice | Tensor
+    data: Tensor
+    latents: Tensor
+    is_taken: Tensor
+
+    def of_states(self, values: Tensor) -> Tensor:
+        """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
+        return values[:, self.where] if isinstance(self.where, slice) else values.reshape(-1, 1)[self.where]
+
+    def put_(self, out: Tensor, values: Tensor) -> None:
+        """Writes numbers of the block's states ``(n, c)`` to all ``(N, C)``."""
+        if isinstance(self.where, slice):
+            out[:, self.where] = values
+        else:
+            out.view(-1, 1)[self.where] = values
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Of numbers ``(N, H)`` those of the active latents, ``(n, c, K)``."""
+        return values[self.data.unsqueeze(-1), self.latents]
+
+    def pairs(self, matrix: Tensor) -> Tensor:
+        """Returns entries of pairs of active latents, ``(n, c, K, K)``.
+
+        The matrix is ``(1, H, H)``, or one for every data point.
+        """
+        latents = self.latents.unsqueeze(-1), self.latents.unsqueeze(-2)
+        return matrix[0][latents] if len(matrix) == 1 else matrix[self.data[..., None, None], *latents]
+
+    def add_rows_(self, total: Tensor, values: Tensor) -> None:
+        """Adds numbers ``(n, c, K)`` of active latents to ``(N, H)``."""
+        place = self.data.unsqueeze(-1) * total.shape[1] + self.latents
+        total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
+
+    def add_pairs_(self, total: Tensor, values: Tensor, num_latents: int) -> None:
+        """Adds numbers ``(n, c, K, K)`` of pairs of active latents.
+
+        They are summed over states to ``(N, H H)``, or also over data to ``(1, H H)``.
+        """
+        place = self.latents.unsqueeze(-1) * num_latents + self.latents.unsqueeze(-2)
+        place = place if len(total) == 1 else self.data[..., None, None] * num_latents**2 + place
+        total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
+
+
+def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
+    """Yields blocks of states with their active latents.
+
+    There is at least one, empty if need be.
+
+    If it fits the budget, all states have room for as many latents as the largest has. Then nothing
+    waits for their number where it is known roughly. Else they are taken by their number, as most
+    have far fewer, and factors take the cube of it.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        num_latents: number of binary latents ``H``.
+        num_matrices: how many matrices ``(K, K)`` of every state the temporaries hold.
+        is_final: whether others will be made of these states: then it is asked how many latents they have exactly.
+    """
+    known = most_active(words)
+    asked = _asked(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
+    most = int(asked()[0]) if known is None and asked is not None else known or 0
+    most = max(1, min(most, num_latents))
+
+    def numbers(places: int) -> int:
+        return num_matrices * places**2
+
+    if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, numbers(most))):
+        yield _pad(words, num_latents, most, is_checked=known is not None)
+    else:
+        yield from by_number(words, num_latents, numbers)
+
+
+def _bytes_per_state(num_latents: int, numbers: int) -> int:
+    return 32 * num_latents + 8 * numbers
+
+
+def _pad(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
+    """All states together."""
+    latents, is_taken, number = _places(words, num_latents, most)
+    if is_checked and number.numel():
+        raise_if((number > most).any(), _complain)
+    return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
+
+
+def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
+    """Yields blocks of states with similar numbers of active latents.
+
+    They fit the budget. Their numbers are waited for.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        num_latents: number of binary latents ``H``.
+        numbers: how many numbers the temporaries hold of a state with so many places.
+    """
+    flat = words.reshape(-1, 1, words.shape[-1])
+    parts = flat.split(rows_per_block(16 * num_latents))
+    number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])
+    bounds = [bound for bound in _bounds() if bound < num_latents] + [num_latents]
+    kind = torch.bucketize(number, torch.tensor(bounds, device=words.device))
+    order = kind.argsort(stable=True)
+    sizes = torch.bincount(kind, minlength=len(bounds)).tolist()
+    for bound, some in zip(bounds, order.split(sizes), strict=True):
+        for where in some.split(rows_per_block(_bytes_per_state(num_latents, numbers(bound)))):
+            if len(where):
+                latents, is_taken, _ = _places(flat[where], num_latents, bound)
+                yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), latents, is_taken)
+
+
+def _bounds() -> list[int]:
+    """Yields numbers of places, growing by at most half each time.
+
+    Little of a matrix is then left empty.
+    """
+    return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
+
+
+def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns active latents, used places, and their numbers.
+
+    They are ``(n, c, most)``, a mask of the same shape, and ``(n, c, 1)``.
+    """
+    bits = unpack_bits(words, num_latents, torch.bool)
+    number = bits.sum(-1, keepdim=True)
+    # Idle latents all go to one place more, which is left out.
+    place = torch.where(bits, bits.cumsum(-1) - 1, most).clamp(max=most)
+    latents = torch.arange(num_latents, device=words.device).expand_as(place)
+    index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
+    is_taken = torch.arange(most, device=words.device) < number
+    return index.masked_fill(~is_taken, 0), is_taken.double(), number
+
+
+def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
+    """Gram matrices ``(1, H, H)``, or ``(N, H, H)`` over each data point's observed entries."""
+    scaled = scaled.double()
+    if observed is None:
+        return (scaled.mT @ scaled).unsqueeze(0)
+    num_latents = scaled.shape[1]
+    squares = (scaled.unsqueeze(-1) * scaled.unsqueeze(-2)).flatten(1)
+    gram: Tensor = observed.double() @ squares
+    return gram.reshape(-1, num_latents, num_latents)
+
+
+def _asked(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
+    """The largest number of active latents, which comes with the next look."""
+    owner = words._base
+    if owner is not None and owner.dim() == words.dim() and owner.shape[1:] == words.shape[1:]:
+        # The states of other data points will be asked for next.
+        words = owner
+    size = rows_per_block(16 * words.shape[0] * num_latents)
+    counts = [unpack_bits(part, num_latents, torch.uint8).sum(-1).amax() for part in words.split(size, 1) if part.numel()]
+    most = lazy_values(torch.stack(counts).amax() if counts else words.new_zeros(()))
+    if words._base is None:
+        on_success(lambda: note_most_active(words, int(most()[0])))
+    return most
+
+
+def _complain() -> None:
+    raise RuntimeError("states have more active latents than recorded for the states that they were made from")

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.piecewise import maximum_segments
+from pyro_truncated.ops.maximum import maximum_segments
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, by_number
-from pyro_truncated.ops.vectorised.latent_values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, by_number, unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
 _TENSORS = 4  # of the size of the terms that are held at once
@@ -116,10 +115,6 @@ def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tens
     return out
 
 
-# A cause that is on must not look as if it were off.
-_SMALLEST = 1e-300
-
-
 def slab_gibbs(
     value: Tensor,
     weight: Tensor,
@@ -168,7 +163,8 @@ def slab_gibbs(
             # One number decides between off, first, and the segments of the slab, in their order.
             rest = random.uniform(choice) - off
             slab = segments.draw((rest / chance).clamp(0.0, 1.0), random.uniform(quantile))
-            slab = torch.where(slab == 0, _SMALLEST, slab)
+            # A cause that is on must not look as if it were off.
+            slab = torch.where(slab == 0, 1e-300, slab)
             coefficients[data, place] = torch.where(rest < 0, 0.0, slab)
             if sweep >= burn_in:
                 total[data, place] += chance

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.unpacked import log1mexp, log_off
-from pyro_truncated.ops.vectorised.blocks import state_blocks
+from pyro_truncated.ops.vectorised.latent_values import state_blocks
 
 
 def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.blocks import state_blocks
-from pyro_truncated.ops.vectorised.latent_values import unpack_bits
+from pyro_truncated.ops.vectorised.latent_values import state_blocks, unpack_bits
 from pyro_truncated.utils.budget import row_slices
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.packed_checks import gather_states
+from pyro_truncated.ops.packed_states import gather_states
 from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.utils.budget import row_slices, rows_per_block
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.deferred_checks import cholesky
 from pyro_truncated.ops.unpacked import collapse, collapse_correlated
-from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, active_blocks, gram_matrix
+from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
 

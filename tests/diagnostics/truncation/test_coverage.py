@@ -15,7 +15,7 @@ from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import covered_mass, effective_states, population_growth
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES
 from pyro_truncated.search import Preselection, RegressionAffinity
-from pyro_truncated.search.moves import Moves
+from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states import StateSpace
 from tests import zoo
 from tests.diagnostics.tables import table_guide

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp import CountKernel, SubsetGPRegression, smooth_rbf, spectrum
-from pyro_truncated.gp.subset.exact_regression import exact_backward
+from pyro_truncated.gp.subset.alternation import exact_backward
 from pyro_truncated.gp.subset.objectives import noise_from_log
 from pyro_truncated.utils.console import note_once
 

@@ -17,8 +17,7 @@ from pyro_truncated.gp import SubsetSearch
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.subset.objectives import SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, draw, random_subset
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.arguments import check_counts, check_kinds, names_arguments
 
 
 class CholQRFactors:

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp import DataKernel, RestrictedKernel, SubsetSearch
-from pyro_truncated.gp.cholesky import DEPENDENT
+from pyro_truncated.gp.cholesky import DEPENDENT, greedy_cholesky
 from pyro_truncated.gp.data_kernels import InputKernel
-from pyro_truncated.gp.pivoted_cholesky import greedy_cholesky
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, CandidatePool, ExchangeFactors, draw, random_subset
-from pyro_truncated.ops.k_means import k_means
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.ops.components import k_means
+from pyro_truncated.utils.arguments import check_count, names_arguments
 
 
 class TitsiasSearch(SubsetSearch):

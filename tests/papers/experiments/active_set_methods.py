@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from pyro_truncated import datasets
 from pyro_truncated.gp import UniformSplits
-from pyro_truncated.gp.active_sets.active_set import ProjectedSet, projected_statistics
-from pyro_truncated.gp.active_sets.splits import least_variance
+from pyro_truncated.gp.active_sets import ProjectedSet, least_variance, projected_statistics
 from pyro_truncated.gplvm import SASDecoder, principal_components
 from pyro_truncated.gplvm.decoders.latents import Predictor, infer_latents
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp import ActiveSet
-from pyro_truncated.gp.active_sets.active_set import conditional_log_prob
-from pyro_truncated.gp.active_sets.splits import least_variance, pivots
+from pyro_truncated.gp.active_sets import conditional_log_prob, least_variance, pivots
 from pyro_truncated.gplvm import SASDecoder
 from tests.benchmarks import test_active_sets as benchmark
 from tests.benchmarks.timing import exponent

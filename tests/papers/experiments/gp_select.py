@@ -30,8 +30,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.datasets import Bars, bar_components, matched_bars
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, GPSelect, Preselection, Singletons
 from tests.papers.experiments.evolutionary_em import cooling

@@ -23,7 +23,7 @@ from PIL import Image
 
 from pyro_truncated.datasets import load
 from pyro_truncated.restoration import denoise
-from pyro_truncated.restoration.noise_estimation import nearly_no_noise
+from pyro_truncated.restoration.noise import nearly_no_noise
 from tests.papers.experiments.restoration import decibels
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -40,8 +40,8 @@ from pyro_truncated.scenes import (
     match_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.arrangement import object_places
-from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity
+from pyro_truncated.scenes.occlusion import object_places
+from pyro_truncated.scenes.place_scan import Candidates, PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
 NUM_OBJECTS, NUM_LEARNED, NUM_SELECTED = 16, 20, 5

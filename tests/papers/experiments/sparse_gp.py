@@ -35,7 +35,7 @@ from pyro_truncated.gp import (
     SubsetGPRegression,
     smooth_rbf,
 )
-from pyro_truncated.ops.k_means import k_means
+from pyro_truncated.ops.components import k_means
 from tests.papers.baselines.cholqr import CholQRSearch
 from tests.papers.baselines.greedy import GreedyVarianceSearch, InformativeVectorSearch, KMeansSearch, TitsiasSearch
 from tests.papers.experiments.sparse_gp_data import (

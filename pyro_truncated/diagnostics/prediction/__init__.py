@@ -1,1 +1,0 @@
-"""Does the model predict? Cross-validation, calibration, restarts."""

@@ -1,0 +1,581 @@
+r"""Gaussian processes with many outputs, conditioned on an active set.
+
+The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the
+latents with one kernel and one noise variance :math:`\sigma^2`. So one Cholesky factor of :math:`C
+= K_{AA} + \sigma^2 I` serves them all, in :math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R`
+further points.
+
+A data set that is too large for one active set is conditioned on through a few data points, or
+through those closest to each latent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from pyro.contrib.gp import kernels
+from pyro.contrib.gp.kernels import Kernel
+from torch import Tensor
+from torch.nn import functional
+
+from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, pivoted_cholesky, stable_cholesky
+from pyro_truncated.gp.kernels import covariance, prior_variance
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """A group of outputs with the same observed rows.
+
+    They share the rows and a Cholesky factor, which whitens them.
+    """
+
+    rows: Tensor | slice
+    columns: Tensor | slice
+    num_outputs: int
+    cholesky: Tensor
+    whitened: Tensor
+    jitter: float
+
+
+class ActiveSet:
+    r"""The Gaussian process posterior given the outputs of an active set.
+
+    .. math:: m_n = k_{nA} C^{-1} x_A, \qquad c_n = k_{nn} + \sigma^2 - k_{nA} C^{-1} k_{An}, \qquad C = K_{AA} + \sigma^2 I
+
+    Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor. A
+    complete active set needs one factor, others need one for each pattern of missing entries. Prefer
+    complete data points as the active ones.
+
+    Example:
+        >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
+        >>> active = ActiveSet(torch.randn(8, 1), torch.randn(8, 2), kernel, noise)
+        >>> mean, variance = active.predict(torch.zeros(3, 1))
+        >>> mean.shape, variance.shape
+        (torch.Size([3, 2]), torch.Size([3, 1]))
+
+    Args:
+        latents: ``(*batch, A, Q)``.
+        outputs: ``(*batch, A, D)``. NaN where missing.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance :math:`\sigma^2`, a scalar.
+        matrix: kernel matrix ``(*batch, A, A)`` of the latents, if it is known already.
+
+    Attributes:
+        jitter: share of the prior variance that was added to the noise for the sake of the factorisation; 0 if none.
+
+    Raises:
+        ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
+    """
+
+    @names_arguments
+    @takes_arrays
+    def __init__(self, latents: Tensor, outputs: Tensor, kernel: kernels.Kernel, noise: Tensor, matrix: Tensor | None = None) -> None:
+        if latents.dim() < 2 or outputs.dim() < 2 or latents.shape[-2] != outputs.shape[-2]:
+            raise ValueError(
+                f"latents (*batch, A, Q) and outputs (*batch, A, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}"
+            )
+        self.kernel, self.latents, self.outputs = kernel, latents, outputs
+        self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device)
+        if self.noise.numel() != 1:
+            raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
+        self.noise = self.noise.reshape(())
+        matrix = covariance(kernel, latents, latents) if matrix is None else matrix
+        observed = ~outputs.isnan()
+        if bool(observed.all()):
+            self.factors = [self._factor(matrix, slice(None), slice(None), outputs)]
+        else:
+            self.factors = self._factor_patterns(matrix, observed)
+        self.jitter = max(factor.jitter for factor in self.factors)
+
+    def _factor(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor | slice, outputs: Tensor) -> _Factor:
+        cholesky, jitter = factorize(matrix, self.noise)
+        whitened = torch.linalg.solve_triangular(cholesky, outputs, upper=False)
+        return _Factor(rows, columns, outputs.shape[-1], cholesky, whitened, jitter)
+
+    def _factor_patterns(self, matrix: Tensor, observed: Tensor) -> list[_Factor]:
+        if observed.dim() > 2:
+            raise ValueError("an active set with batch dimensions must have no missing entries; make one active set for each batch entry")
+        patterns, which = torch.unique(observed.mT, dim=0, return_inverse=True)
+        found = []
+        for number, pattern in enumerate(patterns):
+            rows, columns = pattern.nonzero().squeeze(-1), (which == number).nonzero().squeeze(-1)
+            found.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
+        return found
+
+    @property
+    def size(self) -> int:
+        """Number of active points ``A``."""
+        return self.latents.shape[-2]
+
+    def log_prob_terms(self) -> Tensor:
+        r"""Returns sequential log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``.
+
+        Each active point is given the ones before it.
+
+        Their sum is :math:`\log p(x_A) = -\frac D2 \log |C| - \frac12 \operatorname{tr}(C^{-1} x_A x_A^\top) - \frac{|A| D}{2} \log 2\pi`.
+        """
+        total = self.latents.new_zeros(())
+        for factor in self.factors:
+            scale = factor.cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi)
+            terms = -0.5 * factor.whitened.square().sum(-1) - factor.num_outputs * scale
+            if not isinstance(factor.rows, slice):
+                terms = terms.new_zeros(*terms.shape[:-1], self.size).index_add(-1, factor.rows, terms)
+            total = total + terms
+        return total
+
+    @takes_arrays
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        r"""Predictive means :math:`m_n`, ``(*batch, B, D)``, and variances :math:`c_n`, ``(*batch, B, 1)`` or ``(*batch, B, D)``.
+
+        The variance is that of the observations, or ``noiseless`` that of the function. It has one column for all outputs, unless
+        entries of the active set are missing. Latents of further batch dimensions than the active set are allowed.
+        """
+        if self.latents.dim() == 2 and self.outputs.dim() == 2 and latents.dim() != 2:
+            mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noiseless=noiseless)
+            shape = latents.shape[:-1]
+            return mean.reshape(*shape, mean.shape[-1]), variance.reshape(*shape, variance.shape[-1])
+        return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noiseless=noiseless)
+
+    def predict_from(self, prior: Tensor, cross: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """As :meth:`predict`, from prior variances and covariances with the active set.
+
+        They are ``(*batch, B)`` and ``(*batch, A, B)``.
+        """
+        parts = []
+        for factor in self.factors:
+            basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
+            left = (prior - basis.square().sum(-2)).clamp(min=0.0)
+            parts.append((basis.mT @ factor.whitened, (left if noiseless else left + self.noise).unsqueeze(-1)))
+        if len(parts) == 1 and isinstance(self.factors[0].columns, slice):
+            return parts[0]
+        order = torch.cat([torch.as_tensor(factor.columns) for factor in self.factors]).argsort()
+        means = torch.cat([mean for mean, _ in parts], -1)
+        variances = torch.cat([variance.expand_as(mean) for mean, variance in parts], -1)
+        return means[..., order], variances[..., order]
+
+    def function_covariance(self, latents: Tensor) -> Tensor:
+        """Returns the function's posterior covariance matrix ``(B, B)`` at latents ``(B, Q)``.
+
+        It is the same for all outputs.
+
+        Raises:
+            ValueError: if entries of the active set are missing, so that outputs have different ones.
+        """
+        if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
+            raise ValueError("active points must have no missing outputs for a covariance that outputs share; take complete data points")
+        cross = covariance(self.kernel, self.latents, latents)
+        basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
+        explained: Tensor = basis.mT @ basis
+        return covariance(self.kernel, latents, latents) - explained
+
+
+def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns log densities of observations ``(*batch, B, D)`` under independent normals.
+
+    They are ``(*batch, B)``, over entries that are not NaN.
+    """
+    observed = ~value.isnan()
+    if bool(observed.all()):
+        if variance.shape[-1] == 1:
+            squares = (value - mean).square().sum(-1)
+            spread = variance.squeeze(-1)
+            return -0.5 * (squares / spread + value.shape[-1] * (2 * math.pi * spread).log())
+        return -0.5 * ((value - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1)
+    terms = (torch.where(observed, value, mean) - mean).square() / variance + (2 * math.pi * variance).log()
+    return -0.5 * torch.where(observed, terms, 0.0).sum(-1)
+
+
+class NearestSet:
+    r"""Posteriors of a process, each given the data points closest to it.
+
+    The active set :math:`A(z)` depends on the latent :math:`z`.
+
+    .. math:: m(z) = k_{zA} C^{-1} x_A, \qquad c(z) = k_{zz} + \sigma^2 - k_{zA} C^{-1} k_{Az}, \qquad C = K_{AA} + \sigma^2 I,
+        \qquad A = A(z)
+
+    Closest are those whose function values correlate most with that at the latent, under the prior.
+    In more than a few dimensions data are sparse. No few points of a projection then lie within a
+    length-scale of all others, but the closest data points tell nearly everything about a place.
+    Cost of a prediction: :math:`O(N Q + |A|^3 + |A| D)`, or without the first term :meth:`around`
+    it. Means jump, a little, where the closest points change.
+
+    Args:
+        latents: of the data, ``(N, Q)``.
+        outputs: complete, ``(N, D)``.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance, a scalar.
+        num_neighbors: size of each active set.
+
+    Raises:
+        ValueError: if outputs are missing, or shapes disagree.
+
+    Reference:
+        Vecchia, "Estimation and model identification for continuous spatial processes", JRSS B 50 (1988).
+    """
+
+    def __init__(self, latents: Tensor, outputs: Tensor, kernel: Kernel, noise: Tensor, num_neighbors: int) -> None:
+        if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
+            raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
+        if bool(outputs.isnan().any()):
+            raise ValueError("data points with missing outputs have no part in active sets of the closest; leave them out")
+        self.latents, self.outputs, self.kernel = latents, outputs, kernel
+        self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
+        self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))
+        self._scale = prior_variance(kernel, latents).detach().rsqrt()
+
+    @torch.no_grad()
+    def around(self, latents: Tensor, leave_out: Tensor | None = None) -> Neighborhoods:
+        """Fixes the active sets of latents ``(M, Q)`` for later predictions.
+
+        Predictions are given the data points closest to *these* latents.
+
+        Args:
+            latents: where.
+            leave_out: a data point ``(M,)`` for each that is not to be among them.
+        """
+        # Several large tensors come and go, and small ones are not asked of the system each time.
+        rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
+        own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
+        found = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
+        near = torch.cat(found) if found else own.new_empty(0, self.num_neighbors)
+        return Neighborhoods(self, near, torch.cat([self._factor(part) for part in near.split(rows)]))
+
+    def _closest(self, latents: Tensor, leave_out: Tensor) -> Tensor:
+        correlation = covariance(self.kernel, latents, self.latents) * self._scale
+        out = (leave_out >= 0).nonzero().squeeze(1)
+        correlation[out, leave_out[out]] = -torch.inf
+        return correlation.topk(self.num_neighbors, dim=1).indices
+
+    def _factor(self, near: Tensor) -> Tensor:
+        z = self.latents[near]
+        return factorize(covariance(self.kernel, z, z), self.noise)[0]
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
+
+        They are those of the observations, or ``noiseless`` of the function.
+        """
+        flat = latents.reshape(-1, latents.shape[-1])
+        mean, variance = self.around(flat.detach()).predict(flat, noiseless=noiseless)
+        return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighborhoods:
+    """Active sets of a :class:`NearestSet`, one for each of ``M`` places.
+
+    Attributes:
+        data: what they are parts of.
+        near: their data points ``(M, A)``.
+        cholesky: factors of their covariance matrices ``(M, A, A)``, noise included.
+    """
+
+    data: NearestSet
+    near: Tensor
+    cholesky: Tensor
+
+    def take(self, rows: Tensor) -> Neighborhoods:
+        """Those at positions ``(L,)``, which may repeat."""
+        return Neighborhoods(self.data, self.near[rows], self.cholesky[rows])
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``.
+
+        Each is given the active set of its position.
+        """
+        data = self.data
+        cross = covariance(data.kernel, data.latents[self.near], latents.unsqueeze(-2))
+        basis = torch.linalg.solve_triangular(self.cholesky, cross, upper=False)
+        weights = torch.linalg.solve_triangular(self.cholesky.mT, basis, upper=True).squeeze(-1)
+        # A sum over rows of the data by index: no tensor of places by neighbours by outputs.
+        mean = functional.embedding_bag(self.near, data.outputs, per_sample_weights=weights, mode="sum")
+        left = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
+        return mean, (left if noiseless else left + data.noise).unsqueeze(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectedStatistics:
+    r"""Sums over data points that a :class:`ProjectedSet` consists of.
+
+    Those of two parts of the data add up.
+
+    Attributes:
+        latents: latents :math:`U` of the points projected on, ``(M, Q)``.
+        gram: :math:`\sum_n k_{Un} k_{nU}`, ``(M, M)`` in float64.
+        moment: :math:`\sum_n k_{Un} x_n`, ``(M, D)`` in float64.
+    """
+
+    latents: Tensor
+    gram: Tensor
+    moment: Tensor
+
+
+def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
+    """Returns sums over data points ``(N, Q)``, ``(N, D)`` for projection.
+
+    They are projected on the chosen latents ``(M, Q)``: ``O(N M (M + D))``.
+
+    Raises:
+        ValueError: if outputs are missing; give complete data points only.
+    """
+    if bool(outputs.isnan().any()):
+        raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
+    gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
+    moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
+    for z, x in zip(latents.split(block), outputs.split(block), strict=True):
+        cross = covariance(kernel, chosen.double(), z.double()).double()
+        gram += cross @ cross.mT
+        moment += cross @ x.double()
+    return ProjectedStatistics(chosen, gram, moment)
+
+
+class ProjectedSet:
+    r"""The posterior given all data points through a few latents :math:`U`.
+
+    The function's values there determine the process.
+
+    .. math:: m_* = \tfrac{1}{\sigma^2} k_{*U} \Sigma^{-1} K_{UN} x, \qquad
+        c_* = k_{**} + \sigma^2 - k_{*U} (K_{UU}^{-1} - \Sigma^{-1}) k_{U*}, \qquad \Sigma = K_{UU} + \tfrac{1}{\sigma^2} K_{UN} K_{NU}
+
+    If the latents cover those of the data within a length-scale, this is close to conditioning on
+    every data point. Its cost is linear in their number. Factors are computed in float64.
+
+    Args:
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance.
+        statistics: sums over the data, from :func:`projected_statistics` at the same parameters of the kernel.
+
+    Reference:
+        Quiñonero-Candela and Rasmussen, "A unifying view of sparse approximate Gaussian process regression", JMLR 6 (2005), section 5.
+    """
+
+    def __init__(self, kernel: Kernel, noise: Tensor, statistics: ProjectedStatistics) -> None:
+        self.kernel, self.latents = kernel, statistics.latents
+        self.noise = torch.as_tensor(noise).reshape(())
+        prior = covariance(kernel, self.latents.double(), self.latents.double())
+        outer = inducing_cholesky(prior, FINE_JITTER)
+        identity = torch.eye(len(outer), dtype=torch.float64, device=outer.device)
+        # Everything is expressed in features L^-1 k_U*, in which the weights are well-conditioned; K_UU itself is not.
+        self._whiten = torch.linalg.solve_triangular(outer, identity, upper=False)
+        gram = self._whiten @ statistics.gram @ self._whiten.mT / self.noise.double()
+        inner = stable_cholesky(identity + (gram + gram.mT) / 2)
+        moment = self._whiten @ statistics.moment / self.noise.double()
+        self._shrink = torch.linalg.solve_triangular(inner, identity, upper=False)
+        self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
+
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
+
+        They are those of the observations, or ``noiseless`` of the function.
+        """
+        cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
+        features = cross @ self._whiten.mT
+        left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
+        variance = left.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
+        mean = features.to(latents.dtype) @ self._weights
+        return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
+
+
+Schedule = int | Callable[[int], int]
+Choose = Callable[[Kernel, Tensor, int], Tensor]
+
+
+def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor | None = None) -> Tensor:
+    r"""Returns weights ``(B,)`` that correct a plate's scale ``N / B``.
+
+    The first data points of the batch are the active set.
+
+    They are :math:`B/N` for the active points, which then count once. For the rest they are
+    :math:`(B/N)(N-|A|)/|R|`, so that it stands for all points that are not active.
+
+    Args:
+        batch_size: number of data points in the batch, ``B``.
+        num_active: size of the active set.
+        num_data: number of data points in all, ``N``.
+        like: has the type and device of the weights.
+
+    Raises:
+        ValueError: if the sizes are impossible, or no remaining point stands for those outside the batch.
+    """
+    if not 0 <= num_active <= batch_size <= num_data:
+        raise ValueError(f"sizes must satisfy 0 <= num_active <= batch <= num_data; got {num_active}, {batch_size}, {num_data}")
+    if num_active == batch_size < num_data:
+        raise ValueError(
+            f"all {batch_size} points of the batch are active, and none stands for the other {num_data - batch_size} data points; "
+            "make num_active smaller than the batch"
+        )
+    weights = torch.ones(batch_size) if like is None else torch.ones(batch_size, dtype=like.dtype, device=like.device)
+    weights *= batch_size / num_data
+    if num_active < batch_size:
+        weights[num_active:] *= (num_data - num_active) / (batch_size - num_active)
+    return weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A minibatch, active set first.
+
+    .. note:: Where a minibatch is all data in another order, Pyro's plate takes no subsample of parameters, as those of ``AutoNormal``, and
+        they would belong to other data points: index what belongs to data points by ``indices`` yourself, or take smaller minibatches.
+
+    Example:
+        >>> split = Split(torch.tensor([4, 2, 7, 1]), 2)
+        >>> split.active.tolist(), split.rest.tolist()
+        ([4, 2], [7, 1])
+
+    Attributes:
+        indices: positions ``(B,)`` in the data set.
+        num_active: how many of them, from the first on, are the active set.
+    """
+
+    indices: Tensor
+    num_active: int
+
+    @property
+    def active(self) -> Tensor:
+        """Positions of the active points."""
+        return self.indices[: self.num_active]
+
+    @property
+    def rest(self) -> Tensor:
+        """Positions of the other points."""
+        return self.indices[self.num_active :]
+
+    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
+        """Weights ``(B,)`` that correct the scale of a plate, see :func:`split_weights`."""
+        return split_weights(len(self.indices), self.num_active, num_data, like)
+
+
+class UniformSplits:
+    """Uniformly random active sets, as in the paper.
+
+    An epoch is a random partition of the data; the first points of a part are active.
+
+    A last part too small to have points beside its active set is filled up with others. The estimate of the objective is unbiased, as
+    the rest is drawn evenly from the other data points.
+
+    Example:
+        >>> splits = UniformSplits(1000, 200, 50)
+        >>> [len(split.active) for split in splits.epoch(0)]
+        [50, 50, 50, 50, 50]
+
+    Args:
+        num_data: number of data points ``N``.
+        batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
+        num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
+        generator: source of randomness.
+
+    Raises:
+        ValueError: if the sizes are impossible.
+    """
+
+    @names_arguments
+    def __init__(self, num_data: int, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
+        num_data, batch_size = check_counts(num_data=num_data, batch_size=batch_size)
+        if batch_size > num_data:
+            raise ValueError(f"batch_size must lie in 1 .. {num_data}; got {batch_size}")
+        self.num_data, self.batch_size, self.num_active, self.generator = num_data, batch_size, num_active, generator
+        self._size(0)
+
+    def _size(self, epoch: int) -> int:
+        size = check_count("num_active", self.num_active(epoch) if callable(self.num_active) else self.num_active, least=0)
+        split_weights(self.batch_size, size, self.num_data)
+        return size
+
+    def epoch(self, number: int = 0) -> Iterator[Split]:
+        """Yields the minibatches of an epoch.
+
+        Each data point is in one of them, or in two if the last had to be filled up.
+        """
+        order, size = torch.randperm(self.num_data, generator=self.generator), self._size(number)
+        for part in order.split(self.batch_size):
+            yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
+
+
+def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
+    """Returns positions ``(size,)`` of latents that explain most prior variance.
+
+    They are chosen by greedy pivoted Cholesky in float64.
+
+    Where fewer explain everything but rounding errors, the first of the others fill up.
+    """
+
+    def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """The kernel with distances in float64."""
+        return prior_variance(kernel, X) if diag else covariance(kernel, X, X if Z is None else Z)
+
+    with torch.no_grad():
+        found = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
+    others = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
+    others[found] = False
+    return torch.cat([found, others.nonzero().squeeze(-1)[: size - len(found)]])
+
+
+def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
+    r"""Returns positions ``(size,)`` of latents that leave the least predictive variance.
+
+    They are chosen greedily, by the mean over all latents.
+
+    With :math:`E` the posterior covariance given the points chosen so far, the next one is the
+    ``j`` of largest :math:`\sum_n E_{nj}^2 / (E_{jj} + \sigma^2)`. That is the decrease of the sum
+    of variances by observing it. Unlike :func:`pivots`, which takes the point of largest variance,
+    this prefers points with many neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N
+    T)`.
+
+    Args:
+        kernel: the kernel.
+        latents: candidates ``(N, Q)``.
+        size: how many to choose.
+        noise: noise variance of an observation. Default: a hundredth of the mean prior variance.
+        num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
+
+    Raises:
+        ValueError: if there are fewer candidates than are to be chosen.
+    """
+    if not 0 < size <= len(latents):
+        raise ValueError(f"size must lie in 1 .. {len(latents)}, the number of candidates; got {size}")
+    with torch.no_grad():
+        points = latents.detach().double()
+        which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
+        prior = covariance(kernel, points[which], points).double()
+        spread = prior_variance(kernel, points).double()
+        noise = 1e-2 * spread.mean() if noise is None else noise
+        spread = spread + noise
+        # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.
+        rows = points.new_empty(size, len(points))
+        squares = prior.square().sum(0)
+        chosen = torch.empty(size, dtype=torch.int64, device=points.device)
+        free = torch.ones(len(points), dtype=torch.bool, device=points.device)
+        for step in range(size):
+            best = torch.where(free, squares / spread, -1.0).argmax()
+            chosen[step], free[best] = best, False
+            row = covariance(kernel, points[best].unsqueeze(0), points).squeeze(0).double() - rows[:step, best] @ rows[:step]
+            row = row / spread[best].sqrt()
+            column = row[which]
+            projection = column @ prior - (rows[:step, which] @ column) @ rows[:step]
+            squares = squares - 2 * row * projection + row.square() * column.square().sum()
+            rows[step] = row
+            spread = (spread - row.square()).clamp(min=float(noise))
+    return chosen
+
+
+@names_arguments
+def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
+    """A size of the active set that grows linearly, then stays.
+
+    It goes from ``start`` to ``stop`` within a number of epochs.
+
+    Example:
+        >>> size = growing(50, 200, 10)
+        >>> size(0), size(10), size(20)
+        (50, 200, 200)
+    """
+    start, stop, epochs = check_counts(start=start, stop=stop, epochs=epochs)
+    if start > stop:
+        raise ValueError(f"sizes must satisfy start <= stop; got {start} and {stop}")
+    return lambda epoch: start + round((stop - start) * min(1.0, epoch / epochs))

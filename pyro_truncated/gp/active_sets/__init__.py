@@ -1,1 +1,0 @@
-"""Gaussian processes on stochastic active sets."""

@@ -1,1 +1,0 @@
-"""Covariance functions: the linear one, and the search for hyper-parameters."""

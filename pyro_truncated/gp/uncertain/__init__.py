@@ -1,1 +1,0 @@
-"""Kernels under inputs that are known up to a distribution."""

@@ -1,0 +1,449 @@
+"""Sums, products and distances of data points and the components of mixtures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import are_differentiated, backend, use_backend
+from pyro_truncated.ops.deferred_checks import cholesky, raise_if
+from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.budget import current_budget, rows_per_block
+
+
+def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    r""":math:`\sum_n r_{nk} x_n` for all components ``k``, in float64; differentiable in weights and rows.
+
+    Example:
+        >>> component_sums(torch.tensor([[1], [0], [1]]), torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), 2).tolist()
+        [[2.0], [4.0]]
+
+    Args:
+        component: which components a data point has, integers from 0 to ``K - 1``, ``(N, S)``.
+        weight: with which weights, ``(N, S)``.
+        rows: ``(N, D)``.
+        number: how many components ``K``.
+
+    Returns:
+        ``(K, D)``; the order of the sums does not depend on the number of threads.
+
+    Raises:
+        ValueError: if shapes do not fit, the number is below 1, or there are other components.
+    """
+    number = check_count("number", number)
+    component = check_components(component, weight, rows, number)
+    with use_backend("vectorised") if are_differentiated(weight, rows) else contextlib.nullcontext():
+        sums: Tensor = backend("components", rows).component_sums(component, weight.double(), rows.double(), number)
+    return sums
+
+
+def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    """Checks that components, weights and rows fit; returns 64-bit components.
+
+    Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
+
+    Raises:
+        ValueError: if shapes do not fit, or there are other components.
+    """
+    if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
+        shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
+        raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
+    component = as_integers(component)
+    check_below(component, number)
+    return component
+
+
+def as_integers(component: Tensor) -> Tensor:
+    """Components in 64 bits, as indices must be.
+
+    Raises:
+        ValueError: if they are no integers.
+    """
+    if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
+        raise ValueError(f"component must hold integers; got {component.dtype}")
+    return component.long()
+
+
+def check_below(component: Tensor, number: int) -> None:
+    """Refuses components that are negative, or not below the number.
+
+    Raises:
+        ValueError: saying from where to where they are.
+    """
+    if component.numel():
+        lowest, highest = component.aminmax()
+        raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+
+
+def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:
+    raise ValueError(f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
+
+
+# Blocks this long keep a matrix busy; longer ones hold more padding.
+_SHORTEST, _LONGEST = 8, 256
+# What a few temporaries of so many bytes hold stays in a processor's cache.
+_CACHED = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Entries sorted by group, in blocks of one group each.
+
+    The last block of a group is filled up with other entries, which belong elsewhere and whose
+    results are dropped. On a device, counting the blocks would wait for it. There are then as many
+    blocks as there can be, and the last ones have no entries of their own.
+
+    Example:
+        >>> from pyro_truncated.ops.components import Grouped
+        >>> grouped = Grouped.of(torch.tensor([2, 0, 2]), 3)
+        >>> grouped.group.tolist()
+        [0, 2]
+        >>> grouped.gather([grouped.group.unsqueeze(1).expand_as(grouped.entry)]).tolist()
+        [2, 0, 2]
+
+    Attributes:
+        group: of every block, ``(B,)``.
+        entry: which entries a block holds, ``(B, T)``.
+        is_own: which of them belong to the block's group, ``(B, T)``.
+        place: where in the flattened table of blocks every entry is, ``(E,)``.
+    """
+
+    group: Tensor
+    entry: Tensor
+    is_own: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, group: Tensor, num_groups: int) -> Grouped:
+        """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
+        size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
+        order = group.argsort(stable=True)
+        length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
+        count = (size + length - 1) // length
+        last_block = count.cumsum(0)
+        most = int(last_block[-1]) if group.is_cpu else min(len(group), len(group) // length + num_groups)
+        block = torch.searchsorted(last_block, torch.arange(most, device=group.device), right=True).clamp_(max=num_groups - 1)
+        first_block, first = last_block - count, size.cumsum(0) - size
+        start = length * (torch.arange(len(block), device=group.device) - first_block[block])
+        within = start.unsqueeze(1) + torch.arange(length, device=group.device)
+        entry = order[(first[block].unsqueeze(1) + within).clamp_(max=max(0, len(group) - 1))]
+        place = torch.empty_like(group)
+        place[order] = torch.arange(len(group), device=group.device) + (length * first_block - first)[group[order]]
+        return cls(block, entry, within < size[block].unsqueeze(1), place)
+
+    def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
+        """Yields some blocks at a time.
+
+        Their entries of so many bytes stay in the cache and within the memory budget.
+        """
+        per_block = bytes_per_entry * self.entry.shape[1]
+        rows = rows_per_block(per_block)
+        if self.entry.is_cpu:
+            rows = min(rows, rows_per_block(per_block, _CACHED))
+        for group, entry, is_own in zip(self.group.split(rows), self.entry.split(rows), self.is_own.split(rows), strict=True):
+            yield Grouped(group, entry, is_own, self.place)
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the entries' values ``(E, ...)`` from parts ``(B, T, ...)``."""
+        return torch.cat(list(values)).flatten(0, 1)[self.place]
+
+
+def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
+    r"""Returns square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs of data points and components.
+
+    They are differentiable in all numbers.
+
+    Example:
+        >>> from pyro_truncated.ops.components import square_distances
+        >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+        >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
+        tensor([ 25., 100.])
+
+    Args:
+        rows: data :math:`x`, ``(N, D)``.
+        row: which data points, numbers below ``N``, ``(E,)``.
+        component: of which components, numbers below ``K``, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
+        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
+
+    Returns:
+        ``(E,)``.
+    """
+    # In more dimensions products of matrices are faster.
+    with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > 32 else contextlib.nullcontext():
+        found: Tensor = backend("components", rows).square_distances(rows, row, component, loc, whitening)
+    return found
+
+
+# What a few temporaries of so many bytes hold is near a processor.
+_CACHED_ROWS = 2**23
+
+
+def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
+
+    Args:
+        factor: :math:`W`, ``(K, D, R)``.
+        scale: :math:`\sigma`, ``(K,)``.
+
+    Returns:
+        :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
+    """
+    scaled = factor / scale[:, None, None]
+    lower = cholesky(_identity(factor) + scaled.mT @ scaled)
+    whitened = torch.linalg.solve_triangular(lower, scaled.mT, upper=False).mT / scale[:, None, None]
+    return whitened, lower.diagonal(dim1=-2, dim2=-1).log().sum(-1) + factor.shape[1] * scale.log()
+
+
+def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
+    r"""Log densities of some rows under some components: :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)`.
+
+    Args:
+        rows: data :math:`y`, ``(N, D)``.
+        row: which of them, ``(E,)``.
+        component: under which component, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``.
+        whitened: see :func:`whiten`.
+        scale: :math:`\sigma`, ``(K,)``.
+        constant: :math:`c`, ``(K,)``.
+
+    Returns:
+        ``(E,)``; differentiable in all that is not a number of something.
+    """
+    size, rank = whitened.shape[1:]
+    grouped, precision, ranks = Grouped.of(component, len(loc)), scale**-2, _ranks(whitened)
+    found = []
+    for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
+        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
+        explained = (distance @ _columns(whitened, ranks, part.group)).square().sum(-1)
+        energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - explained
+        found.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
+    return grouped.gather(found)
+
+
+def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
+
+    Args:
+        rows: data :math:`y`, ``(N, D)``. Entries that are NaN are not observed.
+        row: which of them, ``(E,)``.
+        component: under which component, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``.
+        factor: :math:`W`, ``(K, D, R)``.
+        scale: :math:`\sigma`, ``(K,)``.
+
+    Returns:
+        The means and the variances, ``(E, D)`` both.
+    """
+    if bool(rows.isnan().any()):
+        given = rows, row, component, loc, factor, scale
+        # What rounding may take of the identity that the square of directions, in units of the
+        # noise, is added to.
+        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > 0.1 * scale.square()).any()):
+            # The identity would be lost beside the square of the directions.
+            found = _means_of_what_is_seen(*(array.double() if array.is_floating_point() else array for array in given))
+            return found[0].to(rows.dtype), found[1].to(rows.dtype)
+        return _means_of_what_is_seen(*given)
+    whitened, _ = whiten(factor, scale)
+    root = scale[:, None, None] * whitened
+    variances = scale.square().unsqueeze(1) * root.square().sum(2)
+    grouped, ranks, means = Grouped.of(component, len(loc)), _ranks(root), []
+    for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
+        center, basis = loc[part.group].unsqueeze(1), _columns(root, ranks, part.group)
+        means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
+    return grouped.gather(means), variances[component]
+
+
+def _means_of_what_is_seen(
+    rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same with missing entries.
+
+    Every row has a posterior covariance of its own.
+    """
+    number, size = (~rows.isnan()).sum(1)[row], rows.shape[1]
+    # The smaller of two systems of equations: one for each direction, or one for each entry that is seen, which needs whole covariances.
+    bytes_of_covariance = rows.element_size() * size**2
+    rank = factor.shape[2] if (ranks := _ranks(factor)) is None else ranks.max()
+    is_few = (number < rank) & (bytes_of_covariance <= current_budget())
+    many, entries, found = (~is_few).nonzero().squeeze(1), [], [(rows.new_empty(0, size), rows.new_empty(0, size))]
+    length = rows_per_block(bytes_of_covariance)
+    for first, own in zip(range(0, len(loc), length), factor.split(length), strict=True):
+        few = (is_few & (component >= first) & (component < first + length)).nonzero().squeeze(1)
+        if len(few):
+            few = few[number[few].argsort()]
+            entries.append(few)
+            found.append(_means_by_entries(rows[row[few]], component[few] - first, loc[first:], own, scale[first:], number[few]))
+    if len(many):
+        found.append(_means_by_directions(rows, row[many], component[many], loc, factor, scale))
+    place = torch.cat([*entries, many]).argsort()
+    means, variances = (torch.cat(part)[place] for part in zip(*found, strict=True))
+    return means, variances
+
+
+def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`.
+
+    Rows ``(E, D)`` with more observed entries come last.
+    """
+    covariance = factor @ factor.mT
+    prior, found = covariance.diagonal(dim1=1, dim2=2), []
+    per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
+    length = min(rows_per_block(per_row), rows_per_block(per_row, _CACHED_ROWS)) if rows.is_cpu else rows_per_block(per_row)
+    for values, group, numbers in zip(rows.split(length), component.split(length), number.split(length), strict=True):
+        above = values - loc[group]
+        # Rows that see less than the last one are filled up with entries that nothing depends on.
+        place = above.isnan().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(numbers[-1]))]
+        is_seen = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
+        cross = covariance[group.unsqueeze(1), place] * is_seen.unsqueeze(2)
+        known = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_seen.unsqueeze(1)
+        lower = cholesky(known + torch.where(is_seen, scale[group].square().unsqueeze(1), 1.0).diag_embed())
+        seen = torch.where(is_seen, above.gather(1, place), 0.0)
+        solved = torch.linalg.solve_triangular(lower, torch.cat([cross, seen.unsqueeze(2)], 2), upper=False)
+        root, white = solved[..., :-1], solved[..., -1:]
+        found.append((loc[group] + (root.mT @ white).squeeze(2), (prior[group] - root.square().sum(1)).clamp(min=0.0)))
+    means, variances = (torch.cat(part) for part in zip(*found, strict=True))
+    return means, variances
+
+
+def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The same by :math:`(\sigma^2 I + W_O^\top W_O)^{-1}`."""
+    size, rank = factor.shape[1:]
+    grouped, ranks, found = Grouped.of(component, len(loc)), _ranks(factor), []
+    for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):
+        center, noise = loc[part.group].unsqueeze(1), scale[part.group]
+        basis = _columns(factor, ranks, part.group) / noise[:, None, None]
+        above = (rows[row[part.entry]] - center) / noise[:, None, None]
+        is_seen = (~above.isnan()).to(rows)
+        spread = torch.cholesky_inverse(cholesky(_identity(basis) + _weighted_gram(basis, is_seen)))
+        mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
+        variances = spread.flatten(2) @ _pairs(basis).mT
+        noise = noise[:, None, None]
+        found.append((center + noise * mean, noise**2 * variances))
+    means, errors = (grouped.gather(list(part)) for part in zip(*found, strict=True))
+    return means, errors
+
+
+def _ranks(factor: Tensor) -> Tensor | None:
+    """Returns numbers of columns ``(K,)`` up to the last non-zero one.
+
+    On a device they are ``None``, as reading them would wait.
+    """
+    if not factor.is_cpu:
+        return None
+    last: Tensor = ((factor.detach() != 0).any(1) * torch.arange(1, factor.shape[2] + 1)).amax(1)
+    return last
+
+
+def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
+    """Drops columns that are zero in all of some groups' matrices.
+
+    Their gradients are zero, too.
+    """
+    return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
+
+
+def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:
+    """``W' diag(w) W`` for bases ``(B, D, R)`` and weights ``(B, T, D)``, ``(B, T, R, R)``."""
+    gram: Tensor = (weight @ _pairs(basis)).unflatten(-1, (basis.shape[-1], basis.shape[-1]))
+    return gram
+
+
+def _pairs(basis: Tensor) -> Tensor:
+    """Products of the columns of bases ``(B, D, R)``, of each with each, ``(B, D, R R)``."""
+    return (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
+
+
+def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
+    r"""Sums of squares and products, :math:`\sum_{n, s: k_{ns} = k} r_{ns} (x_n - c_k)(x_n - c_k)^\top`.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+        >>> component_products(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
+        [[1.0, 2.0], [2.0, 4.0]]
+
+    Args:
+        rows: data :math:`x`, ``(N, D)``.
+        component: components :math:`k_{ns}`, ``(N, S)``.
+        weight: responsibilities :math:`r`, ``(N, S)``, not negative.
+        num_components: ``K``.
+        around: centers :math:`c`, ``(K, D)``. Default: zero.
+
+    Returns:
+        ``(K, D, D)``, in the type of the rows.
+
+    Raises:
+        ValueError: if shapes do not fit, the number is below 1, there are other components, or a weight is negative or NaN.
+    """
+    num_components = check_count("num_components", num_components)
+    component = check_components(component, weight, rows, num_components)
+    size = rows.shape[1]
+    if around is not None and around.shape != (num_components, size):
+        raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
+    raise_if(~(weight >= 0).all(), _complain_of_weights)
+    products = rows.new_zeros(num_components, size, size)
+    root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
+    grouped = Grouped.of(component.flatten(), num_components)
+    for part in grouped.parts(rows.element_size() * 4 * size):
+        data = rows[part.entry // states]
+        if around is not None:
+            data = data - around[part.group].unsqueeze(1)
+        data = data * (root[part.entry] * part.is_own).unsqueeze(-1)
+        products.index_add_(0, part.group, data.mT @ data)
+    return products
+
+
+def _complain_of_weights() -> None:
+    raise ValueError("weight must not be negative or NaN")
+
+
+def _identity(basis: Tensor) -> Tensor:
+    return torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+
+
+def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
+    """Returns centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
+
+    A centre that loses all its points stays where it is.
+
+    Args:
+        points: ``(N, D)``.
+        start: centres to start from, ``(K, D)``, such as some of the points.
+        steps: most iterations.
+    """
+    # Distances are differences of squares, which are smallest around the mean.
+    mean = points.mean(0)
+    points, centres = points - mean, start - mean
+    for _ in range(steps):
+        nearest = _nearest(points, centres, 1).squeeze(1)
+        size = torch.bincount(nearest, minlength=len(centres)).to(points).unsqueeze(1)
+        total = torch.zeros_like(centres).index_add_(0, nearest, points)
+        moved = torch.where(size > 0, total / size.clamp(min=1), centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres + mean
+
+
+def nearest_centres(points: Tensor, centres: Tensor, number: int = 1) -> Tensor:
+    """Returns the nearest centres of ``(K, D)`` for points ``(N, D)``.
+
+    They are ``(N, number)``, nearest first, or all if there are fewer.
+    """
+    mean = points.mean(0)
+    return _nearest(points - mean, centres - mean, min(number, len(centres)))
+
+
+def _nearest(points: Tensor, centres: Tensor, number: int) -> Tensor:
+    power, bytes_per_row = 0.5 * centres.square().sum(1), 2 * len(centres) * points.element_size()
+    rows = min(rows_per_block(bytes_per_row), rows_per_block(bytes_per_row, _CACHED_ROWS))
+    distances = (torch.addmm(power, block, centres.mT, alpha=-1.0) for block in points.split(rows))
+    return torch.cat([_smallest(some, number) for some in distances])
+
+
+def _smallest(distances: Tensor, number: int) -> Tensor:
+    return distances.argmin(1, keepdim=True) if number == 1 else distances.topk(number, 1, largest=False).indices

@@ -1,0 +1,538 @@
+"""Packed states: places of latents, active ones, checks, combinations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyro_truncated.ops.backend import backend, is_vectorised
+from pyro_truncated.ops.deferred_checks import on_success, raise_if
+from pyro_truncated.ops.streams import Source, draw_seed, positions
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.devices import cache_answer, is_cached
+
+WORD_BITS = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fields:
+    """The bits of each latent in a packed state.
+
+    Operations on states know nothing else of a state space.
+
+    Attributes:
+        word: word of each latent's field, ``(L,)`` int64.
+        shift: lowest bit in that word, ``(L,)``.
+        bits: width of each latent's field, ``(L,)``.
+        cardinality: number of values of each latent, ``(L,)``.
+    """
+
+    word: Tensor
+    shift: Tensor
+    bits: Tensor
+    cardinality: Tensor
+
+    @functools.cached_property
+    def num_latents(self) -> int:
+        """Number of latents ``L``."""
+        return len(self.word)
+
+    @functools.cached_property
+    def num_words(self) -> int:
+        """Number of words ``W`` of a state."""
+        return int(self.word[-1]) + 1
+
+    @functools.cached_property
+    def num_bits(self) -> int:
+        """Number of bits of a state up to its last latent."""
+        return WORD_BITS * (self.num_words - 1) + int(self.shift[-1] + self.bits[-1])
+
+    @functools.cached_property
+    def num_values(self) -> int:
+        """The largest number of values of a latent, ``V``."""
+        return int(self.cardinality.max())
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Number of states, a Python integer of any size."""
+        return math.prod(self.cardinality.tolist())
+
+    @functools.cached_property
+    def is_binary(self) -> bool:
+        """Whether every latent has two values."""
+        return len(self.binary) == self.num_latents
+
+    @functools.cached_property
+    def mutable(self) -> Tensor:
+        """Positions of the latents of more than one value, int64."""
+        return (self.cardinality > 1).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def binary(self) -> Tensor:
+        """Positions of the latents of two values, int64."""
+        return (self.cardinality == 2).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def binary_bits(self) -> Tensor:
+        """The bits of the latents of two values, ``(W,)`` int64."""
+        bits = torch.zeros(self.num_words, dtype=torch.int64, device="cpu")
+        return bits.index_add_(0, self.word[self.binary], 1 << self.shift[self.binary])
+
+    @functools.cached_property
+    def several(self) -> Tensor:
+        """Positions of the latents of more than two values, int64."""
+        return (self.cardinality > 2).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def masks(self) -> Tensor:
+        """The lowest bits, as many as each latent's field has, ``(L,)`` int64."""
+        return (1 << self.bits) - 1
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[torch.device, str], Tensor]:
+        return {}
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """A tensor of these on a device, copied there once.
+
+        Args:
+            device: the device.
+            name: an attribute; or ``"rows of"`` a kind of latents (``"binary"``, ``"several"``, ``"mutable"``), see :meth:`rows`; or their
+                ``"masks of"``; or the ``"tails"`` of states.
+        """
+        found = self._tables.get((device, name))
+        if found is None:
+            found = self._tables[device, name] = self._table(name).to(device)
+        return found
+
+    def _table(self, name: str) -> Tensor:
+        if name == "tails":
+            return self._tails()
+        what, _, kind = name.rpartition(" of ")
+        if not what:
+            return getattr(self, name)  # type: ignore[no-any-return]
+        latents = getattr(self, kind)
+        return self.rows(latents) if what == "rows" else self.masks[latents]
+
+    def _tails(self) -> Tensor:
+        """Returns suffix masks of latents, ``(L - 1, W)``.
+
+        They have the bits from each latent but the first on, with all bits behind them in their
+        words.
+        """
+        position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
+        rest = ~((1 << self.shift[1:, None]) - 1)
+        return torch.where(position > word, -1, torch.where(position < word, 0, rest))
+
+    def rows(self, latents: Tensor) -> Tensor:
+        """Returns word, shift and cardinality of some latents, ``(3, M)``.
+
+        Compiled kernels take them so.
+        """
+        return torch.stack([self.word[latents], self.shift[latents], self.cardinality[latents]])
+
+
+def pack(values: Tensor, fields: Fields) -> Tensor:
+    """Packs integer (or boolean) values ``(..., L)`` into words ``(..., W)`` of type int64.
+
+    Raises:
+        ValueError: if the last dimension is not the number of latents or a value lies outside its latent's range.
+    """
+    if values.shape[-1:] != (fields.num_latents,):
+        raise ValueError(f"values must end in a dimension of {fields.num_latents} latents; got shape {tuple(values.shape)}")
+    rows = values.reshape(-1, fields.num_latents)
+    words = torch.zeros(len(rows), fields.num_words, dtype=torch.int64, device=values.device)
+    cardinality, shift, word = (fields.on(values.device, name) for name in ("cardinality", "shift", "word"))
+    # In blocks, because eight bytes per value, and as many for their place, are many times what the packed states need.
+    size = rows_per_block(32 * fields.num_latents)
+    for start in range(0, len(rows), size):
+        block = rows[start : start + size].long()
+        raise_if(((block < 0) | (block >= cardinality)).any(), _complain_of_values)
+        # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
+        words[start : start + size].index_add_(1, word, block << shift)
+    return words.view(*values.shape[:-1], fields.num_words)
+
+
+def enumerate_states(fields: Fields, device: torch.device | str | None = None) -> Tensor:
+    """All states as words ``(size, W)``, the first latent varying fastest."""
+    rest = torch.arange(fields.size, device=device)
+    words = torch.zeros(fields.size, fields.num_words, dtype=torch.int64, device=device)
+    for word, shift, cardinality in zip(fields.word.tolist(), fields.shift.tolist(), fields.cardinality.tolist(), strict=True):
+        words[:, word] += (rest % cardinality) << shift
+        rest = rest // cardinality
+    return words
+
+
+def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the states in which one latent has a non-zero value.
+
+    All other latents are zero. They are on the CPU.
+
+    Args:
+        fields: where the latents lie.
+        first: the lowest value that a latent takes; 0 counts the state of zeros once for each.
+
+    Returns:
+        The latent of each state ``(P,)``, its value ``(P,)``, latent by latent, and the packed states ``(P, W)``.
+    """
+    counts = fields.cardinality - first
+    latent = torch.arange(fields.num_latents, device="cpu").repeat_interleave(counts)
+    value = torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + first
+    words = torch.zeros(len(latent), fields.num_words, dtype=torch.int64, device="cpu")
+    # A field never straddles words, so a single one is its value, shifted.
+    return latent, value, words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))
+
+
+def _complain_of_values() -> None:
+    raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
+
+
+# Whatever is padded to a larger number than need be costs its square: so many flips are followed.
+_MAX_FLIPS = 2
+
+# By the tensor whose memory it is; of a tensor that has changed since nothing is known.
+_counts: Any = WeakIdKeyDictionary()
+
+
+class _Count:
+    """The largest number of active latents among some states.
+
+    It was read, or is bounded by their sources and some flips.
+
+    Attributes:
+        number: what has been seen, or the sources have. Of open sources nothing yet.
+        flips: how many flips there have been since somebody looked.
+        sources: those that nobody has looked at.
+    """
+
+    number: int
+    flips: int
+    sources: Sequence[_Count]
+
+    def __init__(self, sources: Sequence[_Count] = (), flips: int = 0) -> None:
+        self.sources: Sequence[_Count] = [source for source in sources if source.flips or source.sources]
+        self.number = max((source.number for source in sources if source not in self.sources), default=0)
+        self.flips = flips
+
+    def see(self, number: int) -> None:
+        """Somebody has looked."""
+        self.number, self.flips, self.sources = number, 0, ()
+
+    @property
+    def most(self) -> int:
+        """The number at most."""
+        return max([self.number, *(source.most for source in self.sources)]) + self.flips
+
+    @property
+    def flips_unseen(self) -> int:
+        """How many flips this number may be too large by."""
+        return max([0, *(source.flips_unseen for source in self.sources)]) + self.flips
+
+
+def most_active(words: Tensor, most_flips: int = _MAX_FLIPS) -> int | None:
+    """Returns a bound of active latents of one state.
+
+    ``None`` means that it is not known closely.
+
+    Args:
+        words: packed states, ``(..., W)``.
+        most_flips: how many flips it may be too large by.
+    """
+    count = _count_of(words)
+    return None if count is None or count.flips_unseen > most_flips else count.most
+
+
+def note_most_active(words: Tensor, number: int) -> None:
+    """Records what has been read of states on a device.
+
+    It holds for all states in the same memory.
+    """
+    if not words.is_cpu:
+        count = _count_of(words) or _keep(words, _Count())
+        count.see(number)
+
+
+def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
+    """Records that states were selected among others.
+
+    They may have so many more latents.
+
+    Args:
+        words: the states.
+        sources: those that they were selected among.
+        flips: how many latents were switched on at most.
+
+    Returns:
+        The states.
+    """
+    if not words.is_cpu:
+        counts = [_count_of(source) for source in sources]
+        known = [count for count in counts if count is not None]
+        if len(known) == len(counts):
+            _keep(words, _Count(known, flips))
+    return words
+
+
+def _owner(words: Tensor) -> Tensor:
+    return words if words._base is None else words._base
+
+
+def _count_of(words: Tensor) -> _Count | None:
+    version, count = _counts.get(_owner(words), (None, None))
+    return count if version == _owner(words)._version else None
+
+
+def _keep(words: Tensor, count: _Count) -> _Count:
+    owner = _owner(words)
+    _counts[owner] = owner._version, count
+    return count
+
+
+def gather_states(words: Tensor, positions: Tensor) -> Tensor:
+    """The states of each data point at the given positions.
+
+    Args:
+        words: packed states ``(N, S, W)``, or anything else that has a row per state.
+        positions: which ones, ``(N, K)`` int64.
+
+    Returns:
+        ``(N, K, W)``.
+    """
+    return inherit_active_bound(words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1])), words)
+
+
+def check_words(name: str, words: Tensor) -> None:
+    """Refuses anything that is not ``(N, C, W)`` int64.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if words.dim() != 3 or words.dtype != torch.int64:
+        raise ValueError(f"{name} must be packed states (N, C, W) of type int64; got shape {tuple(words.shape)} of type {words.dtype}")
+
+
+def check_bits(words: Tensor, num_latents: int) -> None:
+    """Refuses states ``(N, C, W)`` without exactly ``num_latents`` binary latents.
+
+    Kernels use set bits as positions of latents.
+
+    Raises:
+        ValueError: if the number of words is another, or bits are set beyond those of the last latent.
+    """
+    num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
+    if words.shape[-1] != num_words:
+        raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
+    used = num_latents - WORD_BITS * (num_words - 1)
+    if used == WORD_BITS:
+        return
+    # States shared by all data points (an expanded tensor) are looked at once.
+    rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
+    beyond = -1 << used
+
+    def complain() -> None:
+        first = backend("latent_values", rows).first_beyond(rows, beyond)
+        raise ValueError(
+            f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
+            "it belongs to another state space"
+        )
+
+    if is_vectorised(rows):
+        question = f"has at most {num_latents} latents"
+        if not is_cached(rows, question):
+            raise_if((rows[..., -1] & beyond).any(), complain)
+            on_success(lambda: cache_answer(rows, question, True))
+    elif backend("latent_values", rows).first_beyond(rows, beyond) >= 0:
+        complain()
+
+
+def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
+    """Returns the shape ``(N, M)`` of a matrix by rows of words.
+
+    Raises:
+        ValueError: if words are no packed states, or the matrix has another number of rows.
+    """
+    if words.dtype != torch.int64 or words.dim() != 3:
+        raise ValueError(f"words must be int64 of shape (N, C, W); got {words.dtype} of shape {tuple(words.shape)}")
+    if companion.dim() != 2 or len(companion) != len(words):
+        raise ValueError(f"{name} must have one row for each of the {len(words)} rows of words; got shape {tuple(companion.shape)}")
+    return companion.shape[0], companion.shape[1]
+
+
+def check_weights(words: Tensor, weights: Tensor) -> None:
+    """Refuses weights that are not ``(N, C)``, one per state.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    check_rows(words, weights, "weights (N, C)")
+    if weights.shape != words.shape[:2]:
+        raise ValueError(f"weights must have shape {tuple(words.shape[:2])}, one per state; got {tuple(weights.shape)}")
+
+
+def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tensor) -> None:
+    """Refuses states, observations, dictionary and vector that do not fit.
+
+    They are ``(N, C, W)``, ``(N, D)``, ``(D, H)`` and ``(D,)``.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    _, num_observed = check_rows(words, value, "value (N, D)")
+    if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
+        expected = f"(D, H) and (D,) with D={num_observed}"
+        raise ValueError(f"parameters must have shapes {expected}; got {tuple(weight.shape)} and {tuple(offset.shape)}")
+    check_bits(words, weight.shape[1])
+
+
+_MAX_STATES = 2**20
+
+
+def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
+    r"""Returns unions of at most ``max_active`` of each data point's singletons.
+
+    These are its selected single-latent states.
+
+    Every state but the first, all-zero one extends a state with one latent fewer by one
+    single-latent state. So building a state takes one operation per word, and its latents are never
+    unpacked.
+
+    Args:
+        chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
+        max_active: largest number of active latents. Default: all.
+
+    Returns:
+        ``(N, S, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`: fewer active latents first, in the same order for every data
+        point.
+
+    Raises:
+        ValueError: if ``chosen`` are not packed states, or there were more than 2**20 states per data point.
+    """
+    check_words("chosen", chosen)
+    num_selected = chosen.shape[1]
+    limit = num_selected if max_active is None else min(max_active, num_selected)
+    size = sum(math.comb(num_selected, k) for k in range(limit + 1))
+    if size > _MAX_STATES:
+        raise ValueError(
+            f"{num_selected} selected latents with up to {limit} of them active make {size} states per data point, over {_MAX_STATES}; "
+            "select fewer (num_selected) or lower max_active"
+        )
+    parent, last = _table(num_selected, limit, chosen.device)
+    out = chosen.new_zeros(len(chosen), size, chosen.shape[2])
+    start = 1
+    for k in range(1, limit + 1):
+        level = slice(start, start + math.comb(num_selected, k))
+        out[:, level] = out[:, parent[level]] | chosen[:, last[level]]
+        start = level.stop
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _table(num_selected: int, max_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the combination that each extends, and the added position.
+
+    The empty combination comes first.
+    """
+    subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
+    position = {subset: i for i, subset in enumerate(subsets)}
+    parent = torch.tensor([position[subset[:-1]] for subset in subsets], device=device)
+    last = torch.tensor([subset[-1] if subset else 0 for subset in subsets], device=device)
+    return parent, last
+
+
+def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
+    """Values ``(..., L)`` of packed states ``(..., W)`` in the given type.
+
+    Raises:
+        ValueError: if ``words`` is not int64 or does not end in a dimension of the space's words.
+    """
+    if words.shape[-1:] != (fields.num_words,) or words.dtype != torch.int64:
+        raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
+    return backend("latent_values", words).unpack(words, fields, dtype)  # type: ignore[no-any-return]
+
+
+def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
+    r"""Probability :math:`\sum_s w_{ns} [s_l \ne 0]` that a latent is not zero.
+
+    Args:
+        words: packed states ``(N, S, W)``.
+        weights: weights of the states, ``(N, S)``; probabilities if they sum to one.
+        fields: where their latents lie.
+
+    Returns:
+        ``(N, L)`` in the type of the weights, accumulated in float64 on the CPU.
+
+    Raises:
+        ValueError: if the shapes do not fit or a state does not belong to the space.
+    """
+    if not fields.is_binary:
+        return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
+    _check_weighted(words, weights, fields)
+    check_bits(words, fields.num_latents)
+    return backend("latent_values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
+
+
+def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
+    r"""Probability :math:`\sum_s w_{ns} [s_l = v]` of every value of every latent.
+
+    Args:
+        words: packed states ``(N, S, W)``.
+        weights: weights of the states, ``(N, S)``; probabilities if they sum to one.
+        fields: where their latents lie.
+
+    Returns:
+        ``(N, L, V)`` with ``V`` the largest cardinality; zero at values that a latent does not have.
+
+    Raises:
+        ValueError: if the shapes do not fit or a state does not belong to the space.
+    """
+    if fields.is_binary:
+        active = activation_probabilities(words, weights, fields)
+        return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
+    _check_weighted(words, weights, fields)
+    out, num_invalid = backend("latent_values", words).value_probabilities(words, weights, fields)
+    raise_if(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
+    return out  # type: ignore[no-any-return]
+
+
+def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
+    """Draws states whose latents are independent.
+
+    Args:
+        probabilities: probability of every value of every latent, ``(N, L, V)`` with ``V`` the
+            largest cardinality. Each latent's sum to one and vanish at values that it does not
+            have.
+        num_samples: number of states per data point.
+        fields: where their latents lie.
+        rows: positions ``(N,)`` of the data points among all data. Default: ``0 .. N - 1``.
+        generator: source of randomness.
+
+    Returns:
+        Packed states ``(N, num_samples, W)``.
+    """
+    if probabilities.dim() != 3 or probabilities.shape[1:] != (fields.num_latents, fields.num_values):
+        raise ValueError(
+            f"probabilities must have the shape (N, {fields.num_latents}, {fields.num_values}); got {tuple(probabilities.shape)}"
+        )
+    keys = positions(rows, len(probabilities), probabilities.device), draw_seed(generator)
+    # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
+    tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
+    return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
+
+
+def _refuse_others(number: int) -> None:
+    raise ValueError(f"{number} latents of the states hold values that they do not have; the states belong to another state space")
+
+
+def _check_weighted(words: Tensor, weights: Tensor, fields: Fields) -> None:
+    check_words("words", words)
+    if words.shape[-1] != fields.num_words or weights.shape != words.shape[:2]:
+        given = f"{tuple(words.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {given}")

@@ -1,0 +1,628 @@
+"""First estimates for a damaged array: its channels and its noise."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+from torch.distributions import Normal
+from torch.nn import functional as F
+
+from pyro_truncated.utils.arrays import as_data, as_tensors
+
+# Entries of a window of which noise is estimated, about; and the windows for each of them from which the estimate is sure.
+_ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
+# Of larger arrays every second window or less is looked at, along all dimensions.
+_MOST_WINDOWS = 2**19
+# What arrays without noise have for mixtures, see :func:`nearly_no_noise`; of photographs the first is the least. Less than the last is
+# no texture, but rounding.
+_NO_NOISE, _PART_OF_TEXTURE, _TIMES_LEVEL, _LEAST_TEXTURE = 0.04, 0.25, 2.25, 1e-4
+_SMOOTHING = 16
+# Differences of which the median says something, and windows that are left beside constant ones.
+_ENOUGH = 100
+
+
+def checked(image: Any) -> Tensor:
+    """Returns a damaged array in single precision or more.
+
+    Raises:
+        ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are.
+    """
+    array = floating(as_data("image", image))
+    observed = array[~array.isnan()]
+    if array.dim() == 0:
+        raise ValueError("the image is a single number; it must have one dimension or more")
+    if not array.numel():
+        raise ValueError(f"the image has no entries; got shape {tuple(array.shape)}")
+    if not len(observed):
+        raise ValueError("the image has no observed entry: all are NaN")
+    if not bool(observed.isfinite().all()):
+        raise ValueError("the image has infinite entries; mark what is missing by NaN")
+    if not bool(observed.square().sum().isfinite()):
+        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
+    return array
+
+
+def floating(image: Tensor) -> Tensor:
+    """Returns the array in floating point numbers.
+
+    Half precision becomes the default precision, as linear algebra does not have it.
+    """
+    has_precision = image.is_floating_point() and torch.finfo(image.dtype).bits >= 32
+    return image if has_precision else image.to(torch.get_default_dtype())
+
+
+def noise_level(image: Tensor, num_dims: int) -> float:
+    """Estimates the noise from windows without texture, see :func:`_level_of_windows`.
+
+    Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_level_of_differences`.
+    Those of a photograph are several percent above the noise, as fine texture counts for them. What is constant - a border, what a mask
+    hides - says nothing of the noise elsewhere, see :func:`_without_constant_windows`.
+    """
+    least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
+    image = _without_constant_windows(image, num_dims)
+    differences = _level_of_differences(image, num_dims)
+    windows = whole_windows(image, num_dims)
+    if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
+        return max(differences, least)
+    return max(_level_of_windows(windows, differences), least)
+
+
+def windows_are_enough(image: Tensor, num_dims: int) -> bool:
+    """Whether an array without channels has enough whole windows for :func:`_level_of_windows`."""
+    windows = whole_windows(image, num_dims)
+    return len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel()
+
+
+def whole_windows(image: Tensor, num_dims: int) -> Tensor:
+    """Returns complete windows of each channel, ``(N, *sides)``.
+
+    They have no missing entry. If there are too many, some are drawn.
+    """
+    planes = image.unsqueeze(-1) if image.dim() == num_dims else image
+    side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
+    windows = planes.movedim(-1, 0)
+    for dim in range(1, num_dims + 1):
+        windows = windows.unfold(dim, min(side, windows.shape[dim]), stride)
+    windows = windows.flatten(0, num_dims)
+    return windows[~windows.flatten(1).isnan().any(1)]
+
+
+def _side(num_dims: int) -> int:
+    """Of a window."""
+    side: int = round(_ENTRIES ** (1 / num_dims))
+    return side
+
+
+def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
+    """Returns the array with NaN in windows that are exactly constant.
+
+    It is returned as it is if hardly anything else would be left, or mostly neighbours that are the same: drawings without noise.
+    """
+    is_constant = _constant_windows(image, num_dims)
+    if not bool(is_constant.any()):
+        return image
+    left = torch.where(is_constant, math.nan, image)
+    differences = torch.cat([left.diff(dim=dim).flatten() for dim in range(num_dims)])
+    seen = differences[~differences.isnan()]
+    is_enough = len(whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
+    return left if is_enough else image
+
+
+def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
+    """Whether entries lie in a constant window of their channel."""
+    sides = [min(_side(num_dims), size) for size in image.shape[:num_dims]]
+    highest, lowest = image, image
+    for dim, side in enumerate(sides):
+        highest, lowest = highest.unfold(dim, side, 1).amax(-1), lowest.unfold(dim, side, 1).amin(-1)
+    covered = (highest == lowest).to(torch.uint8)
+    for dim, side in enumerate(sides):
+        moved = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
+        covered = moved.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
+    return covered.bool()
+
+
+def _level_of_windows(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
+    r"""Returns the noise level of windows without texture.
+
+    It is the root of the mean of the lower half of their principal variances.
+
+    A window has no texture if its sum of squared differences of neighbours :math:`z^\top A z` is
+    below the 99 % quantile for nothing but noise. The quantile is that of the gamma distribution
+    with the same mean and variance (by Wilson's and Hilferty's formula).
+
+    Args:
+        windows: ``(N, *sides)``, more than a few.
+        level: where to start.
+        max_noise_steps: how often the level is refined, at most.
+
+    Reference:
+        Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
+    """
+    points = windows.flatten(1).double()
+    texture, limit = texture_of(windows).double(), _limit(windows)
+    for _ in range(max_noise_steps):
+        flat = points[texture < limit * level**2]
+        if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
+            break
+        variances = torch.linalg.eigvalsh(flat.mT.cov())
+        level = math.sqrt(max(0.0, float(variances[: len(variances) // 2].mean())))
+    return level
+
+
+def texture_of(windows: Tensor) -> Tensor:
+    """The squared differences of neighbours in windows ``(N, *sides)``, added up."""
+    differences = (windows.diff(dim=dim).square().flatten(1).sum(1) for dim in range(1, windows.dim()))
+    return torch.stack(list(differences)).sum(0)
+
+
+def _limit(windows: Tensor) -> float:
+    """What 99 % of windows of standard normal numbers have less texture than."""
+    units = torch.eye(windows[0].numel(), dtype=torch.float64).unflatten(1, windows.shape[1:])
+    gradients = torch.cat([units.diff(dim=dim).flatten(1) for dim in range(1, windows.dim())], 1)
+    mean, variance = gradients.square().sum(), 2 * (gradients @ gradients.mT).square().sum()
+    part = variance / (9 * mean**2)
+    # Windows of nothing but noise that are taken for such, as a quantile of the normal
+    # distribution: 99 %.
+    return float(mean * (1 - part + 2.33 * part.sqrt()) ** 3)
+
+
+def _level_of_differences(image: Tensor, num_dims: int) -> float:
+    """Estimates the noise by the median of third differences along all dimensions.
+
+    Edges affect it little, and slopes not at all.
+
+    Where few entries have all the neighbours that this takes, differences of lower order are taken.
+    """
+    for order in (3, 2, 1):
+        left = image
+        for dim in range(num_dims):
+            left = left.diff(order, dim)
+        seen = left[~left.isnan()]
+        if len(seen) >= _ENOUGH:
+            # The squares of binomial coefficients add up to a central one.
+            return _level(seen) / math.sqrt(math.comb(2 * order, order) ** num_dims)
+    left = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
+    seen = left[~left.isnan()]
+    return _level(seen) / 2**0.5 if len(seen) else 0.1 * float(deviation(image))
+
+
+def _level(differences: Tensor) -> float:
+    """The standard deviation of normal numbers of which most of these are."""
+    return float(differences.abs().median() / Normal(0.0, 1.0).icdf(torch.tensor(0.75)))
+
+
+def deviation(image: Tensor) -> Tensor:
+    """The standard deviation of the observed entries."""
+    return (image - image.nanmean()).square().nanmean().sqrt()
+
+
+def nearly_no_noise(image: Tensor, num_dims: int) -> float:
+    """Returns the noise that mixtures assume for arrays without noise.
+
+    It is so small that it hides little.
+
+    It is the least of three levels:
+
+    * 4 % of the deviation of the entries that are seen;
+    * where trends or steps exceed the texture, a quarter of what differs from a smooth array;
+    * 2.25 times :func:`noise_level`.
+    """
+    rest = (image - smoothed(filled(image, num_dims), num_dims)).abs()
+    # Of absolute values, which single bright spots change little.
+    # The mean absolute value of standard normal numbers.
+    texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
+    all_of_it = float(deviation(image))
+    if texture <= _LEAST_TEXTURE * all_of_it:
+        return _NO_NOISE * all_of_it or 1.0  # of a constant array any level is right but zero
+    return min(_NO_NOISE * all_of_it, _PART_OF_TEXTURE * texture, _TIMES_LEVEL * noise_level(image, num_dims))
+
+
+def smoothed(image: Tensor, num_dims: int) -> Tensor:
+    """Smooths an array by repeated means over windows of side three."""
+    numbers = _neighbours(torch.ones_like(image), num_dims)
+    for _ in range(_SMOOTHING):
+        image = _neighbours(image, num_dims) / numbers
+    return image
+
+
+def filled(image: Tensor, num_dims: int) -> Tensor:
+    """Fills in missing entries by means of observed neighbours.
+
+    Entries near to observed ones are filled in first.
+    """
+    missing = image.isnan()
+    if not bool(missing.any()):
+        return image
+    value, known = image.nan_to_num(0.0), (~missing).to(image.dtype)
+    while bool((known == 0).any()):
+        total, share = (_neighbours(array, num_dims) for array in (value * known, known))
+        value = torch.where(known > 0, value, total / share.clamp(min=1e-9))
+        known = torch.where(known > 0, known, (share > 0).to(known.dtype))
+    return value
+
+
+def _neighbours(array: Tensor, num_dims: int) -> Tensor:
+    """Sums over the windows of side three around every entry."""
+    for dim in range(num_dims):
+        moved = array.movedim(dim, -1)
+        rows = F.pad(moved.reshape(-1, moved.shape[-1]), (1, 1))
+        array = rows.unfold(-1, 3, 1).sum(-1).reshape(moved.shape).movedim(-1, dim)
+    return array
+
+
+Channels = bool | Literal["first", "last"] | None
+Noise = float | Sequence[float] | Tensor | None
+
+# Most channels of a signal; a signal has at least their square of entries in time.
+MAX_CHANNELS_OF_SIGNAL = 32
+# Most bands of an image without a word; slices of a volume have equal noise, bands differ by more than this ratio.
+MAX_BANDS, MIN_RATIO_OF_BANDS = 32, 2.0
+# Channels of a signal are related if their correlation, at some lag up to that number of entries, exceeds this one.
+# It must also exceed so many deviations of correlations by chance, but for correlations above the second.
+MIN_CORRELATION, MAX_CORRELATION, NUM_DEVIATIONS, MAX_LAG = 0.5, 0.9, 3.0, 64
+# Noise below this share of a slice's deviation is not told from a smooth slice.
+MIN_SHARE_OF_NOISE = 0.01
+
+
+def channel_axis(image: Tensor, channels: Channels) -> int | None:
+    """Returns the axis of channels: the first (0), the last (-1), or none.
+
+    By default:
+
+    * two dimensions are a signal with channels if there are at most 32 of these and at least their square of entries in time;
+    * of more dimensions the last or the first holds channels if it has one, three or four entries. Four that vary, and are the
+      less alike the further they are apart, are slices of a volume.
+    * up to 32 planes with noise of unlike strength are bands.
+
+    Args:
+        image: the damaged array.
+        channels: ``True`` or ``"last"``, ``"first"``, ``False`` for none, or ``None`` for the default.
+
+    Raises:
+        ValueError: for another value, a single dimension of channels, and channels without entries.
+    """
+    if not isinstance(channels, (bool, str, type(None))) or channels not in (None, True, False, "first", "last"):
+        raise ValueError(f"channels must be True or 'last', 'first', False or None; got {channels!r}")
+    if channels and image.dim() < 2:
+        raise ValueError(f"channels must be one of several dimensions; channels={channels!r} for an array of shape {tuple(image.shape)}")
+    axis = _default_axis(image) if channels is None else {True: -1, "last": -1, "first": 0, False: None}[channels]
+    if axis is not None:
+        unseen = image.movedim(axis, 0).flatten(1).isnan().all(1).nonzero().flatten().tolist()
+        if unseen:
+            raise ValueError(f"of channels {unseen} no entry is observed: all are NaN; leave them out")
+    return axis
+
+
+def _default_axis(image: Tensor) -> int | None:
+    if image.dim() < 2:
+        return None
+    axes = (-1, 0)
+    if image.dim() == 2:
+        few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
+        return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
+    few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(_others(image, axis)) > 4)
+    found = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
+    if found is None and image.dim() == 3:
+        return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
+    return found
+
+
+def _others(image: Tensor, axis: int) -> list[int]:
+    """Sizes of the other dimensions."""
+    sizes = list(image.shape)
+    del sizes[axis]
+    return sizes
+
+
+def _are_slices(planes: Tensor) -> bool:
+    """Whether four planes vary, and are less alike if further apart."""
+    above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
+    flat = above.nan_to_num(0.0).flatten(1).double()
+    if not all(_varying(planes.flatten(1))):
+        return False
+    distance = torch.cdist(flat, flat)
+    rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
+    return all(bool(near.max() < far.min()) for near, far in itertools.pairwise(rings))
+
+
+def _are_bands(planes: Tensor) -> bool:
+    """Whether planes have noise of unlike strength."""
+    if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
+        return False
+    seen = [plane for plane in planes if not bool(plane.isnan().all())]
+    levels = torch.tensor([noise_level(plane, 2) for plane in seen])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in seen])
+    return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
+
+
+def check_noise(noise: Noise, image: Tensor, *, has_channels: bool) -> float | Tensor:
+    """Checks a noise level, one number or one for each channel.
+
+    Returns:
+        The number, or ``(C,)`` in the type of the image.
+
+    Raises:
+        ValueError: if it is not positive and finite, or there are more or fewer numbers than channels.
+    """
+    levels = torch.as_tensor(as_tensors(noise), dtype=torch.float64)
+    if not bool(((levels > 0) & levels.isfinite()).all()):
+        raise ValueError(f"noise must be a positive standard deviation, or one for each channel; got {noise}")
+    if levels.numel() == 1:
+        return float(levels)
+    if not has_channels or levels.shape != image.shape[-1:]:
+        number = f"{image.shape[-1]} channels" if has_channels else "no channels"
+        raise ValueError(f"noise must be one number or one for each channel; got {levels.numel()} for an array with {number}")
+    return levels.to(image)
+
+
+def per_channel(level: Callable[[Tensor, int], float], image: Tensor, num_dims: int) -> float | Tensor:
+    """Returns a level of an array, or ``(C,)`` of its channels."""
+    if image.dim() == num_dims:
+        return level(image, num_dims)
+    return image.new_tensor([level(plane, num_dims) for plane in image.unbind(-1)])
+
+
+def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
+    """Estimates the noise of an array, or ``(C,)`` of its channels.
+
+    It is that of :func:`.noise_level`. Channels too small for the estimate by windows share their windows, each divided by its first
+    estimate.
+    """
+    levels = per_channel(noise_level, image, num_dims)
+    if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
+        return levels
+    return levels * noise_level(image / levels, num_dims)
+
+
+def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> list[list[int]]:
+    """Returns groups of channels that say something of each other.
+
+    Constant channels, as of an image that is opaque everywhere, are in none. Channels of a signal, ``(N, C)``, are alone if their
+    correlations with all others are low at all small lags, or as by chance. Bands of images are never parted otherwise: edges lie
+    at the same places.
+
+    Args:
+        image: the array, channels last; what is missing is NaN.
+        num_dims: dimensions without channels.
+        levels: the noise, which is left out of variances.
+
+    Reference:
+        Bartlett, "Some aspects of the time-correlation problem in regard to tests of significance", Journal of the Royal Statistical
+        Society 98, 1935.
+    """
+    rows = image.flatten(0, -2).double()
+    varies = _varying(rows.mT)
+    above = (rows - rows.nanmean(0)).nan_to_num(0.0)
+    is_related = torch.eye(len(varies), dtype=torch.bool)
+    both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
+    if num_dims > 1:
+        is_related |= both
+    else:
+        spectra = torch.fft.rfft(above, 2 * len(above), dim=0)
+        lagged = torch.fft.irfft(spectra.unsqueeze(1).conj() * spectra.unsqueeze(2), dim=0)[: MAX_LAG + 1].abs().amax(0)
+        noise = torch.as_tensor(levels).double().square() * (~rows.isnan()).sum(0)
+        power = (above.square().sum(0) - noise).clamp(min=torch.finfo(torch.float64).tiny)
+        # By chance (Bartlett): slow channels have few independent entries.
+        own = torch.fft.irfft(spectra.abs().square(), 2 * len(above), dim=0)
+        by_chance = (own.mT @ own).clamp(min=0.0) / (power.unsqueeze(0) * power.unsqueeze(1)) / len(above)
+        least = (NUM_DEVIATIONS * by_chance.sqrt()).clamp(MIN_CORRELATION, MAX_CORRELATION)
+        related = lagged.maximum(lagged.mT) > least * (power.unsqueeze(0) * power.unsqueeze(1)).sqrt()
+        is_related |= both & related.cpu()
+    group = connected_components(is_related.numpy(), directed=False)[1]
+    groups = [np.flatnonzero(group == one).tolist() for one in range(group.max() + 1)]
+    return [channels for channels in groups if varies[channels[0]]]
+
+
+def _varying(rows: Tensor) -> list[bool]:
+    """Returns which rows have different entries."""
+    return [bool(row[~row.isnan()].diff().any()) for row in rows]
+
+
+def root_mean_square(levels: float | Tensor) -> float:
+    """Returns one level for all channels."""
+    return math.sqrt(torch.as_tensor(levels).double().square().mean())
+
+
+# The offset of Anscombe's transform, and what is below the transformed zero.
+OFFSET = 3 / 8
+# Means up to this number are inverted by a table, larger ones by the limit for many photons.
+MAX_MEAN_IN_TABLE, TABLE_SIZE = 1000.0, 4001
+# Largest relative distance of values from multiples of one number, the gain.
+GAIN_RTOL = 1e-3
+# Noise of stabilised counts is one; outside of these the values are no counts.
+MIN_STABLE, MAX_STABLE = 0.7, 1.5
+# Counts from which their stabilised noise is one to a few percent.
+MANY_PHOTONS = 4.0
+
+# Classes of brightness between which noise is compared, and the share of all windows in each, at least that many.
+NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE, QUANTILE_OF_TEXTURE = 4, 0.02, 150, 0.01, 0.1
+# Noise that grows by these ratios, from the first and from the second class on, follows the brightness; of clipped noise the second
+# stays near one.
+MIN_GROWTH, MIN_GROWTH_FROM_SECOND = 1.5, 1.2
+# Of counts the brightest class has this many times the mean of the darkest at least, and their stabilised noise differs by this ratio
+# at most; equal noise would fall to 0.58.
+MIN_RATIO_OF_BRIGHTNESS, MIN_RATIO_OF_STABLE = 3.0, 0.75
+# Noise below this share of the signal's deviation is not told from fine texture.
+MIN_SHARE_OF_SIGNAL = 0.05
+
+
+class VaryingNoiseWarning(UserWarning):
+    """Noise is not equal everywhere, and one level was taken off.
+
+    Example:
+        >>> counts = torch.poisson(torch.linspace(2.0, 200.0, 64).expand(64, 64))
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     restored = denoise(counts, rounds=1, progress=False)
+        >>> any(warning.category is VaryingNoiseWarning for warning in caught)
+        True
+    """
+
+
+def stabilise(counts: Tensor) -> Tensor:
+    r"""Returns Anscombe's transform :math:`2 \sqrt{n + 3/8}`: the noise of Poisson counts becomes one.
+
+    Reference:
+        Anscombe, "The transformation of Poisson, binomial and negative-binomial data", Biometrika 35, 1948.
+    """
+    return 2 * (counts + OFFSET).clamp(min=0.0).sqrt()
+
+
+def mean_of_stabilised(values: Tensor) -> Tensor:
+    r"""Returns the exact unbiased inverse of :func:`stabilise`.
+
+    The mean count :math:`\lambda` solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`. It is zero for
+    values below the transform of zero.
+
+    Reference:
+        Mäkitalo and Foi, "Optimal inversion of the Anscombe transformation in low-count Poisson image denoising",
+        IEEE Transactions on Image Processing 20, 2011.
+    """
+    means, expected = _table()
+    wanted = values.double().cpu().numpy()
+    small = torch.from_numpy(np.asarray(np.interp(wanted, expected, means))).to(values)
+    return torch.where(values < float(expected[-1]), small, values.square() / 4 - 1 / 8)
+
+
+@functools.cache
+def _table() -> tuple[np.ndarray, np.ndarray]:
+    """Means, and the expected transforms of counts with these means."""
+    means = torch.linspace(0, math.sqrt(MAX_MEAN_IN_TABLE), TABLE_SIZE, dtype=torch.float64).square()
+    counts = torch.arange(int(MAX_MEAN_IN_TABLE + 12 * math.sqrt(MAX_MEAN_IN_TABLE)), dtype=torch.float64)
+    transforms = stabilise(counts)
+    expected = [
+        torch.special.xlogy(counts, some.unsqueeze(-1)).sub(some.unsqueeze(-1)).sub(torch.lgamma(counts + 1)).exp() @ transforms
+        for some in means.split(256)
+    ]
+    return means.numpy(), torch.cat(expected).numpy()
+
+
+def gain_of(counts: Tensor) -> float:
+    """Returns the number that counts were multiplied with.
+
+    It is one of whole numbers; else the least distance of values that are all its multiples, or one.
+
+    Raises:
+        ValueError: for negative values.
+    """
+    values = counts[~counts.isnan()].double()
+    if float(values.min()) < 0:
+        raise ValueError(
+            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
+        )
+    return _gain(counts) or 1.0
+
+
+def _gain(counts: Tensor) -> float | None:
+    """Returns the gain of counts: one for whole numbers, or ``None``.
+
+    Otherwise it is the least distance of values that are all its multiples.
+    """
+    values = counts[~counts.isnan()].double()
+    if bool((values == values.round()).all()):
+        return 1.0
+    levels = torch.cat([values.new_zeros(1), values]).unique()
+    gain = float(levels.diff().min())
+    multiples = levels / gain
+    return gain if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()) else None
+
+
+def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
+    """Warns if stabilised counts have other noise than one.
+
+    Warns:
+        VaryingNoiseWarning: with the gain that the values seem to have.
+    """
+    level = noise_level(stable, num_dims)
+    is_low = level < MIN_STABLE and float(stable.square().nanmean()) / 4 > MANY_PHOTONS
+    if level > MAX_STABLE or is_low:
+        warnings.warn(
+            f"noise='poisson' expects photon counts, whose variance is their mean; here it is about {level**2:.3g} times the mean. "
+            f"Divide the image by {gain * level**2:.3g} before, and multiply what is restored.",
+            VaryingNoiseWarning,
+            stacklevel=6,
+        )
+
+
+def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
+    """Warns if the noise grows with the brightness.
+
+    Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
+    mean of the lower quarter of its principal variances, and the lowest tenth of its texture. Fine texture raises the second estimate.
+    Single edges in few windows raise the first.
+
+    Warns:
+        VaryingNoiseWarning: if both estimates are half as much again in the brightest class as in the
+            darkest, and a fifth more than in the second. Or if the values are multiples of one
+            number, and have the noise of counts.
+    """
+    found = _classes_of_brightness(image / levels, num_dims)
+    if found is None:
+        return
+    noise, texture = (torch.stack([estimate(part) for part in found]) for estimate in (_principal_noise, _lower_texture))
+    is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
+    if is_large and all(
+        bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)
+    ):
+        growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
+        advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
+    elif is_large and _have_noise_of_counts(image, num_dims):
+        growth, advice = "it is that of photon counts", "Pass noise='poisson'."
+    else:
+        return
+    warnings.warn(
+        f"the noise grows with the brightness: {growth}, and one level is removed everywhere. {advice}", VaryingNoiseWarning, stacklevel=5
+    )
+
+
+def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
+    """Returns windows ``(N, *sides)`` by evenly spaced brightness, darkest first.
+
+    ``None`` if there are too few.
+    """
+    windows = whole_windows(image, num_dims)
+    number = max(MIN_WINDOWS, round(SHARE_OF_CLASS * len(windows)))
+    if len(windows) < NUM_CLASSES * number:
+        return None
+    brightness, order = windows.flatten(1).mean(1).double().sort()
+    low, high = brightness[[round(QUANTILE * len(order)), round((1 - QUANTILE) * len(order)) - 1]].tolist()
+    middles = torch.searchsorted(brightness, torch.linspace(low, high, NUM_CLASSES).to(brightness))
+    starts = (middles - number // 2).clamp(0, len(order) - number).tolist()
+    return [windows[order[start : start + number]].double() for start in starts]
+
+
+def _principal_noise(windows: Tensor) -> Tensor:
+    """Returns the root mean of the lower quarter of principal variances."""
+    points = windows.flatten(1)
+    noise: Tensor = torch.linalg.eigvalsh(points.mT.cov())[: points.shape[1] // 4].mean().clamp(min=0.0).sqrt()
+    return noise
+
+
+def _lower_texture(windows: Tensor) -> Tensor:
+    """Returns the root of the lowest tenth of squared differences."""
+    return texture_of(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
+
+
+def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
+    """Whether values are counts, up to a gain, with stable noise.
+
+    Their stabilised noise is one where it is dark and where it is bright.
+    """
+    gain = _gain(image)
+    if gain is None or float(image.nan_to_num(0.0).min()) < 0:
+        return False
+    counts = image / gain
+    classes = _classes_of_brightness(counts, num_dims)
+    if classes is None or not MIN_STABLE < noise_level(stabilise(counts), num_dims) < MAX_STABLE:
+        return False
+    dark, bright = classes[0], classes[-1]
+    is_wide = float(bright.mean()) > MIN_RATIO_OF_BRIGHTNESS * float(dark.mean())
+    return is_wide and bool(_principal_noise(stabilise(bright)) > MIN_RATIO_OF_STABLE * _principal_noise(stabilise(dark)))

@@ -1,0 +1,232 @@
+"""Models of patches for restoration: sizes of the patches, training, greedy states.
+
+The model may be one of the library or of a user.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer import SVI
+from pyro.optim import ClippedAdam
+from torch import Tensor
+from torch.nn import functional as F
+
+from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.restoration.noise import deviation
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.utils.annealing import cooling
+from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.utils.parameter_store import spare_random_numbers
+
+
+class Pursuit(Search):
+    r"""Proposes the states on a greedy path.
+
+    Each step adds the dictionary element that explains most of the residual of a data point.
+
+    With elements :math:`w_h` of unit length and the residual :math:`r`, the next element is
+    :math:`\arg\max_h |w_h^\top r|`, and :math:`r \leftarrow r - (w_h^\top r) w_h`. Source: Mallat
+    and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on Signal
+    Processing 41, 1993. Missing entries count as zero. For models of binary latents with a ``weight
+    (D, H)``.
+
+    Example:
+        >>> y = torch.randn(20, 16)
+        >>> model = SpikeSlabSparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, Pursuit(model), steps=1)
+
+    Args:
+        model: has the dictionary, ``weight``.
+        length: number of states on a path.
+    """
+
+    @names_arguments
+    def __init__(self, model: Any, length: int = 6) -> None:
+        self.model = model
+        self.length = check_count("length", length)
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The ``length`` states of the path of every data point."""
+        directions = F.normalize(self.model.weight.detach(), dim=0)
+        (y,) = batch.observations.values()
+        words = self._path(y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions, batch)
+        return batch.scored(words)
+
+    def _path(self, similarity: Tensor, gram: Tensor, batch: SearchBatch) -> Tensor:
+        # States of single elements, as bits: a state with one element more is "or".
+        single = batch.space.pack(torch.eye(len(gram), dtype=torch.uint8, device=gram.device))
+        path = [single.new_zeros(len(similarity), single.shape[1])]
+        for _ in range(self.length):
+            best = similarity.abs().argmax(1)
+            similarity = similarity - similarity.gather(1, best.unsqueeze(1)) * gram[best]
+            path.append(path[-1] | single[best])
+        return torch.stack(path[1:], 1)
+
+
+_START_TEMPERATURE, _ANNEALED = 3.0, 0.25
+_PATIENCE, _TOLERANCE = 3, 2e-4
+
+ModelOfPatches = torch.nn.Module | Callable[[int], Any]
+
+
+def make_model(model: ModelOfPatches, num_observed: int) -> Any:
+    """Returns the model, or calls a factory with the number of entries.
+
+    Raises:
+        TypeError: if it cannot reconstruct data from populations.
+        ValueError: if it is one of patches of another size.
+    """
+    result: Any = model if isinstance(model, torch.nn.Module) else model(num_observed)
+    name, reconstruct = type(result).__name__, getattr(result, "reconstruct", None)
+    if not callable(reconstruct) or list(inspect.signature(reconstruct).parameters)[:2] != ["population", "y"]:
+        raise TypeError(f"model must have a method reconstruct(population, y), as the models of sparse coding have; got {name}")
+    if hasattr(result, "gibbs"):
+        raise TypeError(f"model must reconstruct from populations of states; {name} does so from draws of a GibbsGuide")
+    if getattr(result, "num_observed", num_observed) != num_observed:
+        raise ValueError(f"model must be one of patches of {num_observed} entries; {name} has num_observed={result.num_observed}")
+    return result
+
+
+@torch.no_grad()
+def start(model: Any, filled: Tensor, noise: float, generator: torch.Generator | None) -> None:
+    """Initialises elements by random patches where the model can.
+
+    Few of them are active, and the noise begins a little above the expected one.
+    """
+    if hasattr(model, "initialize"):
+        takes_generator = "generator" in inspect.signature(model.initialize).parameters
+        model.initialize(filled, **({"generator": generator} if takes_generator else {}))
+    if isinstance(getattr(model, "prior", None), Tensor):
+        model.prior = torch.full_like(model.prior, min(0.5, 0.02 * max(1.0, 100 / model.num_latents)))
+    if isinstance(getattr(model, "scale", None), Tensor) and model.scale.dim() == 0:
+        model.scale = torch.full_like(model.scale, 1.1 * noise)
+
+
+def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, progress: bool | None) -> tuple[AutoTruncated, list[float]]:
+    """Trains by online EM where M-steps are closed-form, else by gradients.
+
+    Both use minibatches, and the temperature falls at first.
+
+    Returns:
+        The trained guide, and the free energy per patch after each pass; there are fewer passes if it stops growing.
+    """
+    per_pass = max(1, round(len(y) / batch_size))
+    guide = AutoTruncated(model, num_states=num_states)
+    optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
+    elbo = Truncated_ELBO(_search(model), temperature=cooling(_START_TEMPERATURE, passes * per_pass, _ANNEALED))
+    svi = SVI(model, guide, optimizer, elbo)
+    free_energies: list[float] = []
+    with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
+        for number in range(passes):
+            total = 0.0
+            for _ in range(per_pass):
+                total -= svi.step(y, batch_size=batch_size if batch_size < len(y) else None) / len(y) / per_pass
+                bar.update()
+            free_energies.append(total)
+            bar.set_postfix(free_energy=f"{total:.2f}")
+            if number >= _ANNEALED * passes + 2 * _PATIENCE:
+                # The last passes gained less than some 0.0001 nats per entry.
+                now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
+                if sum(now) - sum(before) < _TOLERANCE * _PATIENCE * y.shape[1]:
+                    break
+    return guide, free_energies
+
+
+def _search(model: Any) -> Search:
+    """Returns the search: greedy pursuit beside evolution where contributions add up.
+
+    Other models use evolution alone.
+    """
+    evolution = EvolutionarySearch(5, 4, 1)
+    return evolution if getattr(model, "is_positive", True) else Pursuit(model) + evolution
+
+
+@torch.no_grad()
+def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
+    """Posterior means of all patches under the model as it is now."""
+    with spare_random_numbers():
+        guide.refresh_(y)
+    return torch.cat([model.reconstruct(block, y) for block in guide.population(torch.arange(len(y))).split(2**14)])
+
+
+# Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
+_SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
+_LEAST_EXTENT = 100
+_SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
+# Of colours where entries are missing: as good as the four, in a fourth of the time, as every window has a covariance of its own.
+_SIDES_OF_COLOURS_IF_MISSING = (4, 5)
+# If of so few pixels anything is seen, windows have to be larger to show any stripes: of grey images and of colours.
+_FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
+_SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
+
+
+def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
+    """Sides of patches for mixtures, none larger than the image."""
+    wanted: tuple[int, ...]
+    if len(shape) != 2:
+        wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
+    elif _share_of_pixels(image, has_channels) < _FEW_PIXELS:
+        wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
+    elif has_channels:
+        wanted = _SIDES_OF_COLOURS_IF_MISSING if bool(image.isnan().any()) else _SIDES_OF_COLOURS
+    else:
+        wanted = _by_noise(_SIDES, image, noise)
+    return sorted({min(side, *shape) for side in wanted})
+
+
+def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
+    """The share of pixels of which a channel is seen."""
+    is_seen = ~image.isnan()
+    return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
+
+
+def allows_stacking(image: Tensor, noise: float) -> bool:
+    """Whether an image has some size, little noise and no missing entries."""
+    is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
+    # Up to this ratio the last round of images of some size has sides that suit the image.
+    return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
+
+
+def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
+    """Returns the side of patches that a finished model has.
+
+    None if no such patch fits into the image.
+    """
+    entries = getattr(model, "num_observed", None)
+    if not isinstance(entries, int):
+        return None
+    side = round((entries / (channels or 1)) ** (1 / len(shape)))
+    return side if 0 < side <= min(shape) and side ** len(shape) * (channels or 1) == entries else None
+
+
+def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
+    """Returns the side of patches for a mixture.
+
+    It grows with the noise and is at most that of the image.
+    """
+    if len(shape) == 1:
+        return min(64, len(image))
+    wanted: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
+    smallest: int = min(wanted, *shape)
+    return smallest
+
+
+def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float) -> Any:
+    """Returns a table's first entry whose limit reaches the noise-to-signal ratio."""
+    ratio = _ratio(image, noise)
+    return next(value for limit, value in table if ratio <= limit)
+
+
+def _ratio(image: Tensor, noise: float) -> float:
+    """Of the standard deviations of noise and signal."""
+    return noise / math.sqrt(max(float(deviation(image)) ** 2 - noise**2, 1e-12 * noise**2))

@@ -1,1 +1,0 @@
-"""Searches for expensive scores, which learn what to score."""

@@ -1,0 +1,202 @@
+"""What estimators share: checks, units, separate runs, posteriors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_array, validate_data
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.conditional import Moves
+from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arrays import as_plain_array
+from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
+
+
+def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: Any) -> Any:
+    """Returns data as scikit-learn checks them, NaN where missing.
+
+    Args:
+        estimator: whose features are counted and named.
+        X: data ``(n_samples, n_features)``.
+        y: targets, ``None`` where they are missing; by default there are none to look at.
+        **options: of :func:`sklearn.utils.validation.validate_data`.
+
+    Raises:
+        ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
+    """
+    return validate_data(estimator, _with_nan(X), y=as_plain_array(y), **options)
+
+
+def validated_array(X: Any, **options: Any) -> Any:
+    """Returns an array as scikit-learn checks it, NaN where missing."""
+    return check_array(_with_nan(X), **options)
+
+
+def _with_nan(X: Any) -> Any:
+    # Tables stay as they are: scikit-learn reads the names of their columns, and takes their nulls for NaN.
+    return X if hasattr(X, "columns") else as_plain_array(X)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnUnits:
+    r"""Means and standard deviations of columns, by which data are standardised.
+
+    .. math:: x_d = (y_d - c_d) / u_d
+
+    Attributes:
+        center: :math:`c`, ``(D,)``.
+        deviation: :math:`u`, ``(D,)``; one for columns that do not vary.
+    """
+
+    center: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
+        """Returns the units of data ``(N, D)``, NaN where missing.
+
+        Without centring all means are taken for zero.
+        """
+        center = rows.nanmean(0).nan_to_num(0.0)
+        deviation = (rows - center).square().nanmean(0).nan_to_num(0.0).sqrt()
+        # Rounding errors of a constant column are no deviation.
+        varies = deviation > torch.finfo(rows.dtype).eps * center.abs()
+        return cls(center if is_centred else torch.zeros_like(center), torch.where(varies, deviation, 1.0))
+
+    @classmethod
+    def none(cls, num_columns: int) -> Self:
+        """Returns units that leave columns as they are."""
+        return cls(torch.zeros(num_columns, dtype=torch.float64), torch.ones(num_columns, dtype=torch.float64))
+
+    def standardised(self, rows: Tensor) -> Tensor:
+        """Returns data ``(N, D)`` in these units."""
+        return (rows - self.center.to(rows)) / self.deviation.to(rows)
+
+    def restored(self, rows: Tensor) -> Tensor:
+        """Returns data ``(N, D)`` that were in these units."""
+        return rows * self.deviation.to(rows) + self.center.to(rows)
+
+    def log_volume(self, rows: Tensor) -> Tensor:
+        r"""Returns by how much log densities of rows fall, ``(N,)``.
+
+        That is :math:`\sum_d \log u_d` over the columns that are observed.
+        """
+        return (~rows.isnan()).to(self.deviation) @ self.deviation.log()
+
+
+@contextmanager
+def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
+    """A context with an empty parameter store and its own random numbers.
+
+    It seeds torch's global generator and the generator that it returns.
+
+    Args:
+        random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is
+            drawn.
+    """
+    seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
+    with empty_store(), spare_random_numbers():
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(seed)
+
+
+_MIN_GAIN_NATS = 1e-6
+
+
+class SteepestAscent(Search):
+    """Scores all changes of one latent of the best states.
+
+    It stops when a data point gains nothing more.
+
+    The result for a data point depends on that data point and its first population only. It depends
+    neither on the others nor on chance. Estimators need this, which must say the same of a data
+    point in whatever company it comes.
+
+    Args:
+        parents: number of states of each population whose neighbours are scored in a step.
+    """
+
+    def __init__(self, parents: int = 8) -> None:
+        self.parents = check_count("parents", parents)
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The neighbours of the best states."""
+        population = batch.population
+        best = population.log_joint.topk(min(self.parents, population.num_states)).indices
+        return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
+
+    def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
+        """Returns the populations after at most so many steps.
+
+        The population of a data point is final once a step has gained nothing.
+        """
+        population = batch.population
+        moving = torch.full((len(population),), not population.is_complete, device=population.words.device)
+        for _ in range(steps):
+            if not bool(moving.any()):
+                break
+            found = self.step(dataclasses.replace(batch, population=population))
+            moving = moving & (found.free_energy() > population.free_energy() + _MIN_GAIN_NATS)
+            words = torch.where(moving[:, None, None], found.words, population.words)
+            log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
+            population = dataclasses.replace(population, words=words, log_joint=log_joint)
+        return population
+
+
+_ROWS_PER_BLOCK = 4096
+
+
+def binary_posteriors(
+    model: Any, y: Tensor, num_latents: int, num_states: int, max_steps: int = 200
+) -> Iterator[tuple[Tensor, Population]]:
+    """Yields blocks of the data with updated populations of binary latents.
+
+    All data points start from the same states: none active, then single latents, then pairs.
+
+    Args:
+        model: called with data points ``(N, D)``.
+        y: the data points.
+        num_latents: number of binary latents ``H``.
+        num_states: states per data point.
+        max_steps: most steps of the search.
+    """
+    num_states = min(num_states, 2**num_latents)
+    first = _sparsest(num_latents, num_states)
+    for rows in y.split(_ROWS_PER_BLOCK):
+        guide = AutoTruncated(model, num_states, init=first.expand(len(rows), -1, -1))
+        yield rows, guide.search_(SteepestAscent(), guide.log_joint_of(rows), max_steps)
+
+
+def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple[Tensor, Population]]:
+    """Yields blocks of the data with the most probable of all components.
+
+    Args:
+        model: called with data points ``(N, D)``.
+        y: the data points.
+        num_states: components kept per data point.
+    """
+    for rows in y.split(_ROWS_PER_BLOCK):
+        guide = AutoTruncated(model, num_states)
+        yield rows, guide.search_(ExhaustiveSearch(), guide.log_joint_of(rows))
+
+
+def _sparsest(num_latents: int, num_states: int) -> Tensor:
+    """Returns the first states ``(S, H)``, ordered by their number of active latents."""
+    sizes = (itertools.combinations(range(num_latents), size) for size in range(num_latents + 1))
+    states = torch.zeros(num_states, num_latents, dtype=torch.uint8)
+    for row, active in zip(states, itertools.chain.from_iterable(sizes), strict=False):
+        row[list(active)] = 1
+    return states
