@@ -83,7 +83,7 @@ class MultiStart:
             return start_overcomplete(profile)
         if self.pool.decoded is None:
             return run_restart(profile, profile.temperature)
-        states = _linear_code(profile, self.pool.decoded)
+        states = linear_code(profile, self.pool.decoded)
         teach(profile, states)
         return run_restart(profile, 1.0, states)
 
@@ -104,7 +104,7 @@ class MultiStart:
         pool.decoded = decoded_values(profile) if pool.is_network else None
 
 
-def _linear_code(profile: Profile, decoded: Tensor) -> Tensor:
+def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
     """Returns states ``(N, H)`` of a linear model of the decoded values."""
     assert profile.space is not None
     linear = LinearCauses(decoded.shape[1], profile.space.num_latents).to(decoded.device)
