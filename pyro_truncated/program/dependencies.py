@@ -208,7 +208,8 @@ def _without_provenance(value: Any, found: set[str]) -> Any:
         return kind([_without_provenance(part, found) for part in value])
     if kind is dict:
         return {key: _without_provenance(part, found) for key, part in value.items()}
-    if kind is torch.Tensor or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
+    # A shape stays one: torch takes a tuple in its place for numbers.
+    if kind in (torch.Tensor, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
         return value
     plain, names = extract_provenance(value)
     found |= names

@@ -73,7 +73,7 @@ def steps_of(y: Tensor, lengths: Tensor, step: Callable[[int, Any], Any], state:
 
 def play(y: Tensor, t: int, probability: Tensor) -> Tensor:
     """Observes the tones of a step."""
-    with pyro.plate("tones_of_a_step", y.shape[2], dim=-1):
+    with pyro.plate(f"tones_{t}", y.shape[2], dim=-1):
         return pyro.sample(f"y_{t}", dist.Bernoulli(probability), obs=y[:, t])
 
 
@@ -165,7 +165,7 @@ def binary_chains(y: Tensor, lengths: Tensor, number: int) -> None:
 
     def step(t: int, states: Any) -> Any:
         states = [pyro.sample(f"s{m}_{t}", dist.Categorical(Vindex(moves[m])[states[m]])) for m in range(number)]
-        play(y, t, (offset + sum(s.unsqueeze(-1).squeeze(-1) * weight[m] for m, s in enumerate(states))).sigmoid())
+        play(y, t, (offset + sum(s * weight[m] for m, s in enumerate(states))).sigmoid())
         return states
 
     steps_of(y, lengths, step, [torch.tensor(0)] * number)
@@ -182,7 +182,8 @@ def trained(model: Callable[..., None], objective: Any, guide: Callable[..., Any
         first, start = time.process_time() - start, time.process_time()
         losses += [svi.step(y, lengths) for _ in range(NUM_STEPS)]
     except Exception as error:
-        return f"fails: {type(error).__name__} | | |"
+        print(f"{type(error).__name__}: {str(error)[:200]}")
+        return "fails | | |"
     each = (time.process_time() - start) / NUM_STEPS
     return f"{-losses[0] / total:.5f} | {-losses[-1] / total:.5f} | {first:.1f} | {each:.2f}"
 
