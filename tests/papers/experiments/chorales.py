@@ -29,7 +29,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 
-NUM_STEPS = 30
+NUM_STEPS = 10
 HIDDEN = 16
 
 
@@ -175,6 +175,7 @@ def trained(model: Callable[..., None], objective: Any, guide: Callable[..., Any
     """Log likelihood per step before and after training; seconds of the first step and the mean of the others."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
+    model(y, lengths)  # both begin with the parameters that the first run draws
     svi, total = SVI(model, guide, Adam({"lr": 0.05}), objective), float(lengths.sum())
     start = time.process_time()
     try:
