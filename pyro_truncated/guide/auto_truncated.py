@@ -404,9 +404,17 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         Data points come first, then the other plates of the sites, which they share or not, then
         the entries of both events, then both values: ``(N, *plates, *event of first, *event of second, V, W)``.
 
-        Example::
-
-            both = guide.pairwise_marginals("z_3", "z_4")  # (N, K, K) along a chain of K classes
+        Example:
+            >>> def model(y):
+            ...     with pyro.plate("data", len(y)):
+            ...         z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            ...         s = pyro.sample("s", dist.Bernoulli(0.5))
+            ...         pyro.sample("y", dist.Normal(z - s, 0.3), obs=y)
+            >>> y = torch.randn(20)
+            >>> guide = AutoTruncated(model, num_states=6)
+            >>> loss = Truncated_ELBO(ExhaustiveSearch()).loss(model, guide, y)
+            >>> guide.pairwise_marginals("z", "s").shape
+            torch.Size([20, 3, 2])
 
         Args:
             first: name of a site.
