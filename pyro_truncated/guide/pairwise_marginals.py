@@ -17,7 +17,7 @@ from pyro_truncated.utils.budget import rows_per_block
 
 def population_pairs(population: Population, layout: SiteLayout, first: str, second: str) -> Tensor:
     """Returns the joint marginals of two sites on populations of whole states."""
-    _check_names(layout, first, second)
+    _check_sites(layout, first, second)
     entries = sum(layout.sites[name].num_latents * max(layout.sites[name].cardinalities) for name in (first, second))
     blocks = []
     for block in population.split(rows_per_block(16 * population.num_states * entries)):
@@ -34,7 +34,7 @@ def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
         NotImplementedError: if the sites share no clique of the elimination order.
     """
     scorer, product, layout = batch.scorer, batch.scorer.product, batch.scorer.layout
-    _check_names(layout, first, second)
+    _check_sites(layout, first, second)
     owner = {site: node for node, own in enumerate(product.node_layouts) for site in own.sites}
     nodes, sets = (owner[first], owner[second]), batch.sets()
     indicators = []
@@ -80,10 +80,17 @@ def _clique_weights(batch: ProductBatch, sets: Sequence[Tensor], nodes: tuple[in
     return table.reshape(*table.shape[:2], *shape[tree.num_dims - tree.depth :])
 
 
-def _check_names(layout: SiteLayout, first: str, second: str) -> None:
+def _check_sites(layout: SiteLayout, first: str, second: str) -> None:
     for argument, name in (("first", first), ("second", second)):
         if name not in layout.sites:
             raise ValueError(f"{argument} must be the name of a discrete latent site, one of {list(layout.sites)}; got {name!r}")
+    frames = [{frame.dim: frame.name for frame in layout.sites[name].frames if frame.vectorized} for name in (first, second)]
+    for dim in sorted(frames[0].keys() & frames[1].keys()):
+        if frames[0][dim] != frames[1][dim]:
+            raise NotImplementedError(
+                f"the plates '{frames[0][dim]}' of '{first}' and '{frames[1][dim]}' of '{second}' have the same dim={dim}, so pairs of "
+                "their members have no place: give one of them another dim, or estimate from guide.sample_posterior(num_samples)"
+            )
 
 
 def _indicators(layout: SiteLayout, name: str, words: Tensor) -> Tensor:

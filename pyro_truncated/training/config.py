@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
+
+from pyro_truncated.utils.arguments import check_count
+
+# Numbers that may be zero: nothing is then asked for, or done.
+_MAY_BE_ZERO = frozenset({"min_data", "mixture_min_data", "few_rows_per_latent", "small_mixture", "pruning_steps", "decay_steps"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,10 @@ class LearnConfig:
         gradient_gain: gain of these means at convergence.
         network_gain: the same for networks that are trained in parts.
         decay_steps: steps at a falling learning rate after convergence.
+
+    Raises:
+        ValueError: if a number is out of range; the message names it.
+        TypeError: if a value is no number.
     """
 
     min_data: int = 1000
@@ -102,3 +113,13 @@ class LearnConfig:
     gradient_gain: float = 0.02
     network_gain: float = 0.1
     decay_steps: int = 20
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if isinstance(field.default, int):
+                check_count(field.name, value, 0 if field.name in _MAY_BE_ZERO else 1)
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{field.name} must be a number; got {value!r}")
+            elif not 0 <= value < math.inf:
+                raise ValueError(f"{field.name} must not be negative, and finite; got {value!r}")

@@ -103,3 +103,18 @@ def test_sites_that_no_density_joins_are_refused_by_name():
         guide.pairwise_marginals("z_0", "z_5")
     with pytest.raises(ValueError, match=r"second must be the name of a discrete latent site.*got 'x'"):
         guide.pairwise_marginals("z_0", "x")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_plates_at_one_dimension_are_refused(size):
+    def model(y):
+        with pyro.plate("data", len(y), dim=-1):
+            with pyro.plate("causes", 2, dim=-2):
+                a = pyro.sample("a", dist.Bernoulli(0.3))
+            with pyro.plate("classes", size, dim=-2):
+                b = pyro.sample("b", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(a.sum(-2, keepdim=True) + b.sum(-2, keepdim=True), 1.0), obs=y)
+
+    guide = full_guide(model, torch.randn(4), 108, whole_states=True)
+    with pytest.raises(NotImplementedError, match=r"plates 'causes' of 'a' and 'classes' of 'b' have the same dim=-2"):
+        guide.pairwise_marginals("a", "b")

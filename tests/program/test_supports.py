@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributions import constraints as torch_constraints
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO, VectorizationWarning, check_truncation
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.dependencies import Dependencies
 
 Y = torch.tensor([0.1, 1.2, 2.9, 4.2], dtype=torch.float64)
 COUNTS = torch.tensor([0.0, 3.0, 2.0, 5.0], dtype=torch.float64)
@@ -382,3 +384,17 @@ def test_code_that_cannot_follow_provenance_is_compared_over_runs(monkeypatch):
     guide = truncated(scalar_chain, 36)
     exact = -torch.stack(list(scalar_chain_terms(torch.tensor(0.4))[0].values())).logsumexp(0).item()
     assert Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(scalar_chain, guide) == pytest.approx(exact, rel=1e-12)
+
+
+def test_programs_that_make_tensors_of_a_shape_are_followed():
+    """Torch's Geometric calls `new` with a shape: each of the three counts has a set of its own."""
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            g = pyro.sample("g", dist.Geometric(0.3 + 0.4 * z.unsqueeze(-1).expand(*z.shape, 3)).to_event(1))
+            pyro.sample("y", dist.Poisson(g + 0.5).to_event(1), obs=y)
+
+    dependencies = Dependencies(Call(model, (COUNTS.unsqueeze(-1).expand(-1, 3),)))
+    assert dependencies.is_followed
+    assert dependencies.scopes == {"z": frozenset(), "g": frozenset({"z"}), "y": frozenset({"g"})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -30,6 +31,7 @@ from pyro_truncated.models import (
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
 from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
 from pyro_truncated.training.agreement import FreeEnergyEstimate
+from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.model_parameters import least_size, rate_of
 from pyro_truncated.training.redundancy import deletion_losses, gained_from_noise, losses_with_substitutes, select_for_pruning
 from tests.training.scripted import disagreement, ended, scripted_restarts
@@ -533,3 +535,10 @@ def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_o
     guide = learn(SumsWithNoise(torch.randn(4, 2)), y, starts=1, short_steps=60, steps=1, num_states=4, progress=False)
     # Of 20, or of 10 where two latents of four explain their part: from one, sixty steps of a tenth in the logarithm.
     assert float(guide[0].median(y)["noise"]) > 5.0
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(LearnConfig), ids=lambda field: field.name)
+def test_numbers_of_the_configuration_are_checked_by_name(field):
+    for value in (-1, math.nan, "a"):
+        with pytest.raises((ValueError, TypeError), match=field.name):
+            LearnConfig(**{field.name: value})
