@@ -1,4 +1,4 @@
-"""Batches of guides on sets: what all have, and that of a product of sets.
+"""Batches of guides on sets of states, and that of a product.
 
 It has a free energy and a gradient, and a search improves its sets.
 """

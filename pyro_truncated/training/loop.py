@@ -20,16 +20,18 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Batches, Portion
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
+    for_this_process,
     lacks_parameters,
     read_checkpoint,
     refuse_other_runs,
+    refuse_unsaved,
     restore,
     save_checkpoint,
+    save_shared,
 )
 from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.data_parallel import is_shared_run, shared_portion, watched
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
-from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed, spare_random_numbers
