@@ -30,8 +30,6 @@ from pyro_truncated.utils.parameter_store import Assign, isolated
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]
-# What an observation of probability zero costs: no evidence outweighs it, and yet a search sees which states explain more of the data.
-_NATS_OF_ZERO = 1e5
 
 
 @dataclasses.dataclass
@@ -204,7 +202,9 @@ class CandidateRuns:
         log_prob = self._usual_log_prob(node)
         if node["name"] in self.probe.layout.clamped and node["is_observed"]:
             impossible = impossible_entries(node["fn"], node["value"])
-            log_prob = log_prob if impossible is None else log_prob - _NATS_OF_ZERO * impossible
+            # What an observation of probability zero costs: no evidence outweighs it, and yet a
+            # search sees which states explain more of the data.
+            log_prob = log_prob if impossible is None else log_prob - 1e5 * impossible
         return log_prob
 
     def _usual_log_prob(self, node: Any) -> Tensor:

@@ -280,8 +280,6 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
 
 
 _NAME = "room for events"
-# To Pyro a plate of any size, which it does not expand sites to.
-_ANY_SIZE = -1
 
 
 def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
@@ -327,4 +325,5 @@ def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> Abstrac
             f"TraceEnum_ELBO(max_plate_nesting={nesting}).",
             stacklevel=2,
         )
-    return nullcontext() if is_enumerated or nesting in taken else IndepMessenger(_NAME, _ANY_SIZE, dim=-nesting)
+    # To Pyro a plate of any size, which it does not expand sites to.
+    return nullcontext() if is_enumerated or nesting in taken else IndepMessenger(_NAME, -1, dim=-nesting)

@@ -21,20 +21,12 @@ from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_
 Call = tuple[torch.nn.Module, Any, Any]
 # Rounding error of scaled and shifted outputs.
 _EQUAL = 1e-4
-# Expected data points of a state below which it does not count.
-_RARE = 1e-3
 # L-BFGS: first steps, steps after each new unit, evaluations per step, history.
 _FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
 # Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
 _MOST, _MOST_WORK = 4000, 1e10
-# Candidates for a unit.
-_CANDIDATES = 256
-# Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
-_LITTLE = 1e-3
 # Least mean square of weights, and of a unit's part that is new, for a single state.
 _LEAST = 1e-4
-# Relative ridge for equal units without noise.
-_RIDGE = 1e-12
 
 
 def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
@@ -107,7 +99,8 @@ def make_targets(population: Population, values: Tensor, dtype: torch.dtype) -> 
     words, place = population.words.flatten(0, 1).unique(dim=0, return_inverse=True)
     number = values.new_zeros(len(words)).index_add_(0, place, weights.flatten())
     often = number.topk(min(len(number), len(population))).indices
-    often = often[number[often] > _RARE]
+    # Expected data points of a state below which it does not count.
+    often = often[number[often] > 1e-3]
     # By states: all values at once would be many times the data.
     place = place.new_full((len(words),), len(often)).index_copy_(0, often, torch.arange(len(often), device=often.device))[place]
     place, words, number = place.view(weights.shape), words[often], number[often]
@@ -318,7 +311,8 @@ class FittedUnits:
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
         left, basis = self._weighted - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
-        for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
+        # At least 256 candidates for a unit.
+        for _ in range(-(-256 // self._hidden.out_features)):
             # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
@@ -348,7 +342,8 @@ class FittedUnits:
     def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
         """The best last layer, ``(J + 1, D)``, and the matrix of its normal equations."""
         moments = design.mT @ design
-        least = _RIDGE * (1.0 + moments.diagonal().mean())
+        # Relative ridge for equal units without noise.
+        least = 1e-12 * (1.0 + moments.diagonal().mean())
         moments.diagonal()[: design.shape[1] - (self._last.bias is not None)].add_(self._last_decay + least)
         return torch.linalg.solve(moments, design.mT @ self._weighted), moments
 
@@ -396,7 +391,8 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
         kept = snapshot(units.learned)
         units.redraw(int(units.worth().argsort()[failed]))
         reached = units.fit(_REFITTING)
-        if reached < (1 - _LITTLE) * lowest:
+        # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
+        if reached < (1 - 1e-3) * lowest:
             lowest, failed = reached, 0
         else:
             load_snapshot(units.learned, kept)

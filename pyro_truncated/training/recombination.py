@@ -29,23 +29,8 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 _FILLING, _ADAPTING = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Relative difference of parameters below which latents are equal.
-_SAME = 0.2
-# Correlation below which a latent is unmatched.
-_COUNTERPART = 0.5
-# Share of differing latents up to which solutions are nearly equal.
-_MOST_DIFFERENT = 0.25
-# Co-activation above which a latent counts as a difference code.
-_BESIDE = 0.9
-# Most such latents that are tried.
-_MOST_BESIDE = 10
-# Activity above which a latent may be the complement of its cause.
-_MOSTLY = 0.5
 # Most such latents that are tried; relative difference of inactive data points of equal ones.
 _MOST_TURNED, _DIFFERENT = 10, 0.2
-
-# Noise on parameters of a latent initialised near another one, in units of their root mean square.
-_APART = 0.3
 
 
 class Recombination:
@@ -95,7 +80,8 @@ class Recombination:
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = self._match(better, other)
         partner = self._pair_unmatched(better, other, correlation, partner)
-        differs = self.latents.distances(better.parameters, other.parameters, partner) > _SAME
+        # Relative difference of parameters below which latents are equal.
+        differs = self.latents.distances(better.parameters, other.parameters, partner) > 0.2
         return self._take_blocks(better, other, correlation, partner, differs)
 
     def complete(self, one: Solution, other: Solution) -> Solution:
@@ -105,7 +91,8 @@ class Recombination:
         """
         correlation, partner = self._match(one, other)
         differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
-        if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
+        # Share of differing latents up to which solutions are nearly equal.
+        if not 0 < int(differs.sum()) <= 0.25 * len(differs):
             return one
         partner = self._pair_unmatched(one, other, correlation, partner)
         return self._take_blocks(one, other, correlation, partner, differs)
@@ -126,7 +113,9 @@ class Recombination:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
         moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return _near(self._adapt(self.latents.perturb(moved, here, _APART, generator), _words(member), _ADAPTING), member)
+        # Noise on parameters of a latent initialised near another one, in units of their root mean
+        # square.
+        return _near(self._adapt(self.latents.perturb(moved, here, 0.3, generator), _words(member), _ADAPTING), member)
 
     def resolve_difference_codes(self, member: Solution) -> Solution:
         """Resolves difference codes; returns the model itself if none gains.
@@ -164,7 +153,8 @@ class Recombination:
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return {}
         each = self._marginals(member)
-        mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
+        # Activity above which a latent may be the complement of its cause.
+        mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
         new = [latent for latent in mostly if not any(_are_equally_inactive(each[:, latent], other) for other in known)]
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
@@ -184,8 +174,10 @@ class Recombination:
         """
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
-        pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
-        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
+        # Co-activation above which a latent counts as a difference code.
+        pairs = ((together > 0.9 * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
+        # Most such latents that are tried.
+        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:10]].tolist()]
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
@@ -219,7 +211,8 @@ class Recombination:
 
     def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
-        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
+        # Correlation below which a latent is unmatched.
+        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
         if len(here) < 2:
             return partner

@@ -32,7 +32,6 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.
 _OWN = 1e-4
-_START_SPACINGS = 5.0
 
 
 class Marginals(NamedTuple):
@@ -106,7 +105,7 @@ class TimePrior(UniqueModule):
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
-        timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else _START_SPACINGS * spacing)
+        timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else 5.0 * spacing)
         self.timescale = PyroParam(timescale, constraints.positive)  # type: ignore[assignment]
         self.targets = PyroParam(self.times.new_zeros(size), constraints.real)  # type: ignore[assignment]
         self.spread = PyroParam(self.times.new_ones(size), constraints.positive)  # type: ignore[assignment]
