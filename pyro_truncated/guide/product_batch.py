@@ -165,10 +165,13 @@ class ProductBatch(SetBatch[ProductScorer]):
         product, scorer = self.scorer.product, self.scorer
         beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
         for number, (population, words) in enumerate(zip(self._take_stored(), sets, strict=True)):
-            sizes = scorer.sizes_of(product.groups[number].nodes[0])
+            nodes = product.groups[number].nodes
+            sizes = scorer.sizes_of(nodes[0])
             added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
             log_q = added + weights - total
-            log_joint = torch.where(product.is_root(number).repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
+            # The nodes that are the last of their components.
+            is_root = torch.tensor([product.tree.roots[node] == node for node in nodes])
+            log_joint = torch.where(is_root.repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
             found.append(dataclasses.replace(population, words=words, log_joint=log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)))
         return found
 

@@ -22,14 +22,13 @@ from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import is_subsampled
 from pyro_truncated.program.factor_graph import build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
@@ -84,7 +83,8 @@ def find_product(
         with spare_random_numbers(), torch.no_grad():
             ChainScorer(call, chains).refuse_coupled_steps()
         return chains
-    is_partial = any(is_subsampled(frame) for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates)
+    inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
+    is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None
     graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)

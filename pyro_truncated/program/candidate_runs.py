@@ -15,14 +15,13 @@ from typing import Any, Literal
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import latent_nodes, sample_nodes
+from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
 from pyro_truncated.states.population import Moments
@@ -289,7 +288,7 @@ def _site_moments(node: Mapping[str, Any], value: Tensor, probe: Probe, words: T
     if not is_alone or node["mask"] is not None or bool((torch.as_tensor(node["scale"]) != torch.as_tensor(probe.scale)).any()):
         return None
     fn = node["fn"]
-    if _is_masked(fn) or value.is_complex() or bool(value.isnan().any()):
+    if is_masked(fn) or value.is_complex() or bool(value.isnan().any()):
         return None
     try:
         moments = fn.mean, fn.variance
@@ -306,8 +305,3 @@ def _fits(moment: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether it can be expanded to the shape."""
     sizes = zip(reversed(moment.shape), reversed(shape), strict=False)
     return not moment.is_complex() and moment.dim() <= len(shape) and all(own in (1, size) for own, size in sizes)
-
-
-def _is_masked(fn: Any) -> bool:
-    """Whether there is a mask inside a distribution."""
-    return fn is not None and (isinstance(fn, MaskedDistribution) or _is_masked(getattr(fn, "base_dist", None)))

@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import DiscreteSite, family, is_delta
+from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, possible_values, support_of, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
@@ -32,17 +32,12 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
         NotImplementedError: naming the site and the plate.
     """
     for frame in node["cond_indep_stack"]:
-        if not frame.vectorized and frame.full_size is not None and frame.full_size != frame.size:
+        if is_subsampled(frame) and not frame.vectorized:
             raise NotImplementedError(
                 f"discrete latent site '{node['name']}' lies in the sequential plate '{frame.name}', of which the model takes "
                 f"{frame.size} of {frame.full_size} members, so that its sites change. Iterate over all, or vectorise it: "
                 f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
             )
-
-
-def is_subsampled(frame: Any) -> bool:
-    """Whether a run takes some members of a vectorised plate only."""
-    return bool(frame.vectorized and frame.full_size is not None and frame.full_size != frame.size)
 
 
 def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> None:
@@ -54,7 +49,7 @@ def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> N
         NotImplementedError: naming the site and the plate.
     """
     for frame in site.frames:
-        if frame.name not in data_plates and is_subsampled(frame):
+        if frame.name not in data_plates and is_subsampled(frame) and frame.vectorized:
             raise NotImplementedError(
                 f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
                 "its members share a posterior, so all are needed"
@@ -131,7 +126,7 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
         if frame.name in data_plates:
-            if frame.full_size is not None and frame.full_size != frame.size and not _is_common(node, frame.dim):
+            if is_subsampled(frame) and not _is_common(node, frame.dim):
                 raise ValueError(
                     f"the number of values of site '{node['name']}' may differ between data points, and only a subsample has been seen; "
                     "call the guide (the whole list, if it is in one) once with arguments for which the model takes all data"

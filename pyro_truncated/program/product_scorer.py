@@ -25,7 +25,7 @@ from pyro_truncated.program.densities import log_density, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.program.sites import is_delta, is_subsampled, sample_nodes
 from pyro_truncated.program.sites import log_density as sum_log_density
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob
@@ -127,7 +127,7 @@ class ProductScorer(Probe):
         Where the model does not select all rows it is that of a plain run.
         """
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
-        if not any(frame.full_size is not None and frame.full_size != frame.size for frame in frames):
+        if not any(is_subsampled(frame) for frame in frames):
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 scorer = cls(call, product, values, sets)
                 if scorer._selects(sets):
@@ -161,7 +161,7 @@ class ProductScorer(Probe):
             for node in component:
                 for plate in self.product.node_layouts[node].plates:
                     frame = self._frames[plate]
-                    if plate not in own and frame.full_size is not None and frame.full_size != frame.size:
+                    if plate not in own and is_subsampled(frame):
                         raise NotImplementedError(
                             f"the latents {list(graph.nodes[node].sites)} lie in the subsampled plate '{plate}', but share the latents "
                             f"{list(graph.nodes[root].sites)}, whose posterior needs all members of it. Take all of '{plate}'."

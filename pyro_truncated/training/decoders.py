@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions import MaskedDistribution
 from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.modules.module import register_module_forward_hook
@@ -15,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.sites import is_masked
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
@@ -37,9 +37,11 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         trace = poutine.trace(model).get_trace(y)
     observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
-    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"]):
+    if len(observed) != 1:
         return None
-    value = observed[0]["value"]
+    fn, mask, value = (observed[0][key] for key in ("fn", "mask", "value"))
+    if not (mask is None or mask is True) or is_masked(fn) or not _is_real(fn):
+        return None
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
 
 
@@ -170,18 +172,6 @@ def _has_one_scale(site: dict[str, Any]) -> bool:
         base = base.base_dist
     is_normal = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
     return is_normal and torch.as_tensor(site["scale"]).numel() == 1
-
-
-def _is_masked(site: dict[str, Any]) -> bool:
-    """Whether some of what is observed does not count."""
-    if not (site["mask"] is None or site["mask"] is True):
-        return True
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        if isinstance(fn, MaskedDistribution):
-            return True
-        fn = fn.base_dist
-    return False
 
 
 def _is_real(fn: Any) -> bool:
