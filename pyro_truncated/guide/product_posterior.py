@@ -23,16 +23,13 @@ from torch import Tensor
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import ProgramRun, search_asked_for
-from pyro_truncated.guide.truncated_posterior import product_pairs
+from pyro_truncated.guide.truncated_posterior import check_quantiles, product_pairs, quantile_levels
 from pyro_truncated.ops.elimination import Messages
 from pyro_truncated.program import inspection
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import trim
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
-
-_ROUNDING = 1e-6
-
 
 NO_WHOLE_STATES = (
     "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
@@ -138,15 +135,12 @@ class ProductPosterior(SetReadings):
             ValueError: if a number does not lie in 0 .. 1.
             NotImplementedError: for one-hot sites, whose values have no order.
         """
-        wanted = torch.as_tensor(quantiles, dtype=torch.float64).flatten()
-        if not bool(((wanted >= 0) & (wanted <= 1)).all()):
-            raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted.tolist()}")
+        wanted = check_quantiles(quantiles)
         found: dict[str, list[Tensor]] = {}
         for name, site, table in self._by_site(lambda population: population.value_probabilities()):
             if site.kind == "one_hot":
                 raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
-            below = table.double().cumsum(-1)
-            levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=max(site.cardinalities) - 1) for q in wanted.tolist()]
+            levels = quantile_levels(table, wanted, max(site.cardinalities))
             found[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
         return {name: torch.stack(values) for name, values in found.items()}
 

@@ -18,8 +18,6 @@ from pyro_truncated.program.layout import Layout, SiteLayout
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import rows_per_block
 
-_ROUNDING = 1e-6
-
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedPosterior:
@@ -71,15 +69,12 @@ class TruncatedPosterior:
             ValueError: if a number does not lie in 0 .. 1.
             NotImplementedError: for one-hot sites, whose values have no order.
         """
-        wanted = torch.as_tensor(quantiles, dtype=torch.float64).flatten()
-        if not bool(((wanted >= 0) & (wanted <= 1)).all()):
-            raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted.tolist()}")
+        wanted = check_quantiles(quantiles)
         one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
         if one_hot:
             raise NotImplementedError(f"the values of the one-hot sites {one_hot} have no order; use mode(), median() or marginals()")
-        below = self.population.value_probabilities().double().cumsum(-1)
-        # A value counts as reached in spite of rounding, and the smallest one only if it has any probability.
-        levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=below.shape[-1] - 1) for q in wanted.tolist()]
+        probabilities = self.population.value_probabilities()
+        levels = quantile_levels(probabilities, wanted, probabilities.shape[-1])
         values = [self.layout.site_values(level, self.sizes) for level in levels]
         return {name: torch.stack([value[name] for value in values]) for name in self.layout.sites}
 
@@ -93,6 +88,23 @@ class TruncatedPosterior:
 
     def _split(self, words: Tensor) -> dict[str, Tensor]:
         return self.layout.split(self.population.space.unpack(words))
+
+
+def check_quantiles(quantiles: Sequence[float] | Tensor) -> list[float]:
+    """Returns numbers that must lie in 0 .. 1."""
+    wanted: list[float] = torch.as_tensor(quantiles, dtype=torch.float64).flatten().tolist()
+    if not all(0 <= q <= 1 for q in wanted):
+        raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted}")
+    return wanted
+
+
+def quantile_levels(probabilities: Tensor, quantiles: Sequence[float], num_values: int, rounding: float = 1e-6) -> list[Tensor]:
+    """Returns the levels that the quantiles reach, of probabilities ``(..., V)``.
+
+    A value counts as reached in spite of rounding, and the smallest one only if it has any probability.
+    """
+    below = probabilities.double().cumsum(-1)
+    return [(below < max(q - rounding, rounding)).sum(-1).clamp(max=num_values - 1) for q in quantiles]
 
 
 def population_pairs(population: Population, layout: SiteLayout, first: str, second: str) -> Tensor:

@@ -135,8 +135,7 @@ class TimePrior(UniqueModule):
 
     def marginals(self) -> Marginals:
         """Returns latents' means and deviations, and their joint posterior's divergence."""
-        prior, noise = self.covariance(), self.spread.double().square().mT
-        factor, weights = self._solve(prior, noise)
+        prior, noise, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         loc = (prior @ weights).squeeze(-1)
         variance = (prior.diagonal(dim1=-2, dim2=-1) - half.square().sum(-2)).clamp(min=1e-12)
@@ -158,7 +157,7 @@ class TimePrior(UniqueModule):
         sequences = self.sequences.new_zeros(len(times)) + self.sequences[0] if sequences is None else as_tensors(sequences)
         if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite, with a sequence each; got shapes {tuple(times.shape)}, {tuple(sequences.shape)}")
-        factor, weights = self._solve(self.covariance(), self.spread.double().square().mT)
+        _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
         half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
         return (cross @ weights).squeeze(-1).mT, (1 - half.square().sum(-2)).clamp(min=1e-12).sqrt().mT
@@ -181,8 +180,7 @@ class TimePrior(UniqueModule):
 
         In the other dimensions it is the prior.
         """
-        prior, noise = self.covariance(), self.spread.double().square().mT
-        factor, weights = self._solve(prior, noise)
+        prior, _, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         root, own = stable_cholesky(prior - half.mT @ half, prior.new_ones(())), stable_cholesky(prior)
         chosen = is_used.unsqueeze(-1)
@@ -201,13 +199,14 @@ class TimePrior(UniqueModule):
         drawn: Tensor = found.loc + moved
         return drawn.mT.cpu()
 
-    def _solve(self, prior: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the pseudo-observations' covariance factor ``(Q, N, N)`` and whitened values.
+    def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns prior, noise, and factor and whitened values of the pseudo-observations.
 
-        The latter are ``(Q, N, 1)``.
+        They are ``(Q, N, N)``, ``(Q, N)``, ``(Q, N, N)`` and ``(Q, N, 1)``.
         """
+        prior, noise = self.covariance(), self.spread.double().square().mT
         factor = torch.linalg.cholesky(prior + torch.diag_embed(noise))
-        return factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)
+        return prior, noise, factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)
 
 
 Views = Tensor | Sequence[Tensor]
