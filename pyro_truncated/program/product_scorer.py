@@ -25,8 +25,7 @@ from pyro_truncated.program.densities import log_density, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.sites import is_delta, is_subsampled, sample_nodes
-from pyro_truncated.program.sites import log_density as sum_log_density
+from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 
@@ -459,16 +458,3 @@ class ProductScorer(Probe):
     def is_inside(self, node: Any) -> bool:
         """Whether a site's density depends on discrete latents."""
         return node["name"] in self.product.graph.factors
-
-    def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Returns the scaled log density of what depends on no discrete latent.
-
-        Only what is observed counts: it is a part of the objective.
-
-        Args:
-            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
-        """
-        nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
-        return sum_log_density(
-            (node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device
-        )
