@@ -20,7 +20,6 @@ from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import UniqueModule, raise_if, read_conditions
 from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, perturbed_rows
 
-_RIDGE = 1e-10
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
 
@@ -129,7 +128,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
     """
     gradient = cross - rows_times(weight, pairs)
     activity = _mean_square(pairs) if activity is None else activity
-    ridge = _RIDGE * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
+    ridge = 1e-10 * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
     factor = cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT

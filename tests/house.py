@@ -24,11 +24,6 @@ MAX_PARAMETERS = 8
 KERNELS = "pyro_truncated/ops/compiled/"
 MIN_LINES = 60
 REASON = "A file of its own"
-# Short files that await their neighbours. None is added.
-TO_MERGE = {
-    "pyro_truncated/guide/stale_parameters.py",
-    "pyro_truncated/program/plate_nesting.py",
-}
 
 
 def is_private(name: str) -> bool:
@@ -82,7 +77,7 @@ def findings(root: Path) -> Iterator[str]:
         yield from (f"{path}: takes {name} from the list of names of its own folder" for name in names_from_own_lists(root, path, tree))
     for path, tree in trees.items():
         module = ("pyro_truncated/" * path.startswith("models/") + path).removesuffix(".py").replace("/", ".")
-        is_short = texts[path].count("\n") < MIN_LINES and path not in TO_MERGE
+        is_short = texts[path].count("\n") < MIN_LINES
         if is_short and len(importers[module]) == 1 and REASON not in (ast.get_docstring(tree) or ""):
             yield f"{path}: is short, has one importer, and its docstring does not say why it is `{REASON}`"
     for name, places in folders.items():

@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_truncated.utils.arguments import check_count
 
 _LONGEST = 1.0
-# Gains below so many units in the last place of a value are not seen.
-_ROUNDING = 8
 
 # Values ``(L,)`` of points ``(L, Q)``, of which each belongs to the function at its position ``(L,)``.
 Functions = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +72,8 @@ class _Climb:
         new_steps = torch.where(is_better[:, None], new_steps, shrink[:, None] * here.steps)
         new_values = torch.where(is_better, values, here.values)
         expected = (new_gradients * new_steps).sum(1)
-        least = tolerance + _ROUNDING * torch.finfo(values.dtype).eps * new_values.abs()
+        # Gains below so many units in the last place of a value are not seen.
+        least = tolerance + 8 * torch.finfo(values.dtype).eps * new_values.abs()
         self.points[now] = torch.where(is_better[:, None], there, here.points)
         self.values[now], self.gradients[now], self.steps[now], self.curvatures[now] = new_values, new_gradients, new_steps, curvatures
         self.is_scaled[now] = torch.where(is_better, scaled, here.is_scaled)

@@ -14,14 +14,12 @@ from pyro_truncated.guide.averaging import average_over_conditional_, average_ov
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
 from pyro_truncated.guide.companion_guides import refuse_uncovered
-from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior
-from pyro_truncated.guide.product_program import ProductProgramRun
+from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
 from pyro_truncated.guide.product_store import ProductStore, saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
-from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.guide.store import PopulationStore, populations_in
 from pyro_truncated.guide.structure import describe, plate_portion, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.guide.plates import enter
+from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
-from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.program import ProgramRun, search_asked_for
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
@@ -40,7 +40,7 @@ _SWEEPS_PER_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class ChainBatch:
+class ChainBatch(SetBatch[ChainScorer]):
     r"""The sets of all steps of the selected sequences.
 
     A run of the model selects them, whose scorer comes with the sets.
@@ -49,11 +49,6 @@ class ChainBatch:
         populations: where the sets are kept, a row for each step.
         scorer: log likelihoods of states and transitions of this run.
     """
-
-    populations: ProductStore
-    scorer: ChainScorer
-    is_idle = False
-    indices = None
 
     def check(self) -> None:
         """Checks that the sets are of these data.
@@ -66,12 +61,8 @@ class ChainBatch:
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
+        self._check_device()
         (store,) = self.populations.stores
-        if self.scorer.device != store.words.device:
-            raise ValueError(
-                f"the populations are on {store.words.device}, the model's states on {self.scorer.device}; "
-                f"call guide.to({str(self.scorer.device)!r})"
-            )
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "
@@ -110,13 +101,6 @@ class ChainBatch:
         posterior.indices = self.scorer.chosen
         return posterior
 
-    def outside(self) -> Tensor:
-        """Returns the log probability of what depends on no chain.
-
-        It is that of what is observed and does not depend on the chains; of new data without priors of parameters.
-        """
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
-
     def rescored(self) -> list[Population]:
         """Returns the sets, scored in this run of the model.
 
@@ -127,37 +111,12 @@ class ChainBatch:
     def _populations(self, posterior: ChainPosterior) -> list[Population]:
         return [dataclasses.replace(posterior.population(), indices=self.scorer.rows)]
 
-    def rescore_(self) -> list[Population]:
-        """Stores and returns the sets, scored in this run.
-
-        Their log joints are those of this run of the model.
-        """
-        populations = self.rescored()
-        self.populations.store_(populations)
-        return populations
-
     # --- the free energy and its gradient ---
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
         words = self.words()
         return self.scorer.scale * chains.free_energy(words, self._unary(words), self.scorer.transitions()).sum() + self.outside()
-
-    def mean_free_energy(self, particles: int) -> Tensor:
-        """Returns the free energy, averaged over draws.
-
-        The draws are of the latents that no guide covers, where there are any.
-        """
-        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
-
-    def draws(self, particles: int) -> Iterator[ChainBatch]:
-        """Yields batches of the same data, this one first.
-
-        Each has its own draws of the latents that no guide covers.
-        """
-        yield self
-        for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
-            yield dataclasses.replace(self, scorer=ChainScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples))
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -171,8 +130,7 @@ class ChainBatch:
         """
         if temperature != 1.0:
             raise NotImplementedError("sets of states of binary chains are trained at temperature one")
-        number = particles if self.scorer.layout.other_latents else 1
-        total = 0.0
+        number, total = self.num_draws(particles), 0.0
         for batch in self.draws(particles):
             with torch.enable_grad():
                 bound = batch.free_energy()

@@ -1,4 +1,4 @@
-"""A batch of a guide on a product of sets.
+"""Batches of guides on sets of states, and that of a product.
 
 It has a free energy and a gradient, and a search improves its sets.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Generic, Self, TypeVar
 
 import pyro.poutine as poutine
 import torch
@@ -16,14 +17,89 @@ from torch import Tensor
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.set_search import SetSearch
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
+from pyro_truncated.program.chain_scorer import ChainScorer
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
+_Scorer = TypeVar("_Scorer", ProductScorer, ChainScorer)
+
 
 @dataclasses.dataclass(frozen=True)
-class ProductBatch:
+class SetBatch(Generic[_Scorer]):
+    """Sets of states that a run of the model selects.
+
+    They come with the scorer of this run.
+
+    Attributes:
+        populations: where the sets are kept.
+        scorer: densities of states of this run.
+    """
+
+    populations: ProductStore
+    scorer: _Scorer
+    is_idle = False
+    indices = None
+
+    def _check_device(self) -> None:
+        device = self.populations.stores[0].words.device
+        if self.scorer.device != device:
+            raise ValueError(
+                f"the populations are on {device}, the model's states on {self.scorer.device}; call guide.to({str(self.scorer.device)!r})"
+            )
+
+    def outside(self) -> Tensor:
+        """Returns the log probability of what depends on no discrete latent.
+
+        Only what is observed counts; of new data it is without priors of parameters.
+        """
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
+
+    def rescored(self) -> list[Population]:
+        """Returns the sets, scored in this run of the model.
+
+        Nothing is stored.
+        """
+        raise NotImplementedError
+
+    def rescore_(self) -> list[Population]:
+        """Stores and returns the sets, scored in this run.
+
+        Their log joints are those of this run of the model.
+        """
+        populations = self.rescored()
+        self.populations.store_(populations)
+        return populations
+
+    def free_energy(self) -> Tensor:
+        """The scaled free energy, differentiable in whatever the model is."""
+        raise NotImplementedError
+
+    def mean_free_energy(self, particles: int) -> Tensor:
+        """Returns the free energy, averaged over draws.
+
+        The draws are of the latents that no guide covers, where there are any.
+        """
+        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
+
+    def num_draws(self, particles: int) -> int:
+        """How many draws there are: one, where guides cover all latents."""
+        return particles if self.scorer.layout.other_latents else 1
+
+    def draws(self, particles: int) -> Iterator[Self]:
+        """Yields batches of the same data, this one first.
+
+        Each has its own draws of the latents that no guide covers.
+        """
+        yield self
+        for _ in range(self.num_draws(particles) - 1):
+            again = type(self.scorer)(self.scorer.call, self.scorer.product, self.scorer.subsamples)
+            yield dataclasses.replace(self, scorer=again)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductBatch(SetBatch[ProductScorer]):
     r"""The sets of the nodes that a run of the model selects.
 
     They come with the scorer of this run.
@@ -36,11 +112,6 @@ class ProductBatch:
         scorer: densities of this run as tables over sets.
     """
 
-    populations: ProductStore
-    scorer: ProductScorer
-    is_idle = False
-    indices = None
-
     def check(self) -> None:
         """Checks that the populations are of these data.
 
@@ -52,12 +123,7 @@ class ProductBatch:
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        store = self.populations.stores[0]
-        if self.scorer.device != store.words.device:
-            raise ValueError(
-                f"the populations are on {store.words.device}, the model's states on {self.scorer.device}; "
-                f"call guide.to({str(self.scorer.device)!r})"
-            )
+        self._check_device()
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):
@@ -83,13 +149,6 @@ class ProductBatch:
     def _take_stored(self) -> list[Population]:
         return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
 
-    def outside(self) -> Tensor:
-        """Returns the log probability of what depends on no discrete latent.
-
-        Only what is observed counts; of new data it is without priors of parameters.
-        """
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
-
     # --- reading ---
 
     @torch.no_grad()
@@ -106,44 +165,21 @@ class ProductBatch:
         product, scorer = self.scorer.product, self.scorer
         beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
         for number, (population, words) in enumerate(zip(self._take_stored(), sets, strict=True)):
-            sizes = scorer.sizes_of(product.groups[number].nodes[0])
+            nodes = product.groups[number].nodes
+            sizes = scorer.sizes_of(nodes[0])
             added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
             log_q = added + weights - total
-            log_joint = torch.where(product.is_root(number).repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
+            # The nodes that are the last of their components.
+            is_root = torch.tensor([product.tree.roots[node] == node for node in nodes])
+            log_joint = torch.where(is_root.repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
             found.append(dataclasses.replace(population, words=words, log_joint=log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)))
         return found
-
-    def rescore_(self) -> list[Population]:
-        """Stores and returns the populations, scored in this run.
-
-        Their log joints are those of this run of the model.
-        """
-        populations = self.rescored()
-        self.populations.store_(populations)
-        return populations
 
     # --- the free energy and its gradient ---
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
         return self.scorer.free_energy(self.sets()) + self.outside()
-
-    def mean_free_energy(self, particles: int) -> Tensor:
-        """Returns the free energy, averaged over draws.
-
-        The draws are of the latents that no guide covers, where there are any.
-        """
-        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
-
-    def draws(self, particles: int) -> Iterator[ProductBatch]:
-        """Yields batches of the same data, this one first.
-
-        Each has its own draws of the latents that no guide covers.
-        """
-        yield self
-        for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
-            again = ProductScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples)
-            yield dataclasses.replace(self, scorer=again)
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -157,13 +193,12 @@ class ProductBatch:
 
     def _backward_(self, temperature: float, particles: int) -> float:
         scorer, sets = self.scorer, self.sets()
-        number = particles if scorer.layout.other_latents else 1
         with torch.enable_grad():
             tables, weights, outside = scorer.tables(sets), scorer.weights(sets), self.outside()
             value, messages = scorer.summed(tables, weights, temperature)
             objective = value + outside
             if objective.requires_grad:
-                (-objective / number).backward()
+                (-objective / self.num_draws(particles)).backward()
         with torch.no_grad():
             if temperature != 1.0:
                 messages = scorer.product.tree.collect(tables.parts, weights)

@@ -1,6 +1,7 @@
 """What a guide reads from its model on the first call.
 
-It reads the discrete sites, the plates, and how states can be scored.
+It reads the discrete sites, the plates, and how states can be scored. If the model fails for parameters of an earlier one in Pyro's
+store, it names them.
 """
 
 from __future__ import annotations
@@ -11,29 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 
 from pyro_truncated.distributed.shards import Portion, portion_of
-from pyro_truncated.guide.stale_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import is_subsampled
 from pyro_truncated.program.factor_graph import build_graph
-from pyro_truncated.program.inspection import refuse_hidden_latents
+from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.program.running_statistics import warn_about_running_statistics
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
-from pyro_truncated.utils.parameter_store import ShadowWatch, isolated, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolated, refuse_shadowed, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -84,7 +83,8 @@ def find_product(
         with spare_random_numbers(), torch.no_grad():
             ChainScorer(call, chains).refuse_coupled_steps()
         return chains
-    is_partial = any(is_subsampled(frame) for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates)
+    inner = [frame for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates]
+    is_partial = any(is_subsampled(frame) and frame.vectorized for frame in inner)
     if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None
     graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)
@@ -182,3 +182,46 @@ def describe(layout: Layout | None, num_states: int) -> str:
     sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
     data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
     return f"sites: {sites}; {data}; {num_states} of {readable_count(layout.space.size)} states each"
+
+
+@contextmanager
+def naming_earlier_parameters(call: Call) -> Iterator[None]:
+    """Names earlier parameters if a model fails for their shapes.
+
+    It then runs without these.
+
+    Raises:
+        ValueError: naming the parameters, from the error that the model ended with.
+    """
+    try:
+        yield
+    except Exception as error:
+        if others := _of_other_shapes(call):
+            reason = str(error).partition("\n")[0]  # Pyro adds the shapes of all sites
+            raise ValueError(
+                f"the model fails ({reason}), as Pyro's parameter store holds parameters of an earlier model under the same names: "
+                f"{', '.join(others)}. Call pyro.clear_param_store() before making the guide, or run each model under "
+                '"with pyro.get_param_store().scope(state):".'
+            ) from error
+        raise
+
+
+def _of_other_shapes(call: Call) -> list[str]:
+    """Returns parameters whose shapes would differ with an empty store.
+
+    There are none if the model does not run then either.
+    """
+    held = {name: value.shape for name, value in pyro.get_param_store().items()}
+    if not held:
+        return []
+    try:
+        with empty_store(), poutine.block(), torch.no_grad(), spare_random_numbers():
+            call.trace()
+            wanted = {name: value.shape for name, value in pyro.get_param_store().items()}
+    except Exception:
+        return []
+    return [
+        f"'{name}' of shape {tuple(held[name])} in the place of {tuple(shape)}"
+        for name, shape in wanted.items()
+        if held.get(name, shape) != shape
+    ]

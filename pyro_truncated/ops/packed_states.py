@@ -195,9 +195,6 @@ def _complain_of_values() -> None:
     raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
 
 
-# Whatever is padded to a larger number than need be costs its square: so many flips are followed.
-_MAX_FLIPS = 2
-
 # By the tensor whose memory it is; of a tensor that has changed since nothing is known.
 _counts: Any = WeakIdKeyDictionary()
 
@@ -237,7 +234,8 @@ class _Count:
         return max([0, *(source.flips_unseen for source in self.sources)]) + self.flips
 
 
-def most_active(words: Tensor, most_flips: int = _MAX_FLIPS) -> int | None:
+# Whatever is padded to a larger number than need be costs its square: so many flips are followed.
+def most_active(words: Tensor, most_flips: int = 2) -> int | None:
     """Returns a bound of active latents of one state.
 
     ``None`` means that it is not known closely.

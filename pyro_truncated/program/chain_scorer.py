@@ -21,8 +21,7 @@ from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import is_delta, sample_nodes
-from pyro_truncated.program.sites import log_density as sum_log_density
+from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -201,17 +200,6 @@ class ChainScorer(Probe):
     def is_inside(self, node: Any) -> bool:
         """Whether a site's density depends on the chains, or is theirs."""
         return node["name"] in self.product.dependents or node["name"] == self.product.site.name
-
-    def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Returns the scaled log density of what depends on no chain.
-
-        It is that of what is observed and does not depend on the chains: a part of the objective.
-
-        Args:
-            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
-        """
-        nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
-        return sum_log_density((n for n in nodes if not self.is_inside(n) and (n["is_observed"] or is_delta(n))), self.device)
 
 
 def distinct_places(words: Tensor) -> Tensor:

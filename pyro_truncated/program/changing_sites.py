@@ -19,7 +19,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import elementwise, value_bounds
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -59,7 +59,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
         ChangingSitesError: naming the sites and the latents.
     """
     nodes = sample_nodes(trace)
-    read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or not dependencies.is_followed)]
+    read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or dependencies.scopes is None)]
     changing = _names(trace) - dependencies.parents.keys()
     if read:
         changing |= changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
@@ -88,11 +88,11 @@ def _names(trace: poutine.Trace) -> set[str]:
 
     Those in sequential plates of which it takes some members are left out.
     """
-    return {name for name, node in sample_nodes(trace).items() if not any(_is_partial(frame) for frame in node["cond_indep_stack"])}
-
-
-def _is_partial(frame: Any) -> bool:
-    return not frame.vectorized and frame.full_size is not None and frame.full_size != frame.size
+    return {
+        name
+        for name, node in sample_nodes(trace).items()
+        if not any(is_subsampled(frame) and not frame.vectorized for frame in node["cond_indep_stack"])
+    }
 
 
 def _joint_values(nodes: Collection[Any]) -> list[dict[str, Tensor]]:

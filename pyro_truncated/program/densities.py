@@ -17,8 +17,6 @@ from torch.nn.functional import logsigmoid
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Families whose parameters can be stacked, and those of them whose parameters have one dimension more.
 _STACKED, _OF_VECTORS = {dist.Normal, dist.Poisson, dist.Bernoulli, dist.Categorical}, {dist.Categorical}
-# Larger sites are computed one by one: a stack of all of them takes memory.
-_MAX_STACKED_ENTRIES = 4096
 # Terms with their factors.
 _Terms = list[tuple[float, Tensor]]
 
@@ -132,7 +130,8 @@ def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Ten
     for members in alike.values():
         site = members[0][1]
         shape = broadcast_shape(site.batch_shape, site.value.shape)
-        if len(members) > 1 and math.prod(shape) <= _MAX_STACKED_ENTRIES:
+        # Larger sites are computed one by one: a stack of all of them takes memory.
+        if len(members) > 1 and math.prod(shape) <= 4096:
             places, sites = zip(*members, strict=True)
             for place, table in zip(places, _together(sites, of_one), strict=True):
                 found[place] = table

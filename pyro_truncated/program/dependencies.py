@@ -96,11 +96,6 @@ class Dependencies:
             elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
                 self.observed[name] = frozenset(before)
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether the model could be followed; otherwise runs were compared."""
-        return self.scopes is not None
-
     def dependents(self, names: set[str]) -> set[str]:
         """Returns sites downstream of the named ones.
 

@@ -140,7 +140,10 @@ class _Builder:
             ):
                 self._merge(group)
         for component in self._components():
-            if self._is_decision(component):
+            # All sites lie at one place, and one density that is not that of a discrete latent depends on
+            # all of them: they are decided together.
+            places = {frozenset(self._places[site]) for site in component}
+            if len(places) == 1 and any(scope == component for name, scope in self._scopes.items() if name not in self._sizes):
                 self._merge(component)
             elif len(component) > 1:
                 self._merge_until_narrow(component)
@@ -213,14 +216,6 @@ class _Builder:
     def _merge(self, sites: frozenset[str]) -> None:
         for site in sites:
             self._nodes[site] = sites
-
-    def _is_decision(self, component: frozenset[str]) -> bool:
-        """Whether all sites lie at one place and are decided together.
-
-        One density that is not that of a discrete latent depends on all of them.
-        """
-        places = {frozenset(self._places[site]) for site in component}
-        return len(places) == 1 and any(scope == component for name, scope in self._scopes.items() if name not in self._sizes)
 
     def _widest(self, component: frozenset[str]) -> frozenset[str] | None:
         """Returns the scope of a density that is too wide.

@@ -1,8 +1,9 @@
-"""Inspection of models and guides: hidden latents, dependencies, other latents."""
+"""Inspection of models and guides: hidden and other latents, running statistics."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, effectful
 from pyro.poutine.trace_messenger import TraceMessenger
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import latent_nodes
@@ -116,3 +118,32 @@ def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> 
         padding = max(0, target - (value.dim() - event_dim))
         value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
     return value
+
+
+@contextmanager
+def warn_about_running_statistics() -> Iterator[None]:
+    """Warns of layers in training mode that keep running statistics.
+
+    The layers run in here, such as ``BatchNorm1d``.
+
+    Warns:
+        UserWarning: naming their classes.
+    """
+    found: dict[str, None] = {}
+
+    def note(module: torch.nn.Module, _: Any) -> None:
+        if module.training and getattr(module, "running_mean", None) is not None:
+            found[type(module).__name__] = None
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if found:
+        warnings.warn(
+            f"the model runs {', '.join(found)} in training mode: each run normalises by the states in it and updates the running "
+            "statistics. Call .eval() of these layers, or take LayerNorm.",
+            UserWarning,
+            stacklevel=3,
+        )

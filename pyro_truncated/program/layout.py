@@ -1,22 +1,25 @@
 """Data plates and discrete sites of a model.
 
-The joint values of the sites inside data plates are a data point's states.
+The joint values of the sites inside data plates are a data point's states. Plate nesting says how many plate dimensions Pyro must count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated
-from pyro_truncated.program.plate_nesting import nesting_with_room, room_for_events
+from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count
@@ -274,3 +277,53 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
         others = {name: plates for name, plates in others.items() if name in below}
         shared = shared.intersection(*others.values())
     return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)
+
+
+_NAME = "room for events"
+
+
+def nesting_with_room(latents: Iterable[Any], depth: int) -> int:
+    """Returns the least sufficient plate nesting, at least ``depth``.
+
+    Pyro then compares given latent sites of a model with a guide correctly.
+    ``pyro.util.check_model_guide_match`` cuts the shape of a site that is longer than
+    ``max_plate_nesting``, from ``len(shape) - max_plate_nesting - event_dim`` on. If the site lies in
+    fewer plates than there are and has an event of two dimensions or more, that start is negative and
+    counts from the right. The model's shape then loses dimensions that the guide's keeps, as
+    enumeration makes it longer. The two seem to disagree. The start should be ``max(0, ...)``. With a
+    larger ``max_plate_nesting`` nothing is cut wrongly.
+    """
+    sizes = [(len(node["fn"].batch_shape), node["fn"].event_dim) for node in latents]
+    for batch_dim, event_dim in sorted(sizes, key=sum):
+        if batch_dim < depth < batch_dim + event_dim:
+            depth = batch_dim + event_dim
+    return depth
+
+
+def room_for_events(site: DiscreteSite, nesting: int, batch_dim: int) -> AbstractContextManager[Any]:
+    """Lets Pyro's ELBOs count enough plate dimensions.
+
+    They take the left-most plate of a run without enumeration.
+
+    Args:
+        site: about to be sampled.
+        nesting: the plate nesting that is needed, see :func:`nesting_with_room`.
+        batch_dim: the value's batch dimensions, with that of enumeration.
+
+    Returns:
+        A plate at that dimension that leaves shapes alone, as long as no plate is there and nothing is enumerated.
+
+    Warns:
+        UserWarning: if an ELBO has been told to count fewer, so that it will find that shapes disagree.
+    """
+    taken = [-frame.dim for frame in plates_around((), site.name)]
+    is_enumerated = batch_dim > max([site.depth, *taken])
+    if is_enumerated and site.depth < batch_dim - 1 < site.depth + site.event_dim and pyro.settings.get("validate_infer"):
+        warnings.warn(
+            f"with max_plate_nesting={batch_dim - 1} Pyro cuts the shape of site '{site.name}' wrongly, and finds that model and guide "
+            f"disagree. Pass max_plate_nesting={nesting} to the ELBO, or leave it to find the number by itself: "
+            f"TraceEnum_ELBO(max_plate_nesting={nesting}).",
+            stacklevel=2,
+        )
+    # To Pyro a plate of any size, which it does not expand sites to.
+    return nullcontext() if is_enumerated or nesting in taken else IndepMessenger(_NAME, -1, dim=-nesting)

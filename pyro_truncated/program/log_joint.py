@@ -20,9 +20,6 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.budget import budget_on, memory_budget
 
-# Numbers per word of a state, and as many more, that are held where states are sorted and selected.
-_PER_PROPOSED = 10
-
 
 @dataclasses.dataclass(frozen=True)
 class RowScorer:
@@ -255,7 +252,9 @@ class LogJoint(Probe):
         # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.
         per_row = max(1, 3 * states_per_row * 8 * (self.layout.space.num_words + 1))
         if self.device.type != "cpu":
-            sorted_per_row = 8 * _PER_PROPOSED * (self.layout.space.num_words + 1) * proposed_per_row
+            # Ten numbers per word of a state, and as many more, are held where states are sorted and
+            # selected.
+            sorted_per_row = 80 * (self.layout.space.num_words + 1) * proposed_per_row
             per_row = max(per_row, 16 * self.packed.numbers_per_state, sorted_per_row)
         step = max(1, self.memory_budget // per_row)
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]

@@ -56,7 +56,8 @@ class ObservedValues:
             value = node["value"]
             if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or is_delta(node):
                 continue
-            if _is_known(value, self._checked.get(name)):
+            checked = self._checked.get(name)
+            if checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version:
                 continue
             invalid = _invalid(node)
             if invalid is not None and bool(invalid.any()) and not self._says_something_of_latents(name, probe):
@@ -107,10 +108,6 @@ def _refuse(model: Module, y: Tensor, rows: Tensor) -> None:
         call = Call(model, (y, 1))
         layout = Layout(call.trace())
         ObservedValues().check(Probe(call, layout, {layout.plates[0]: rows}))
-
-
-def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:
-    return checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:

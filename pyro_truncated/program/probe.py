@@ -214,9 +214,9 @@ class Probe:
         return found
 
     def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Returns the scaled log probability of observations outside data plates.
+        """Returns the scaled log probability of observations that are not inside.
 
-        It is the same for all states, but a part of the objective.
+        It is the same for all states, but a part of the objective. See :meth:`is_inside`.
 
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.

@@ -108,10 +108,6 @@ class ProductLayout:
         """The last node of each component."""
         return [self.root(component) for component in self.graph.components]
 
-    def is_root(self, number: int) -> Tensor:
-        """Which nodes of a group are the last of their components, ``(nodes,)``."""
-        return torch.tensor([self.tree.roots[node] == node for node in self.groups[number].nodes])
-
     @cached_property
     def inner_plates(self) -> Mapping[str, frozenset[int]]:
         """By factor, the plate dimensions that some node of it lies in."""

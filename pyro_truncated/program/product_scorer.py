@@ -25,8 +25,7 @@ from pyro_truncated.program.densities import log_density, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
-from pyro_truncated.program.sites import is_delta, sample_nodes
-from pyro_truncated.program.sites import log_density as sum_log_density
+from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 
@@ -127,7 +126,7 @@ class ProductScorer(Probe):
         Where the model does not select all rows it is that of a plain run.
         """
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
-        if not any(frame.full_size is not None and frame.full_size != frame.size for frame in frames):
+        if not any(is_subsampled(frame) for frame in frames):
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 scorer = cls(call, product, values, sets)
                 if scorer._selects(sets):
@@ -161,7 +160,7 @@ class ProductScorer(Probe):
             for node in component:
                 for plate in self.product.node_layouts[node].plates:
                     frame = self._frames[plate]
-                    if plate not in own and frame.full_size is not None and frame.full_size != frame.size:
+                    if plate not in own and is_subsampled(frame):
                         raise NotImplementedError(
                             f"the latents {list(graph.nodes[node].sites)} lie in the subsampled plate '{plate}', but share the latents "
                             f"{list(graph.nodes[root].sites)}, whose posterior needs all members of it. Take all of '{plate}'."
@@ -459,16 +458,3 @@ class ProductScorer(Probe):
     def is_inside(self, node: Any) -> bool:
         """Whether a site's density depends on discrete latents."""
         return node["name"] in self.product.graph.factors
-
-    def outside(self, *, with_parameters: bool = True) -> Tensor:
-        """Returns the scaled log density of what depends on no discrete latent.
-
-        Only what is observed counts: it is a part of the objective.
-
-        Args:
-            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
-        """
-        nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
-        return sum_log_density(
-            (node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device
-        )

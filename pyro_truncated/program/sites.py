@@ -11,6 +11,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -158,6 +159,16 @@ def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
 def is_delta(node: Mapping[str, Any]) -> bool:
     """Whether a site's distribution is a point mass."""
     return family(node["fn"]) == "Delta"
+
+
+def is_subsampled(frame: Any) -> bool:
+    """Whether a run takes some members of a plate only."""
+    return bool(frame.full_size is not None and frame.full_size != frame.size)
+
+
+def is_masked(fn: Any) -> bool:
+    """Whether there is a mask inside a distribution."""
+    return fn is not None and (isinstance(fn, MaskedDistribution) or is_masked(getattr(fn, "base_dist", None)))
 
 
 def family(fn: Any) -> str:

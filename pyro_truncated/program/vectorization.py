@@ -35,7 +35,6 @@ from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
-_CANDIDATES = 3
 _MAX_CANDIDATES = 16
 _REDUCTIONS = "(sum|mean|prod|max|min|amax|amin|all|any|cumsum|cumprod|logsumexp|softmax)"
 # What is slow, by how it looks, and what to write in its place.
@@ -159,7 +158,7 @@ def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bo
         return _agree(sum_block(terms).movedim(0, -1), packed.score(words))
 
 
-def _candidates(log_joint: LogJoint, most: int = _CANDIDATES) -> Tensor:
+def _candidates(log_joint: LogJoint, most: int = 3) -> Tensor:
     """A draw from the prior and random states, ``(N, C, num_words)``."""
     space, layout = log_joint.layout.space, log_joint.layout
     number = max(1, min(most, log_joint.candidates_per_run()))

@@ -24,14 +24,13 @@ from pyro_truncated.restoration.restore import Restored, denoise, inpaint
 from pyro_truncated.utils.console import progress_bar
 
 # Entries of an image, channels included, that are restored at once: about three GB.
-_MAX_ENTRIES = 2**19
 _OVERLAP = 32
 
 
 def restore_in_tiles(
     image: Tensor,
     restore: Callable[[Tensor, bool | None], Restored],
-    most: int = _MAX_ENTRIES,
+    most: int = 2**19,
     progress: bool | None = None,
     *,
     keeps_seen: bool = False,

@@ -1,7 +1,6 @@
 """Truncated posteriors of sequences: a set of states at every step."""
 
 from pyro_truncated.sequences.chain_posterior import BlockSearch, ChainPosterior
-from pyro_truncated.sequences.linear_gaussian import LinearGaussianSteps
-from pyro_truncated.sequences.observed_steps import ObservedSteps
+from pyro_truncated.sequences.observed_steps import LinearGaussianSteps, ObservedSteps
 
 __all__ = ["BlockSearch", "ChainPosterior", "LinearGaussianSteps", "ObservedSteps"]

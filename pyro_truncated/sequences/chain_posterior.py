@@ -25,13 +25,6 @@ from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import Described
 from pyro_truncated.utils.devices import device_of
 
-# Flips of the best members of a step are proposed.
-_NUM_PARENTS = 8
-# States that drawn paths visit join the candidates of a step: at most so many for each of its set.
-_VISITED_PER_STATE = 2
-# Sweeps go on while they raise the bound by more than this, in nats per sequence.
-_MIN_GAIN_NATS = 1e-3
-
 
 class ChainPosterior:
     r"""The exact posterior of binary chains, restricted to sets of states.
@@ -126,7 +119,8 @@ class ChainPosterior:
         for step in range(0 if self.is_complete else steps):
             self.sweep_(*self._flips(self.num_states), forward=(step % 2 == 0) == first_forward)
             now = float(self.messages.free_energy().sum())
-            if step % 2 and not now > bound + _MIN_GAIN_NATS * len(self.words):
+            # Sweeps go on while they raise the bound by more than this, in nats per sequence.
+            if step % 2 and not now > bound + 1e-3 * len(self.words):
                 break
             bound = now if step % 2 else bound
         return self
@@ -213,7 +207,9 @@ class ChainPosterior:
                 path = search.draw(self, path, temperature ** max(0.0, 1 - step / max(1, hot - 1)))
                 if step >= hot - 1:
                     visited.append(path)
-        words = _most_frequent(torch.stack(visited, 2), _VISITED_PER_STATE * self.num_states)
+        # States that drawn paths visit join the candidates of a step: at most so many for each of
+        # its set.
+        words = _most_frequent(torch.stack(visited, 2), 2 * self.num_states)
         self.look_ahead_(words, self._scored(words), forward=True)
         return self
 
@@ -367,7 +363,8 @@ class ChainPosterior:
         return chains.Flips(*(torch.cat(parts, 1).view(*self.words.shape[:2], -1) for parts in zip(*found, strict=True)))
 
     def _flips(self, size: int) -> tuple[Tensor, Tensor]:
-        flips = self._best_flips(size, min(_NUM_PARENTS, self.num_states))
+        # Flips of the best members of a step are proposed.
+        flips = self._best_flips(size, min(8, self.num_states))
         words = flips.words(self.words)
         return words, self._scored(words).masked_fill(flips.log_mass == -math.inf, -math.inf)
 

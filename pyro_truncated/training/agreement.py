@@ -15,13 +15,8 @@ from torch.nn.functional import normalize
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Share of extreme differences on each side that does not count: a search misses few states, by much.
-_UNUSUAL = 0.01
 # Tolerances by which data points differ between different optima.
-_UNLIKE = 3.0
 STANDARD_ERRORS = 3.0
-# Restarts from which on the best may lead by chance.
-_FEWEST = 3
 # Values too few for a correlation; degree of the trend; largest correlation told from a trend.
 _FEW, _DEGREE, _MOST_CORRELATED = 9, 3, 0.8
 # The correlation above which two models have found the same latent.
@@ -119,7 +114,8 @@ def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
     best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
     if best.each is None or second.each is None:
         return False
-    can_differ = len(reached) >= _FEWEST and len(best.each) > 1
+    # Restarts from which on the best may lead by chance.
+    can_differ = len(reached) >= 3 and len(best.each) > 1
     error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if can_differ else 0.0
     return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
 
@@ -132,12 +128,14 @@ def are_alike(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: flo
     """
     if one.each is None or other.each is None:
         return True
-    return float(_usual(one.each - other.each).std(correction=0)) <= _UNLIKE * tolerance
+    return float(_usual(one.each - other.each).std(correction=0)) <= 3.0 * tolerance
 
 
 def _usual(differences: Tensor) -> Tensor:
     ordered = differences.sort().values
-    number = int(_UNUSUAL * len(ordered))
+    # Share of extreme differences on each side that does not count: a search misses few states, by
+    # much.
+    number = int(0.01 * len(ordered))
     return ordered[number : len(ordered) - number]
 
 

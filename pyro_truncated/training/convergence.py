@@ -10,16 +10,10 @@ from pyro_truncated.training.agreement import STANDARD_ERRORS, FreeEnergyEstimat
 from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
-# Most steps by gradients, in multiples of the least.
-_GRADIENT_FACTOR = 4
-# The same beside continuous latents, where 240 steps ended up to 250 nats below the optimum.
-_COMPANION_FACTOR = 16
 # Share of the steps that is a window there, so that slow gains are seen; least steps of one.
 _WINDOW_SHARE, _COMPANION_WINDOW_STEPS = 0.25, 20
 # There the learning rate is multiplied by this at each plateau, so many times at most.
 _RATE_FACTOR, _REDUCTIONS = 0.3, 4
-# A training by closed-form M-steps searches thoroughly in the last of so many parts.
-_PARTS = 10
 
 
 def last_gain(values: Sequence[float], window: int) -> float:
@@ -116,10 +110,13 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     """
     profile, config = trainer.profile, trainer.profile.config
     if profile.has_companion:
-        return by_plateaus(_COMPANION_FACTOR * steps, profile.tolerance, steps=steps)
+        # The same beside continuous latents, where 240 steps ended up to 250 nats below the
+        # optimum.
+        return by_plateaus(16 * steps, profile.tolerance, steps=steps)
     # Weights of networks change long after their latents are found.
     least, window = config.network_gain if trainer.is_in_parts else config.gradient_gain, config.gradient_window
-    return Schedule(steps, _GRADIENT_FACTOR * steps, least, mean_gain, window, window, decay=config.decay_steps)
+    # Most steps by gradients, in multiples of the least.
+    return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
 def of_restart(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
@@ -211,7 +208,8 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
     profile, window = trainer.profile, trainer.profile.config.window
     if profile.has_companion:
         return train(trainer, by_plateaus(max_steps, profile.tolerance, first_rate=_RATE_FACTOR))
-    values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // _PARTS, tol, window=window))
+    # A training by closed-form M-steps searches thoroughly in the last of so many parts.
+    values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
     left = max_steps - len(values)
     if left and trainer.intensify_search():
         values += _until_convergence(trainer, Schedule(0, left, tol / window, window=1), values[-1:])

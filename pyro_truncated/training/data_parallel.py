@@ -20,16 +20,11 @@ from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
 
 
-def is_shared_run(guide: Any, arguments: Any) -> bool:
-    """Whether other processes take the same steps with other data.
-
-    Arguments are shards, or the guide belongs to one.
-    """
-    return shared_portion(guide, arguments) is not None
-
-
 def shared_portion(guide: Any, arguments: Any) -> Portion | None:
-    """Returns this process's data points if others have the rest, else ``None``."""
+    """Returns this process's data points if others have the rest, else ``None``.
+
+    Arguments are shards, or the guide belongs to one. The others take the same steps.
+    """
     if not world.is_shared():
         return None
     portion = portion_of(arguments)
@@ -40,7 +35,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
 def watched(guide: Any, arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors also end processes with the same steps."""
-    return world.failing_together() if is_shared_run(guide, arguments) else nullcontext()
+    return nullcontext() if shared_portion(guide, arguments) is None else world.failing_together()
 
 
 def are_shared(parts: Sequence[AutoTruncated]) -> bool:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions import MaskedDistribution
 from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.modules.module import register_module_forward_hook
@@ -15,26 +14,19 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.sites import is_masked
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot, spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
 # Rounding error of scaled and shifted outputs.
 _EQUAL = 1e-4
-# Expected data points of a state below which it does not count.
-_RARE = 1e-3
 # L-BFGS: first steps, steps after each new unit, evaluations per step, history.
 _FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
 # Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
 _MOST, _MOST_WORK = 4000, 1e10
-# Candidates for a unit.
-_CANDIDATES = 256
-# Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
-_LITTLE = 1e-3
 # Least mean square of weights, and of a unit's part that is new, for a single state.
 _LEAST = 1e-4
-# Relative ridge for equal units without noise.
-_RIDGE = 1e-12
 
 
 def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
@@ -45,9 +37,11 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         trace = poutine.trace(model).get_trace(y)
     observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
-    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"]):
+    if len(observed) != 1:
         return None
-    value = observed[0]["value"]
+    fn, mask, value = (observed[0][key] for key in ("fn", "mask", "value"))
+    if not (mask is None or mask is True) or is_masked(fn) or not _is_real(fn):
+        return None
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
 
 
@@ -107,7 +101,8 @@ def make_targets(population: Population, values: Tensor, dtype: torch.dtype) -> 
     words, place = population.words.flatten(0, 1).unique(dim=0, return_inverse=True)
     number = values.new_zeros(len(words)).index_add_(0, place, weights.flatten())
     often = number.topk(min(len(number), len(population))).indices
-    often = often[number[often] > _RARE]
+    # Expected data points of a state below which it does not count.
+    often = often[number[often] > 1e-3]
     # By states: all values at once would be many times the data.
     place = place.new_full((len(words),), len(often)).index_copy_(0, often, torch.arange(len(often), device=often.device))[place]
     place, words, number = place.view(weights.shape), words[often], number[often]
@@ -177,18 +172,6 @@ def _has_one_scale(site: dict[str, Any]) -> bool:
         base = base.base_dist
     is_normal = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
     return is_normal and torch.as_tensor(site["scale"]).numel() == 1
-
-
-def _is_masked(site: dict[str, Any]) -> bool:
-    """Whether some of what is observed does not count."""
-    if not (site["mask"] is None or site["mask"] is True):
-        return True
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        if isinstance(fn, MaskedDistribution):
-            return True
-        fn = fn.base_dist
-    return False
 
 
 def _is_real(fn: Any) -> bool:
@@ -318,7 +301,8 @@ class FittedUnits:
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
         left, basis = self._weighted - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
-        for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
+        # At least 256 candidates for a unit.
+        for _ in range(-(-256 // self._hidden.out_features)):
             # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
@@ -348,7 +332,8 @@ class FittedUnits:
     def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
         """The best last layer, ``(J + 1, D)``, and the matrix of its normal equations."""
         moments = design.mT @ design
-        least = _RIDGE * (1.0 + moments.diagonal().mean())
+        # Relative ridge for equal units without noise.
+        least = 1e-12 * (1.0 + moments.diagonal().mean())
         moments.diagonal()[: design.shape[1] - (self._last.bias is not None)].add_(self._last_decay + least)
         return torch.linalg.solve(moments, design.mT @ self._weighted), moments
 
@@ -396,7 +381,8 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
         kept = snapshot(units.learned)
         units.redraw(int(units.worth().argsort()[failed]))
         reached = units.fit(_REFITTING)
-        if reached < (1 - _LITTLE) * lowest:
+        # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
+        if reached < (1 - 1e-3) * lowest:
             lowest, failed = reached, 0
         else:
             load_snapshot(units.learned, kept)

@@ -19,8 +19,6 @@ from pyro_truncated.distributed.shards import Shard, fingerprint
 
 # Constructor arguments that do not change results, or that are described elsewhere.
 _LEFT_OUT = {"self", "name", "model", "guide", "search", "init", "generator", "memory_budget", "max_plate_nesting"}
-_DEPTH = 6
-_CHUNK = 2**24
 
 
 def describe_run(svi: SVI) -> dict[str, str]:
@@ -42,7 +40,7 @@ def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
     return {name: _describe_argument(value) for name, value in named.items()}
 
 
-def describe(value: Any, depth: int = _DEPTH) -> str:
+def describe(value: Any, depth: int = 6) -> str:
     """Describes an object by a line that is equal in every process."""
     if isinstance(value, float):
         return repr(float(value))
@@ -126,6 +124,6 @@ def _as_tensor(leaf: Any) -> Tensor | None:
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     entries = tensor.resolve_conj().resolve_neg().reshape(-1)
-    size = max(1, _CHUNK // max(1, entries.element_size()))
+    size = max(1, 2**24 // max(1, entries.element_size()))
     for start in range(0, len(entries), size):
         yield memoryview(entries[start : start + size].cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -20,16 +20,18 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Batches, Portion
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
+    for_this_process,
     lacks_parameters,
     read_checkpoint,
     refuse_other_runs,
+    refuse_unsaved,
     restore,
     save_checkpoint,
+    save_shared,
 )
 from pyro_truncated.training.checkpoint_file import claimed
-from pyro_truncated.training.data_parallel import is_shared_run, shared_portion, watched
+from pyro_truncated.training.data_parallel import shared_portion, watched
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
-from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed, spare_random_numbers
@@ -210,7 +212,7 @@ def _run(
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed(model, guide, training=True)
-    decided: Callable[[bool], bool] = world.agree if is_shared_run(guide, (work.args, work.kwargs)) else bool
+    decided: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else world.agree
     shown = False if world.rank() and decided is not bool else progress
     training.stopped_early = decided(_has_ended(training, patience, tolerance))
     with progress_bar(shown, total=steps, initial=training.steps, unit="step") as bar:

@@ -28,10 +28,6 @@ from pyro_truncated.training.model_parameters import is_a_network, layers_of, pa
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Parents of evolution under user-defined models, whose scores dominate the cost. Their 30 children
-# reached as much as the 56 of eight parents; four parents once ended in a worse optimum.
-_NUM_PARENTS = 6
-
 
 @runtime_checkable
 class ResizableModel(Protocol):
@@ -198,7 +194,10 @@ class Profile:
         is_combined = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
         if self.is_product or not is_combined or space.size <= self.num_states or is_of_many(space):
             return AutomaticSearch()
-        return EvolutionarySearch(_NUM_PARENTS if self.is_by_gradients else None, crossover=True)
+        # Parents of evolution under user-defined models, whose scores dominate the cost. Their 30
+        # children reached as much as the 56 of eight parents; four parents once ended in a worse
+        # optimum.
+        return EvolutionarySearch(6 if self.is_by_gradients else None, crossover=True)
 
     def replace(self, **fields: Any) -> Profile:
         """Returns a profile with other fields."""

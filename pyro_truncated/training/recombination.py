@@ -1,44 +1,36 @@
-"""Recombination: of two trained models, what each has found."""
+"""Recombination: of two trained models, what each has found.
+
+The program itself shows which parameters belong to which latent, and so which latents are exchangeable.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
-from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.model_parameters import Medians
 from pyro_truncated.training.profile import Profile
 from pyro_truncated.training.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
 from pyro_truncated.training.solution import Solution, copy_population
+from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
 _FILLING, _ADAPTING = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Relative difference of parameters below which latents are equal.
-_SAME = 0.2
-# Correlation below which a latent is unmatched.
-_COUNTERPART = 0.5
-# Share of differing latents up to which solutions are nearly equal.
-_MOST_DIFFERENT = 0.25
-# Co-activation above which a latent counts as a difference code.
-_BESIDE = 0.9
-# Most such latents that are tried.
-_MOST_BESIDE = 10
-# Activity above which a latent may be the complement of its cause.
-_MOSTLY = 0.5
 # Most such latents that are tried; relative difference of inactive data points of equal ones.
 _MOST_TURNED, _DIFFERENT = 10, 0.2
-
-# Noise on parameters of a latent initialised near another one, in units of their root mean square.
-_APART = 0.3
 
 
 class Recombination:
@@ -55,7 +47,7 @@ class Recombination:
     Args:
         learned: scores states; the populations of its guide are changed.
         search: fills the populations.
-        latents: which latents may change places, see :func:`~pyro_truncated.training.exchangeable.exchangeable_latents`.
+        latents: which latents may change places, see :func:`exchangeable_latents`.
         tolerance: least gain in free energy per data point.
     """
 
@@ -88,7 +80,8 @@ class Recombination:
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = self._match(better, other)
         partner = self._pair_unmatched(better, other, correlation, partner)
-        differs = self.latents.distances(better.parameters, other.parameters, partner) > _SAME
+        # Relative difference of parameters below which latents are equal.
+        differs = self.latents.distances(better.parameters, other.parameters, partner) > 0.2
         return self._take_blocks(better, other, correlation, partner, differs)
 
     def complete(self, one: Solution, other: Solution) -> Solution:
@@ -98,7 +91,8 @@ class Recombination:
         """
         correlation, partner = self._match(one, other)
         differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
-        if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
+        # Share of differing latents up to which solutions are nearly equal.
+        if not 0 < int(differs.sum()) <= 0.25 * len(differs):
             return one
         partner = self._pair_unmatched(one, other, correlation, partner)
         return self._take_blocks(one, other, correlation, partner, differs)
@@ -119,7 +113,9 @@ class Recombination:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
         moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return _near(self._adapt(self.latents.perturb(moved, here, _APART, generator), _words(member), _ADAPTING), member)
+        # Noise on parameters of a latent initialised near another one, in units of their root mean
+        # square.
+        return _near(self._adapt(self.latents.perturb(moved, here, 0.3, generator), _words(member), _ADAPTING), member)
 
     def resolve_difference_codes(self, member: Solution) -> Solution:
         """Resolves difference codes; returns the model itself if none gains.
@@ -157,7 +153,8 @@ class Recombination:
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return {}
         each = self._marginals(member)
-        mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
+        # Activity above which a latent may be the complement of its cause.
+        mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
         new = [latent for latent in mostly if not any(_are_equally_inactive(each[:, latent], other) for other in known)]
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
@@ -177,8 +174,10 @@ class Recombination:
         """
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
-        pairs = ((together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
-        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]].tolist()]
+        # Co-activation above which a latent counts as a difference code.
+        pairs = ((together > 0.9 * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
+        # Most such latents that are tried.
+        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:10]].tolist()]
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
@@ -212,7 +211,8 @@ class Recombination:
 
     def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
-        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
+        # Correlation below which a latent is unmatched.
+        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
         if len(here) < 2:
             return partner
@@ -320,3 +320,172 @@ def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
         for label in range(number):
             found[tuple((labels == label).nonzero()[0].tolist())] = None
     return [block for block in found if len(block) < len(linked)]
+
+
+_NUM_STATES = 4
+_MOST_TRIED = 64
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-3
+
+
+class Exchangeable(NamedTuple):
+    """Exchangeable latents of a site, or values of a single latent.
+
+    Their parameters change places with them. Components of a mixture are an example.
+
+    Attributes:
+        latents: positions of theirs among the latents of a data point.
+        axes: the axis along which the latents lie, by name of the parameters that have one.
+        num_values: how many values the latent has, if these are what is exchanged, else zero.
+    """
+
+    latents: slice
+    axes: dict[str, int]
+    num_values: int = 0
+
+    def replace_latents(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
+        """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
+        moved = {}
+        for name, axis in self.axes.items():
+            to, origin = (index.to(state[name].device) for index in (here, there))
+            moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
+        return {**state, **moved}
+
+    def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Adds noise to parameters of the latents ``here``.
+
+        Its unit is the root mean square of the whole parameter.
+        """
+        moved = {}
+        for name, axis in self.axes.items():
+            value, to = state[name], here.to(state[name].device)
+            chosen = value.index_select(axis, to)
+            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=device_of(generator)).to(value.device)
+            moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
+        return {**state, **moved}
+
+    def sums(self, state: dict[str, Tensor], here: int, other: int) -> list[dict[str, Tensor]]:
+        """Returns parameters in which ``here`` shows itself plus ``other``.
+
+        Vectors of latents are added. Of single numbers per latent, such as log odds, ``here`` keeps its own. Numbers may be part of
+        what a latent shows too. So parameters in which everything is added come second, or alone if there is nothing else.
+        """
+        vectors = [name for name in self.axes if state[name].ndim > 1]
+        chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
+        return [{**state, **{name: self._add(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
+
+    @staticmethod
+    def _add(value: Tensor, axis: int, here: int, other: int) -> Tensor:
+        index = torch.tensor([here, other], device=value.device)
+        return value.index_add(axis, index[:1], value.index_select(axis, index[1:]))
+
+    def permute(self, levels: Tensor, order: Tensor) -> Tensor:
+        """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
+        moved = levels.clone()
+        chosen = levels[..., self.latents]
+        moved[..., self.latents] = order.argsort()[chosen] if self.num_values else chosen[..., order]
+        return moved
+
+    def probabilities(self, population: Population) -> Tensor:
+        """Returns posterior probabilities of latents or values, ``(N, H)``."""
+        if self.num_values:
+            return population.value_probabilities()[:, self.latents.start, : self.num_values]
+        return population.marginals()[:, self.latents]
+
+    def num_parameters(self, state: dict[str, Tensor]) -> int:
+        """How many parameters each of the latents has."""
+        return sum(state[name].numel() // state[name].shape[axis] for name, axis in self.axes.items())
+
+    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
+        """Returns distances ``(H,)`` of parameters to those of ``there`` in ``other``.
+
+        A root mean square in units of that of the whole parameter, of the parameter that differs most.
+        """
+        differences = []
+        for name, axis in self.axes.items():
+            value = one[name].movedim(axis, 0).reshape(len(there), -1)
+            unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
+            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[there]
+            differences.append(difference.square().mean(1).sqrt() / unit)
+        return torch.stack([value.double() for value in differences]).amax(0)
+
+
+def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
+    r"""Finds the groups of latents that a program treats alike.
+
+    They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
+    latents of the states, and the entries of the parameters along one axis each. It is tested with random states for two permutations
+    that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
+    likewise.
+
+    Args:
+        learned: scores states; the populations of its guide stay as they are.
+        state: parameters and medians, which must differ between latents, or anything seems exchangeable.
+
+    Returns:
+        Such groups of latents or values that have parameters of their own, the largest first.
+    """
+    with torch.no_grad(), spare_random_numbers():
+        if any(frame.size < (frame.full_size or frame.size) for frame in learned.guide.frames.values()):
+            return []
+        groups = [_exchangeable(learned, state, *alike) for alike in _alike(learned.guide)]
+        learned.load_snapshot(state)
+        return [group for group in groups if group is not None]
+
+
+def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:
+    """Returns candidate groups: vectors of one cardinality, values of single latents.
+
+    The longest come first.
+    """
+    start, found = 0, []
+    for site in guide.layout.sites.values():
+        latents = slice(start, start + site.num_latents)
+        start = latents.stop
+        if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
+            found.append((latents, 0))
+        if site.num_latents == 1 and site.cardinalities[0] > 2:
+            found.append((latents, site.cardinalities[0]))
+    return sorted(found, key=lambda one: -max(one[0].stop - one[0].start, one[1]))
+
+
+def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
+    levels = _random_levels(learned.guide)
+    words = learned.guide.space.pack
+    expected = learned.scorer(state).score(words(levels))
+    if not bool(expected.isfinite().all()):
+        return None
+
+    def is_same(group: Exchangeable, order: Tensor) -> bool:
+        """Whether permuted latents and parameters have the same log joints."""
+        permuted = learned.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
+        return torch.allclose(permuted.score(words(group.permute(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+
+    number = num_values or latents.stop - latents.start
+    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned.learned(state), number))
+    return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
+
+
+def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
+    """Yields axes by name, as many as possible first.
+
+    There are at most some dozens of combinations.
+    """
+    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
+    for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
+        axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
+        if axes:
+            yield axes
+
+
+def _orders(num_latents: int) -> list[Tensor]:
+    """Returns a cycle and a transposition, which generate all permutations."""
+    positions = torch.arange(num_latents)
+    return [positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])]
+
+
+def _random_levels(guide: AutoTruncated) -> Tensor:
+    """Unpacked states ``(N, C, L)`` of all data points."""
+    generator = torch.Generator().manual_seed(0)
+    cardinality = guide.space.cardinality
+    uniform = torch.rand(guide.layout.num_data, _NUM_STATES, len(cardinality), generator=generator)
+    return (uniform * cardinality).long().to(guide.words.device)

@@ -14,8 +14,6 @@ from pyro_truncated.states.population import Population
 
 # Share of a latent's data points above which another one is its substitute.
 _OFTEN = 0.1
-# States compared at a time.
-_AT_A_TIME = 2**16
 
 
 def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
@@ -68,7 +66,8 @@ def losses_with_substitutes(population: Population, log_joint: LogJoint, depth: 
     losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
     losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
     changed = torch.zeros(space.num_latents, space.num_latents, device=words.device)
-    for some in torch.arange(len(row), device=words.device).split(_AT_A_TIME):
+    # States compared at a time.
+    for some in torch.arange(len(row), device=words.device).split(2**16):
         differs = space.unpack(states[some]) != space.unpack(words[row[some]])
         changed.index_add_(0, latent[some], differs.to(changed.dtype))
     return losses, (changed / changed.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)

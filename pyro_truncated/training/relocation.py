@@ -10,9 +10,6 @@ from torch import Tensor
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.arguments import check_count
 
-# Steps after which missing components show.
-_SETTLED = 10
-
 
 @runtime_checkable
 class RelocatingModel(Protocol):
@@ -52,7 +49,8 @@ class SplitAndMerge:
         NotImplementedError: when it is first called, where data are shared out over several processes.
     """
 
-    def __init__(self, y: Tensor, *, every: int = _SETTLED, generator: torch.Generator | None = None) -> None:
+    # Missing components show after ten steps.
+    def __init__(self, y: Tensor, *, every: int = 10, generator: torch.Generator | None = None) -> None:
         self.y, self.every, self.generator = y, check_count("every", every), generator
         self.is_done = False
 

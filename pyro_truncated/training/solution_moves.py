@@ -167,14 +167,8 @@ class RedundantLatents:
                         break
 
 
-# At this temperature all states count alike.
-_HOT = 1e9
-# Probabilities and gradients that count as zero.
-_ZERO = 1e-8
 # Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded.
 _MAX_REVIVED, _MAX_ROUNDS = 512, 4
-# Memory of these states; with more posteriors fewer latents are revived at once.
-_MAX_BYTES = 2**28
 
 
 class DeadLatents:
@@ -224,7 +218,8 @@ def revive_dead_latents(profile: Profile, found: Solution, counts: MoveCounts | 
     return improve(found, DeadLatents(profile), search_and_train, profile.tolerance, counts)
 
 
-def dead_latents(profile: Profile, solution: Solution, max_bytes: int = _MAX_BYTES) -> Tensor:
+# With more posteriors than these bytes hold fewer latents are revived at once.
+def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -> Tensor:
     """Returns dead binary latents whose parameters a step does not change.
 
     Of too many a random part: as many as states of the given memory, one for each, hold.
@@ -235,7 +230,8 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = _MAX_BYT
         trainer.step()
         assert trainer.truncated is not None
         population = trainer.truncated.population()
-        is_off = (population.marginals().amax(0) < _ZERO).cpu()
+        # Probabilities and gradients that count as zero.
+        is_off = (population.marginals().amax(0) < 1e-8).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         parameters = parameters_of(profile.model, profile.y)
         is_taught = all(_have_moved(value, solution.parameters[name]) for name, value in parameters.items())
@@ -269,6 +265,7 @@ def _fit_alive(profile: Profile, solution: Solution, dead: Tensor) -> Solution:
         return space.pack(states)
 
     with forgetting_guides(profile.model, profile.y):
-        trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: _HOT)
+        # At this temperature all states count alike.
+        trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: 1e9)
         fitted = fit_states(trainer, with_dead_latents)
     return fitted.replace(population=solution.population)

@@ -24,8 +24,6 @@ from pyro_truncated.utils.devices import device_of
 
 # Least noise in units of the data, least probability, and relative ridge of the M-step.
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
-# Least share of a data point in an initial element.
-_LEAST_PART = 0.1
 
 
 def decoded_values(profile: Profile) -> Tensor | None:
@@ -148,7 +146,8 @@ class LinearCauses(torch.nn.Module):
         parts = y @ rows.mT / rows.square().sum(1).clamp(min=torch.finfo(y.dtype).tiny)
         # Not of the first one: that may be the data point itself.
         part = parts.topk(min(len(y), 1 + max(1, round(prior * len(y)))), 0).values[1:].mean(0).nan_to_num()
-        self.weight.copy_(rows.mT * part.clamp(_LEAST_PART, 1.0))
+        # Least share of a data point in an initial element.
+        self.weight.copy_(rows.mT * part.clamp(0.1, 1.0))
         self.bias.zero_()
         self.scale.copy_(y.std(correction=0).clamp(min=_SCALE_FLOOR))
         self.prior.fill_(prior)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pyro_truncated import AutoTruncated
-from pyro_truncated.guide import file_store
+from pyro_truncated.guide import store
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding
 from pyro_truncated.training import checkpoint_file, fit
 from pyro_truncated.training.checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
@@ -255,7 +255,7 @@ def test_populations_in_files_go_on_from_a_checkpoint_piece_by_piece(tmp_path, m
     learned = runs.state(expected.svi)
     fit(*unpacked("files"), steps=3, progress=False, checkpoint=tmp_path / "run.pt")
     pieces = []
-    monkeypatch.setattr(file_store, "release", pieces.append)
+    monkeypatch.setattr(store, "release", pieces.append)
     with memory_budget(1000):
         training = fit(*unpacked("files"), steps=6, progress=False, checkpoint=tmp_path / "run.pt")
     assert training.record == expected.record

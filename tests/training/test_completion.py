@@ -14,8 +14,7 @@ from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.convergence import to_convergence, train
 from pyro_truncated.training.learn_report import Restart
-from pyro_truncated.training.multi_start import MultiStart
-from pyro_truncated.training.overcomplete import num_parameters_per_latent, start_overcomplete
+from pyro_truncated.training.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
 from pyro_truncated.training.pool import SolutionPool, resolve_difference_codes
 from pyro_truncated.training.profile import Profile, profile_model
 from pyro_truncated.training.solution import Solution, solution_of

@@ -23,12 +23,11 @@ from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.states.population import Population
 from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.learn_report import Restart
 from pyro_truncated.training.model_parameters import Medians, prior_draw, snapshot
 from pyro_truncated.training.pool import SolutionPool
 from pyro_truncated.training.profile import Profile, profile_model
-from pyro_truncated.training.recombination import Recombination, recombinations_of
+from pyro_truncated.training.recombination import Exchangeable, Recombination, exchangeable_latents, recombinations_of
 from pyro_truncated.training.redundancy import deletion_losses_of_values
 from pyro_truncated.training.solution import Solution
 

@@ -32,7 +32,6 @@ from pyro_truncated.utils.parameter_store import UniqueModule
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.
 _OWN = 1e-4
-_START_SPACINGS = 5.0
 
 
 class Marginals(NamedTuple):
@@ -106,7 +105,7 @@ class TimePrior(UniqueModule):
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
-        timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else _START_SPACINGS * spacing)
+        timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else 5.0 * spacing)
         self.timescale = PyroParam(timescale, constraints.positive)  # type: ignore[assignment]
         self.targets = PyroParam(self.times.new_zeros(size), constraints.real)  # type: ignore[assignment]
         self.spread = PyroParam(self.times.new_ones(size), constraints.positive)  # type: ignore[assignment]
@@ -136,8 +135,7 @@ class TimePrior(UniqueModule):
 
     def marginals(self) -> Marginals:
         """Returns latents' means and deviations, and their joint posterior's divergence."""
-        prior, noise = self.covariance(), self.spread.double().square().mT
-        factor, weights = self._solve(prior, noise)
+        prior, noise, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         loc = (prior @ weights).squeeze(-1)
         variance = (prior.diagonal(dim1=-2, dim2=-1) - half.square().sum(-2)).clamp(min=1e-12)
@@ -159,7 +157,7 @@ class TimePrior(UniqueModule):
         sequences = self.sequences.new_zeros(len(times)) + self.sequences[0] if sequences is None else as_tensors(sequences)
         if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
             raise ValueError(f"times must be finite, with a sequence each; got shapes {tuple(times.shape)}, {tuple(sequences.shape)}")
-        factor, weights = self._solve(self.covariance(), self.spread.double().square().mT)
+        _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
         half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
         return (cross @ weights).squeeze(-1).mT, (1 - half.square().sum(-2)).clamp(min=1e-12).sqrt().mT
@@ -182,8 +180,7 @@ class TimePrior(UniqueModule):
 
         In the other dimensions it is the prior.
         """
-        prior, noise = self.covariance(), self.spread.double().square().mT
-        factor, weights = self._solve(prior, noise)
+        prior, _, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         root, own = stable_cholesky(prior - half.mT @ half, prior.new_ones(())), stable_cholesky(prior)
         chosen = is_used.unsqueeze(-1)
@@ -202,13 +199,14 @@ class TimePrior(UniqueModule):
         drawn: Tensor = found.loc + moved
         return drawn.mT.cpu()
 
-    def _solve(self, prior: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the pseudo-observations' covariance factor ``(Q, N, N)`` and whitened values.
+    def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns prior, noise, and factor and whitened values of the pseudo-observations.
 
-        The latter are ``(Q, N, 1)``.
+        They are ``(Q, N, N)``, ``(Q, N)``, ``(Q, N, N)`` and ``(Q, N, 1)``.
         """
+        prior, noise = self.covariance(), self.spread.double().square().mT
         factor = torch.linalg.cholesky(prior + torch.diag_embed(noise))
-        return factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)
+        return prior, noise, factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)
 
 
 Views = Tensor | Sequence[Tensor]

@@ -95,10 +95,6 @@ def numbers(streams: Tensor, count: int) -> Tensor:
     return mix(states_of(streams, count))
 
 
-# Where flips of 280 000 states of 20 latents took the least time on the CPU; a quarter or four times of it is hardly worse.
-_CACHED = 2**24
-
-
 def blocks(streams: Tensor, count: int) -> Iterator[slice]:
     """Yields slices of data points whose random words fit the budget.
 
@@ -106,7 +102,9 @@ def blocks(streams: Tensor, count: int) -> Iterator[slice]:
 
     On the CPU they about fit its caches, which every operation on larger blocks would have to fill anew.
     """
-    budget = min(current_budget(), _CACHED) if streams.is_cpu else None
+    # Where flips of 280 000 states of 20 latents took the least time on the CPU; a quarter or four
+    # times of it is hardly worse.
+    budget = min(current_budget(), 2**24) if streams.is_cpu else None
     size = rows_per_block(64 * count, budget)
     return (slice(start, start + size) for start in range(0, len(streams), size))
 

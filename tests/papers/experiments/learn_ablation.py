@@ -28,7 +28,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.training import multi_start, pool, profile, relocation, solution_moves, stop_rule, trainer
+from pyro_truncated.training import multi_start, pool, profile, relocation, solution_moves, trainer
 from pyro_truncated.training.config import LearnConfig
 from pyro_truncated.training.solution import run_restart
 from pyro_truncated.warmup import warm_up
@@ -362,7 +362,7 @@ def is_there(result: Any) -> bool:
 
 def rule(name: str, result: bool, has_acted: Callable[[Any], bool]) -> Mechanism:
     """A rule of agreement that always says the same."""
-    return Mechanism(((stop_rule, name, lambda *args: result),), ((stop_rule, name),), has_acted)
+    return Mechanism(((multi_start, name, lambda *args: result),), ((multi_start, name),), has_acted)
 
 
 MECHANISMS = {
@@ -371,7 +371,7 @@ MECHANISMS = {
     "revival of dead latents": without(solution_moves.DeadLatents),
     "replacement of difference codes": without(solution_moves.DifferenceCodes),
     "crossover": without(solution_moves.Crossover, solution_moves.CompletionByOthers),
-    "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((stop_rule.StopRule, "_same_code"),)),
+    "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_same_code"),)),
     "equal latents, networks": rule("share_most", True, is_false),
     "equal data points, gradients": rule("are_alike", True, is_false),
     "equal latents, closed form": rule("have_found_the_same", True, is_false),
