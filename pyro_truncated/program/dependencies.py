@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise, support_of, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
+_LOG = logging.getLogger(__name__)
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 _LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
 # Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
@@ -56,6 +58,7 @@ class Dependencies:
                 scopes = _scopes(trace)
         except Exception:
             # Code that cannot follow tensors that carry their provenance.
+            _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
             self._compare_runs()
             return
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
