@@ -185,9 +185,10 @@ def _by_octets(table, state):
 
 
 @njit(cache=True, nogil=True)
-def _is_forbidden(masks, previous, current):
-    for w in range(masks.shape[1]):
-        a, b = previous[w], current[w]
+def _is_forbidden(masks, other, state, forward):
+    """Whether the transition is impossible, from ``other`` if forward."""
+    for w in range(masks.shape[1] if masks.shape[0] > 0 else 0):
+        a, b = (other[w], state[w]) if forward else (state[w], other[w])
         if (~a & ~b & masks[0, w]) | (~a & b & masks[1, w]) | (a & ~b & masks[2, w]) | (a & b & masks[3, w]):
             return True
     return False
@@ -204,7 +205,7 @@ def _weigh_pairs(both, masks, forward, near, others, state, out):
     for j in range(others.shape[0]):
         x = near[1, j]
         if x > 0.0:
-            if masks.shape[0] > 0 and (_is_forbidden(masks, others[j], state) if forward else _is_forbidden(masks, state, others[j])):
+            if _is_forbidden(masks, others[j], state, forward):
                 x = 0.0
             else:
                 for w in range(num_words):
@@ -225,7 +226,7 @@ def _log_pairs(both, masks, forward, near, others, state, out):
     for j in range(others.shape[0]):
         x = near[0, j]
         if x > -np.inf:
-            if masks.shape[0] > 0 and (_is_forbidden(masks, others[j], state) if forward else _is_forbidden(masks, state, others[j])):
+            if _is_forbidden(masks, others[j], state, forward):
                 x = -np.inf
             else:
                 for w in range(num_words):
