@@ -24,8 +24,8 @@ from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, Trunc
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.multistart.best_start import best_start
 from pyro_truncated.search import Cosine, GPSelect, Preselection, Singletons
-from pyro_truncated.training.best_start import best_start
 
 MODELS = {"A: binary": BinarySparseCoding, "B: spike-and-slab": SpikeSlabSparseCoding, "C: maximum": MaxSpikeSlabSparseCoding}
 SLAB_DEVIATION = {"A: binary": 0.0, "B: spike-and-slab": 0.5, "C: maximum": 0.3}

@@ -10,13 +10,13 @@ from pyro_truncated.em.gibbs import GibbsDraws, GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.data_fingerprint import ChangedDataWarning
+from pyro_truncated.multistart.best_start import best_start
+from pyro_truncated.multistart.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.learning import ConvergenceWarning, DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit, fit_restarts
 from pyro_truncated.utils.annealing import cooling
 

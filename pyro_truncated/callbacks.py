@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
+from pyro_truncated.multistart.relocation import SplitAndMerge
 from pyro_truncated.training.loop import Training
-from pyro_truncated.training.relocation import SplitAndMerge
 from pyro_truncated.utils.arguments import check_count
 
 __all__ = ["RestartUnused", "SplitAndMerge", "TensorBoard", "WandB"]

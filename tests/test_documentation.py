@@ -178,7 +178,7 @@ def gated() -> dict[str, Any]:
 
 
 def short_learn() -> dict[str, Any]:
-    quick = functools.partial(pyro_truncated.training.learn, steps=3, starts=2, num_states=8, tolerance=100.0, progress=False)
+    quick = functools.partial(pyro_truncated.multistart.learn, steps=3, starts=2, num_states=8, tolerance=100.0, progress=False)
     return {"y": pyro_truncated.datasets.linear_bars(40, size=10).data, "learn": quick}
 
 

@@ -37,9 +37,9 @@ from pyro_truncated.gp import CountKernel, UniformSplits
 from pyro_truncated.gplvm import Posterior, SASDecoder, SpikeSlabMRD
 from pyro_truncated.gplvm import fit as fit_gplvm
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture
+from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.restoration import denoise, inpaint
 from pyro_truncated.search import NeighbourSearch, Search, SurrogateSearch
-from pyro_truncated.training import DisagreeingStartsWarning
 from tests.papers.experiments.every_model import MODELS, Images, number_found
 
 pytestmark = pytest.mark.slow

@@ -23,6 +23,7 @@ PACKAGES = {
     "pyro_truncated.scenes": "Scenes of objects",
     "pyro_truncated.datasets": "Data sets",
     "pyro_truncated.em": "Closed-form and Gibbs EM",
+    "pyro_truncated.multistart": "Restarts",
     "pyro_truncated.training": "Training",
     "pyro_truncated.states": "States",
     "pyro_truncated.testing": "Checks of a guide",

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.multistart.learning import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.learning import learn
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 

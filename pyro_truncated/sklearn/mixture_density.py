@@ -18,9 +18,9 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
+from pyro_truncated.multistart.best_start import best_start
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.sklearn.estimators import apart, mixture_posteriors, validated_data
-from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts

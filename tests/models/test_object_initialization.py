@@ -12,9 +12,9 @@ from pyro_truncated import learn
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.models.occlusive_components import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.convergence import of_restart, train
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.training.config import LearnConfig
-from pyro_truncated.training.convergence import of_restart, train
 
 
 def test_background_is_the_narrow_part_of_the_pixels() -> None:

@@ -16,8 +16,8 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Exhaus
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
 from pyro_truncated.models import SpikeSlabSparseCoding, slab_priors
 from pyro_truncated.models.slab_priors import CorrelatedSlabs
+from pyro_truncated.multistart.profile import starting
 from pyro_truncated.states import Population
-from pyro_truncated.training.profile import starting
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 from tests.pretended_device import PretendedDevice, here, there
 

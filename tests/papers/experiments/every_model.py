@@ -31,7 +31,7 @@ from pyro_truncated.models import (
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.multistart import DisagreeingStartsWarning
 
 NUM_DATA, SIZE, NUM_BARS, NUM_COMPONENTS = 600, 6, 12, 10
 NUM_LABELLED, NUM_MOVING = 60, 150

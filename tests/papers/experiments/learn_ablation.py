@@ -28,9 +28,9 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.training import multi_start, pool, profile, relocation, solution_moves, trainer
-from pyro_truncated.training.config import LearnConfig
-from pyro_truncated.training.solution import run_restart
+from pyro_truncated.multistart import multi_start, pool, profile, relocation, solution_moves, trainer
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.solution import run_restart
 from pyro_truncated.warmup import warm_up
 from tests.papers.experiments import every_model, gp_select, own_functions, own_graphs, own_models, own_priors
 from tests.papers.experiments import learning as bars

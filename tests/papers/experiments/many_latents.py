@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from pyro_truncated import learn
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.multistart import DisagreeingStartsWarning
 
 SIZE, MEAN_ACTIVE, NORM, SLAB_SCALE = 16, 5.0, 10.0, 1.05
 MODELS: dict[str, Any] = {"binary": BinarySparseCoding, "spike-and-slab": SpikeSlabSparseCoding}

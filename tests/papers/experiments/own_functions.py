@@ -24,9 +24,9 @@ from torch.distributions import constraints
 from torch.nn.functional import softplus
 
 from pyro_truncated import Truncated_ELBO, learn
-from pyro_truncated.training import DisagreeingStartsWarning
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.trainer import Trainer
+from pyro_truncated.multistart import DisagreeingStartsWarning
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.trainer import Trainer
 
 NUM_DATA, NUM_LOSSES = 500, 20
 Program = Callable[[Tensor], None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Truncated_ELBO, learn
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.multistart import DisagreeingStartsWarning
 from tests.papers.experiments.own_functions import run
 
 NUM_NODES, NUM_BLOCKS, WITHIN, BETWEEN = 60, 3, 0.45, 0.05

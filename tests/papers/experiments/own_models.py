@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.multistart import DisagreeingStartsWarning
 
 NUM_LATENTS = 12
 

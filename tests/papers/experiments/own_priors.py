@@ -17,7 +17,7 @@ from pyro.ops.indexing import Vindex
 from torch import Tensor
 
 from pyro_truncated import learn
-from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.multistart import DisagreeingStartsWarning
 from tests.papers.experiments.own_functions import run
 
 CENTRES = torch.tensor([-4.0, 0.0, 5.0])

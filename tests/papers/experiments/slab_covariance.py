@@ -19,8 +19,8 @@ from torch.nn.functional import normalize
 
 from pyro_truncated import AutoTruncated, learn
 from pyro_truncated.models import SpikeSlabSparseCoding
+from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.search import CombinedFlips
-from pyro_truncated.training import DisagreeingStartsWarning
 
 SIZE, PROBABILITY, HEIGHT, MEAN, CORRELATION = 8, 0.2, 3.0, 3.0, 0.8
 NUM_LATENTS, NUM_NEW = 2 * SIZE, 2000

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pyro_truncated import AutoTruncated, learn
-from pyro_truncated.training import ConvergenceWarning
+from pyro_truncated.multistart import ConvergenceWarning
 
 QUICK = {"starts": 1, "short_steps": 3, "steps": 3, "progress": False}
 

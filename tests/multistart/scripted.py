@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.convergence import finish
-from pyro_truncated.training.model_parameters import load_snapshot, snapshot
-from pyro_truncated.training.multi_start import MultiStart
-from pyro_truncated.training.profile import Profile, profile_model
-from pyro_truncated.training.solution import Solution
-from pyro_truncated.training.trainer import Trainer
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.convergence import finish
+from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
+from pyro_truncated.multistart.multi_start import MultiStart
+from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.utils.console import progress_bar
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.multistart.convergence import to_convergence, train
+from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
+from pyro_truncated.multistart.pool import SolutionPool, resolve_difference_codes
+from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.solution import Solution, solution_of
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.convergence import to_convergence, train
-from pyro_truncated.training.learn_report import Restart
-from pyro_truncated.training.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
-from pyro_truncated.training.pool import SolutionPool, resolve_difference_codes
-from pyro_truncated.training.profile import Profile, profile_model
-from pyro_truncated.training.solution import Solution, solution_of
-from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.console import progress_bar
 
 

@@ -15,10 +15,10 @@ from sklearn.mixture import GaussianMixture as Reference
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.solution import Solution
-from tests.training.scripted import disagreement, ended, scripted_restarts
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.solution import Solution
+from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 
 @pytest.mark.nightly(keep=1)

@@ -15,13 +15,13 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.multistart.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
+from pyro_truncated.multistart.model_parameters import Medians
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
+from pyro_truncated.multistart.solution import Solution, copy_population
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
-from pyro_truncated.training.model_parameters import Medians
-from pyro_truncated.training.profile import Profile
-from pyro_truncated.training.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
-from pyro_truncated.training.solution import Solution, copy_population
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -39,7 +39,7 @@ class Recombination:
     In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
     matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
     to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
-    largest loss in the other, see :func:`~pyro_truncated.training.redundancy.deletion_losses`.
+    largest loss in the other, see :func:`~pyro_truncated.multistart.redundancy.deletion_losses`.
 
     Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).

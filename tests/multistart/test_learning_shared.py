@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.model_parameters import snapshot
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.solution_moves import dead_latents, revive_dead_latents
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.model_parameters import snapshot
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.solution import Solution
-from pyro_truncated.training.solution_moves import dead_latents, revive_dead_latents
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from pyro_truncated import GPSelect
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
-from pyro_truncated.training.agreement import (
+from pyro_truncated.multistart.agreement import (
     FreeEnergyEstimate,
     are_alike,
     estimate_mean,
@@ -20,10 +20,10 @@ from pyro_truncated.training.agreement import (
     have_agreed,
     is_gain_below_error,
 )
-from pyro_truncated.training.convergence import finish
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.trainer import Trainer
-from tests.training.scripted import disagreement, ended, scripted_restarts
+from pyro_truncated.multistart.convergence import finish
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.trainer import Trainer
+from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 
 def start(each: torch.Tensor, **fields: float) -> FreeEnergyEstimate:

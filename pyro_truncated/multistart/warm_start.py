@@ -14,12 +14,12 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
+from pyro_truncated.multistart.decoders import observed_numbers
+from pyro_truncated.multistart.model_parameters import forgetting_guides, parameters_of
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, trainer_at
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.decoders import observed_numbers
-from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of
-from pyro_truncated.training.profile import Profile
-from pyro_truncated.training.solution import FixedStates, Solution, fit_states, trainer_at
-from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.devices import device_of
 
 # Least noise in units of the data, least probability, and relative ridge of the M-step.
@@ -99,7 +99,7 @@ def teach(profile: Profile, code: Tensor) -> None:
 class LinearCauses(torch.nn.Module):
     r"""Binary sparse coding with an offset, :math:`s_h \sim \mathrm{Bernoulli}(\pi)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    A minimal model for :class:`~pyro_truncated.training.multi_start.MultiStart`. Its data are complete, of size one about zero,
+    A minimal model for :class:`~pyro_truncated.multistart.multi_start.MultiStart`. Its data are complete, of size one about zero,
     and in one process.
 
     Args:

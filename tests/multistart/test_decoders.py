@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.distributions import NormalOrMissing
 from pyro_truncated.models import BinaryVAE
-from pyro_truncated.training import decoders
-from pyro_truncated.training.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, make_targets
-from tests.training.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
+from pyro_truncated.multistart import decoders
+from pyro_truncated.multistart.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, make_targets
+from tests.multistart.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 
 def behind(network: torch.nn.Module, kind: str = "normal") -> object:

@@ -16,6 +16,8 @@ from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.model_parameters import is_a_network, layers_of, parameters_of
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
@@ -23,8 +25,6 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.config import LearnConfig
-from pyro_truncated.training.model_parameters import is_a_network, layers_of, parameters_of
 from pyro_truncated.utils.annealing import cooling
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO, learn
-from pyro_truncated.training import ConvergenceWarning, DisagreeingStartsWarning, LearnReport
+from pyro_truncated.multistart import ConvergenceWarning, DisagreeingStartsWarning, LearnReport
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -101,7 +101,7 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
-    "ignore::pyro_truncated.training.ConvergenceWarning", "ignore::pyro_truncated.training.DisagreeingStartsWarning"
+    "ignore::pyro_truncated.multistart.ConvergenceWarning", "ignore::pyro_truncated.multistart.DisagreeingStartsWarning"
 )
 def test_a_short_run_ends_no_lower_than_its_restarts():
     """Values are exchanged between restarts, and what is kept is the best; three standard errors of the bound."""

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import undriven
+from pyro_truncated.multistart.agreement import are_alike, have_agreed, is_gain_below_error, share_most
+from pyro_truncated.multistart.convergence import to_convergence, train
+from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot, tensors_of
+from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same, resolve_difference_codes
+from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.recombination import recombinations_of
+from pyro_truncated.multistart.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
+from pyro_truncated.multistart.solution import NOTHING, Solution, run_restart, solution_of
+from pyro_truncated.multistart.solution_moves import revive_dead_latents
+from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import are_alike, have_agreed, is_gain_below_error, share_most
-from pyro_truncated.training.convergence import to_convergence, train
-from pyro_truncated.training.learn_report import Restart
-from pyro_truncated.training.model_parameters import disturb, load_snapshot, snapshot, tensors_of
-from pyro_truncated.training.pool import SolutionPool, have_found_the_same, resolve_difference_codes
-from pyro_truncated.training.profile import Profile, profile_model
-from pyro_truncated.training.recombination import recombinations_of
-from pyro_truncated.training.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
-from pyro_truncated.training.solution import NOTHING, Solution, run_restart, solution_of
-from pyro_truncated.training.solution_moves import revive_dead_latents
-from pyro_truncated.training.trainer import Trainer
-from pyro_truncated.training.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.parameter_store import empty_store
@@ -257,7 +257,7 @@ class StopRule:
 def start_overcomplete(profile: Profile) -> Solution:
     """Trains with surplus latents, then prunes the redundant ones.
 
-    Redundant latents (see :func:`~pyro_truncated.training.redundancy.is_redundant`) fit noise, slowly and never alike. With closed-form
+    Redundant latents (see :func:`~pyro_truncated.multistart.redundancy.is_redundant`) fit noise, slowly and never alike. With closed-form
     M-steps they are removed too, before the run has converged. The free energy is that of the others alone. Parameters are those of all
     latents asked for; redundant ones are unchanged and inactive in all states.
 

@@ -9,13 +9,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.convergence import to_convergence
-from pyro_truncated.training.learn_report import MoveCounts, Restart
-from pyro_truncated.training.profile import Profile
-from pyro_truncated.training.recombination import Recombination, recombinations_of
-from pyro_truncated.training.solution import NOTHING, Solution, fit_likeliest_states, retrain, settle
-from pyro_truncated.training.solution_moves import (
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.convergence import to_convergence
+from pyro_truncated.multistart.learn_report import MoveCounts, Restart
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.recombination import Recombination, recombinations_of
+from pyro_truncated.multistart.solution import NOTHING, Solution, fit_likeliest_states, retrain, settle
+from pyro_truncated.multistart.solution_moves import (
     Complement,
     CompletionByOthers,
     Crossover,

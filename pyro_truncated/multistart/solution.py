@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
+from pyro_truncated.multistart.convergence import Schedule, fixed, of_restart, train
+from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.training.convergence import Schedule, fixed, of_restart, train
-from pyro_truncated.training.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
-from pyro_truncated.training.profile import Profile
-from pyro_truncated.training.trainer import LAST_RATE, Trainer
 from pyro_truncated.utils.annealing import Temperature
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyro_truncated.training.decoders import Decoder, FittedUnits, Targets, fit_unit_by_unit
-from tests.training.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
+from pyro_truncated.multistart.decoders import Decoder, FittedUnits, Targets, fit_unit_by_unit
+from tests.multistart.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 
 def decoder(network: torch.nn.Sequential) -> Decoder:

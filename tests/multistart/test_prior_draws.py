@@ -7,10 +7,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_truncated.multistart.model_parameters import prior_draw
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.training import cooling
-from pyro_truncated.training.model_parameters import prior_draw
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.trainer import Trainer
 
 
 def topics(y):

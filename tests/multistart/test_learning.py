@@ -28,14 +28,15 @@ from pyro_truncated.models import (
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
+from pyro_truncated.multistart import DisagreeingStartsWarning, learn
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.model_parameters import least_size, rate_of
+from pyro_truncated.multistart.redundancy import deletion_losses, gained_from_noise, losses_with_substitutes, select_for_pruning
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
-from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.config import LearnConfig
-from pyro_truncated.training.model_parameters import least_size, rate_of
-from pyro_truncated.training.redundancy import deletion_losses, gained_from_noise, losses_with_substitutes, select_for_pruning
-from tests.training.scripted import disagreement, ended, scripted_restarts
-from tests.training.started_models import StartedAtRows
+from pyro_truncated.training import cooling
+from tests.multistart.scripted import disagreement, ended, scripted_restarts
+from tests.multistart.started_models import StartedAtRows
 
 QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
 
@@ -263,7 +264,7 @@ def mixture(y):
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
+@pytest.mark.filterwarnings("ignore::pyro_truncated.multistart.DisagreeingStartsWarning")
 def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
     """EM would leave them equal: the free energy of a single component would be all that is reached.
 
@@ -283,7 +284,7 @@ def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
+@pytest.mark.filterwarnings("ignore::pyro_truncated.multistart.DisagreeingStartsWarning")
 def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
     y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
     guide = learn(mixture, y, starts=4, steps=100, short_steps=200, lr=0.1, progress=False, generator=generator())

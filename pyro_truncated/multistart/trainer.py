@@ -20,6 +20,10 @@ from pyro_truncated.distributed.shards import sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.multistart.decoders import fit_decoder
+from pyro_truncated.multistart.model_parameters import least_size, prior_draw, rate_of
+from pyro_truncated.multistart.profile import Profile, num_posteriors
+from pyro_truncated.multistart.relocation import Relocations
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch
@@ -30,11 +34,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.decoders import fit_decoder
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.model_parameters import least_size, prior_draw, rate_of
-from pyro_truncated.training.profile import Profile, num_posteriors
-from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -87,7 +87,7 @@ class Trainer:
     def is_in_parts(self) -> bool:
         """Whether a step is a pass over parts of the data.
 
-        See :class:`~pyro_truncated.training.trainer.Parts`.
+        See :class:`~pyro_truncated.multistart.trainer.Parts`.
         """
         return self._parts is not None
 

@@ -9,15 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_truncated.multistart.convergence import by_gradients, train
+from pyro_truncated.multistart.learn_report import MoveCounts
+from pyro_truncated.multistart.model_parameters import forgetting_guides, load_snapshot, parameters_of
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.recombination import Recombination
+from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, solution_of, trainer_at
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.convergence import by_gradients, train
-from pyro_truncated.training.learn_report import MoveCounts
-from pyro_truncated.training.model_parameters import forgetting_guides, load_snapshot, parameters_of
-from pyro_truncated.training.profile import Profile
-from pyro_truncated.training.recombination import Recombination
-from pyro_truncated.training.solution import FixedStates, Solution, fit_states, solution_of, trainer_at
-from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.budget import rows_per_block
 
 # Yields solutions, and is sent the best one after each.

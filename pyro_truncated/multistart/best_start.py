@@ -10,12 +10,12 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import drawn_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs import GibbsModel
+from pyro_truncated.multistart.convergence import fixed, train
+from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
-from pyro_truncated.training.convergence import fixed, train
-from pyro_truncated.training.model_parameters import load_snapshot, snapshot
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import check_counts, names_arguments
 from pyro_truncated.utils.arrays import as_tensors

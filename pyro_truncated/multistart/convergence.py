@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from pyro_truncated.training.agreement import STANDARD_ERRORS, FreeEnergyEstimate, estimate_mean, estimate_on_trend, likelihoods
-from pyro_truncated.training.trainer import Trainer
+from pyro_truncated.multistart.agreement import STANDARD_ERRORS, FreeEnergyEstimate, estimate_mean, estimate_on_trend, likelihoods
+from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
 # Share of the steps that is a window there, so that slow gains are seen; least steps of one.

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import own_rows, total_rows
 from pyro_truncated.em.closed_form import undriven
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.convergence import finish
+from pyro_truncated.multistart.learn_report import LearnReport
+from pyro_truncated.multistart.model_parameters import load_snapshot
+from pyro_truncated.multistart.multi_start import MultiStart
+from pyro_truncated.multistart.profile import Profile, profile_model, starting
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
 from pyro_truncated.search.base import Search
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.config import LearnConfig
-from pyro_truncated.training.convergence import finish
-from pyro_truncated.training.learn_report import LearnReport
-from pyro_truncated.training.model_parameters import load_snapshot
-from pyro_truncated.training.multi_start import MultiStart
-from pyro_truncated.training.profile import Profile, profile_model, starting
-from pyro_truncated.training.solution import Solution
-from pyro_truncated.training.trainer import LAST_RATE, Trainer
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar
@@ -106,7 +106,7 @@ def learn(
         progress: whether to show a progress bar. Default: in a terminal.
 
     Returns:
-        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.training.LearnReport`, ``starts`` are the restarts'
+        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.multistart.LearnReport`, ``starts`` are the restarts'
         free energies per data point, ``steps`` the training steps.
 
     Warns:

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
+from pyro_truncated.multistart import DisagreeingStartsWarning
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
+from pyro_truncated.multistart.pool import SolutionPool
+from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.recombination import Exchangeable, Recombination, exchangeable_latents, recombinations_of
+from pyro_truncated.multistart.redundancy import deletion_losses_of_values
+from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.states.population import Population
-from pyro_truncated.training import DisagreeingStartsWarning
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.learn_report import Restart
-from pyro_truncated.training.model_parameters import Medians, prior_draw, snapshot
-from pyro_truncated.training.pool import SolutionPool
-from pyro_truncated.training.profile import Profile, profile_model
-from pyro_truncated.training.recombination import Exchangeable, Recombination, exchangeable_latents, recombinations_of
-from pyro_truncated.training.redundancy import deletion_losses_of_values
-from pyro_truncated.training.solution import Solution
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -13,11 +13,11 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from pyro_truncated.training.model_parameters import disturb, layers_of, snapshot
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.recombination import recombinations_of
-from tests.training.scripted import disagreement, ended, scripted_restarts
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.model_parameters import disturb, layers_of, snapshot
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.recombination import recombinations_of
+from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS = 3
 

@@ -9,8 +9,8 @@ import torch
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
-from pyro_truncated.training.agreement import FreeEnergyEstimate
-from tests.training.scripted import ended, scripted_restarts, train_best
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from tests.multistart.scripted import ended, scripted_restarts, train_best
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
 # All where no data are; one for two clusters, and one for none.

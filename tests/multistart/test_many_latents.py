@@ -16,13 +16,14 @@ from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, Evolutionary
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
-from pyro_truncated.training import LearnConfig, cooling, learn
-from pyro_truncated.training.agreement import have_agreed
-from pyro_truncated.training.convergence import Schedule, by_gradients, finish, remaining_gain, to_convergence, train
-from pyro_truncated.training.profile import profile_model
-from pyro_truncated.training.relocation import Relocations
-from pyro_truncated.training.trainer import Trainer
-from tests.training.started_models import StartedAtRows
+from pyro_truncated.multistart import LearnConfig, learn
+from pyro_truncated.multistart.agreement import have_agreed
+from pyro_truncated.multistart.convergence import Schedule, by_gradients, finish, remaining_gain, to_convergence, train
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.relocation import Relocations
+from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.training import cooling
+from tests.multistart.started_models import StartedAtRows
 
 
 def generator(seed: int = 0) -> torch.Generator:
