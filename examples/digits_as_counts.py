@@ -17,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from pyro_truncated import EvolutionarySearch, learn
+from pyro_truncated import EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.models import ExponentialFamilyMaximalCauses
 
 SIDE = 8
@@ -65,7 +65,8 @@ def main(args: argparse.Namespace) -> None:
 
     start = time.process_time()
     model = ExponentialFamilyMaximalCauses(SIDE**2, args.causes, family="poisson")
-    guide = learn(model, digits, num_states=args.states, steps=args.steps, short_steps=args.short_steps, starts=args.starts)
+    config = LearnConfig(restart_steps=args.short_steps)
+    guide = learn(model, digits, num_states=args.states, steps=args.steps, restarts=args.starts, config=config)
     used = guide.marginals()["s"].sum(1).mean()
     print(f"{args.digits} digits, {args.causes} causes, {used:.1f} of them in a digit: {time.process_time() - start:.0f} CPU seconds")
 

@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pyro_truncated import learn
+from pyro_truncated import LearnConfig, learn
 from pyro_truncated.models import ExponentialFamilyMaximalCauses
 
 
@@ -69,7 +69,8 @@ def main(args: argparse.Namespace) -> None:
 
     start = time.process_time()
     model = ExponentialFamilyMaximalCauses(args.films, args.tastes, family="gamma")
-    guide = learn(model, seen, num_states=args.states, steps=args.steps, short_steps=args.short_steps, starts=args.starts)
+    config = LearnConfig(restart_steps=args.short_steps)
+    guide = learn(model, seen, num_states=args.states, steps=args.steps, restarts=args.starts, config=config)
     predicted = model.reconstruct(guide.population(), seen)
     share = 100 * float(is_hidden.float().mean())
     print(

@@ -146,7 +146,7 @@ class FactorialHMM(UniqueModule):
     Example:
         >>> y = torch.randn(2, 30, 6)
         >>> model = FactorialHMM(6, 3)
-        >>> guide = learn(model, y, num_states=4, starts=1, progress=False)
+        >>> guide = learn(model, y, num_states=4, restarts=1, progress=False)
         >>> guide.marginals()["s"].shape
         torch.Size([2, 30, 3])
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import pyro_truncated
+from pyro_truncated import LearnConfig
 from pyro_truncated.__main__ import main
 
 
@@ -52,7 +53,9 @@ def test_demo_learns_and_check_reads_what_it_wrote(tmp_path, capsys):
 @pytest.mark.slow
 def test_check_reads_what_a_short_demo_has_written(tmp_path, capsys, monkeypatch):
     learn = pyro_truncated.learn
-    monkeypatch.setattr(pyro_truncated, "learn", lambda *args, steps: learn(*args, steps=5, short_steps=5, starts=1, progress=False))
+    monkeypatch.setattr(
+        pyro_truncated, "learn", lambda *args, steps: learn(*args, steps=5, config=LearnConfig(restart_steps=5), restarts=1, progress=False)
+    )
     assert main(["demo", "--output", str(tmp_path), "--images", "60"]) == 0
     assert "60 images of 5 x 5 pixels" in capsys.readouterr().out
     assert "<html" in (tmp_path / "demo.html").read_text()

@@ -30,7 +30,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 import pyro_truncated
-from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, Truncated_ELBO, callbacks, models
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, LearnConfig, Truncated_ELBO, callbacks, models
 
 ROOT = Path(__file__).parents[1]
 PYRO = {"pyro": pyro, "dist": dist, "torch": torch, "SVI": SVI, "Trace_ELBO": Trace_ELBO, "Adam": Adam, "AutoNormal": AutoNormal}
@@ -178,7 +178,9 @@ def gated() -> dict[str, Any]:
 
 
 def short_learn() -> dict[str, Any]:
-    quick = functools.partial(pyro_truncated.multistart.learn, steps=3, starts=2, num_states=8, tolerance=100.0, progress=False)
+    quick = functools.partial(
+        pyro_truncated.multistart.learn, steps=3, restarts=2, num_states=8, config=LearnConfig(tolerance=100.0), progress=False
+    )
     return {"y": pyro_truncated.datasets.linear_bars(40, size=10).data, "learn": quick}
 
 

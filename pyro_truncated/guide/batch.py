@@ -36,10 +36,12 @@ class Batch:
     Attributes:
         populations: where the populations of all data points are kept.
         scorer: scores states of the data points of this batch.
+        scored: the populations as this run has scored them, where it has.
     """
 
     populations: PopulationStore
     scorer: LogJoint
+    scored: Population | None = None
 
     def check(self) -> None:
         """Checks that the populations belong to these data and this device.
@@ -169,6 +171,10 @@ class Batch:
                     ops.flush_checks()
         return found if len(blocks) == 1 else store.take(self.indices)
 
+    def after_search(self, search: Search, steps: int = 1) -> Batch:
+        """Returns the batch with populations that a search has improved."""
+        return dataclasses.replace(self, scored=self.search_(search, steps))
+
     def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
         population = self.rescored()
         shown = {name: value[: len(population)] for name, value in observations.items()}
@@ -221,7 +227,7 @@ class Batch:
         """
         yield self
         for _ in range(self._num_draws(particles) - 1):
-            yield dataclasses.replace(self, scorer=_redrawn(self.scorer))
+            yield dataclasses.replace(self, scorer=_redrawn(self.scorer), scored=None)
 
     def _num_draws(self, particles: int) -> int:
         return particles if self.scorer.layout.other_latents else 1
@@ -243,29 +249,37 @@ class Batch:
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
 
     def _backward_by_blocks_(self, temperature: float, particles: int) -> float:
-        """Yields one block of states at a time.
+        """Differentiates one block of states after the other.
 
         The gradient is a weighted sum, so the graphs of all states need never exist together.
         """
-        words, scorer = self.population().words, self.scorer
-        blocks = list(scorer.gradient_blocks(words.shape[1]))
-        # Weights need all states of a data point: where a block has them, it is scored once for weights and gradient.
-        complete = all(states == slice(None) for _, states in blocks)
-        with torch.no_grad():
-            known = [] if complete else [self.rescored().log_joint]
+        population, scorer = self.population() if self.scored is None else self.scored, self.scorer
+        blocks = list(scorer.gradient_blocks(population.num_states))
         outside = self.outside()
         _accumulate(-outside / particles)
-        for rows, states in blocks:
-            scores = scorer.score(words[rows, states], rows)
-            if complete:
+        factor, known = self.scale / particles, []
+        if self.scored is None and all(states == slice(None) for _, states in blocks):
+            # A block has all states of its data points: it is scored once for weights and gradient.
+            for rows, _ in blocks:
+                scores = scorer.score(population.words[rows], rows)
                 known.append(scores.detach())
-            weights = ((known[-1] / temperature).softmax(-1) * (self.scale / particles))[:, states]
-            # States of probability zero have weight zero but an infinite score.
-            _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
-            if len(blocks) > 1:
-                # The graphs of all blocks never exist together.
-                ops.flush_checks()
-        return self._loss_(torch.cat(known), words, outside)
+                self._accumulate_scores(scores, factor * (known[-1] / temperature).softmax(-1), len(blocks))
+            return self._loss_(torch.cat(known), population.words, outside)
+        with torch.no_grad():
+            log_joint = self.rescored().log_joint if self.scored is None else self.scored.log_joint
+            words, weights = _without_negligible(population, (log_joint / temperature).softmax(-1))
+        blocks = list(scorer.gradient_blocks(words.shape[1]))
+        for rows, states in blocks:
+            self._accumulate_scores(scorer.score(words[rows, states], rows), factor * weights[rows, states], len(blocks))
+        return self._loss_(log_joint, population.words, outside)
+
+    @staticmethod
+    def _accumulate_scores(scores: Tensor, weights: Tensor, num_blocks: int) -> None:
+        # States of probability zero have weight zero but an infinite score.
+        _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
+        if num_blocks > 1:
+            # The graphs of all blocks never exist together.
+            ops.flush_checks()
 
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
         words = self.population().words
@@ -279,6 +293,20 @@ class Batch:
         with torch.no_grad(), ops.defer_checks():
             population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
             return -ops.read_number(self.scale * population.free_energy().sum() + outside)
+
+
+def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the states that count, up to a rounding error.
+
+    Args:
+        population: the states.
+        weights: ``(N, S)``, which add up to one for each data point.
+    """
+    number = int((weights > torch.finfo(weights.dtype).eps / weights.shape[1]).sum(-1).max())
+    if number == population.num_states:
+        return population.words, weights
+    best = weights.topk(max(1, number), -1)
+    return population.take(best.indices), best.values
 
 
 def _accumulate(loss: Tensor) -> None:

@@ -76,6 +76,24 @@ class SetBatch(Generic[_Scorer]):
         """The scaled free energy, differentiable in whatever the model is."""
         raise NotImplementedError
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every set of this batch holds all states.
+
+        There is then nothing to search.
+        """
+        return False
+
+    def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
+        """Improves the sets in place, and returns them with their log joints."""
+        raise NotImplementedError
+
+    def after_search(self, search: Search, steps: int = 1) -> Self:
+        """Returns the batch with sets that a search has improved."""
+        if not self.is_full:
+            self.search_(search, steps)
+        return self
+
     def mean_free_energy(self, particles: int) -> Tensor:
         """Returns the free energy, averaged over draws.
 
@@ -231,10 +249,7 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     @property
     def is_full(self) -> bool:
-        """Whether every set of this batch holds all states.
-
-        There is then nothing to search.
-        """
+        """Whether every set of this batch holds all states."""
         groups = self.scorer.product.groups
         return all(store.words.shape[1] >= group.space.size for store, group in zip(self.populations.stores, groups, strict=True))
 

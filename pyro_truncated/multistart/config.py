@@ -1,44 +1,60 @@
-"""The numbers that `learn` decides by."""
+"""The configuration of `learn`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
 
+# Goes where a restart of a model begins, with its data and a source of randomness.
+Initializer = Callable[[Any, Tensor, torch.Generator | None], Any]
 # Numbers that may be zero: nothing is then asked for, or done.
 _MAY_BE_ZERO = frozenset({"min_data", "mixture_min_data", "few_rows_per_latent", "small_mixture", "pruning_steps", "decay_steps"})
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnConfig:
-    """Numbers that :func:`~pyro_truncated.learn` decides by; prints itself.
+    """All that :func:`~pyro_truncated.learn` decides by; prints itself.
 
-    Free energies are in nats per data point. Values were chosen on data of other seeds than those of the results pages.
+    Free energies are in nats per data point. Values were chosen on data of other seeds than those of the results pages. ``None`` stands
+    for what the model's kind asks for.
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
-        >>> config = LearnConfig(max_restarts=2, data_per_latent=10)
-        >>> guide = learn(BinarySparseCoding(9, 6), y, short_steps=5, steps=5, tolerance=9.0, config=config, progress=False)
+        >>> config = LearnConfig(max_restarts=2, data_per_latent=10, restart_steps=5, tolerance=9.0)
+        >>> guide = learn(BinarySparseCoding(9, 6), y, steps=5, config=config, progress=False)
         >>> len(guide.starts)
         2
 
     Attributes:
+        restart_steps: steps of a restart; more follow until convergence.
+        temperature: first temperature. Default: ``em_temperature``, ``slow_temperature`` without closed-form M-steps, and 1 for mixtures
+            and informed initialisation.
+        tolerance: largest difference of two restarts that agree. Default: ``coarse_tolerance``, or ``fine_tolerance`` for mixtures and
+            beside continuous latents; the same latents are then asked for, too.
+        lr: learning rate of gradient steps, in units of a parameter's root mean square. Default: ``gradient_lr``, or ``conditional_lr``
+            where a conditional guide must follow the model.
+        initializer: called as ``initializer(model, y, generator)`` before each restart, in place of the model's own methods.
+        moves: changes of each restart's solution beyond the model's own, each a :class:`~pyro_truncated.multistart.Move`.
         min_data: data points of a restart, at least.
         data_per_latent: data points of a restart for each latent, or value of a single latent.
         mixture_min_data: ``min_data`` of mixtures with closed-form M-steps, as fewer data have other optima.
         mixture_data_per_parameter: data points of their restarts for each parameter.
         num_states: states per data point.
         mixture_num_states: the same for mixtures of more components than ``num_states``.
-        temperature: first temperature with closed-form M-steps.
+        em_temperature: first temperature with closed-form M-steps.
         slow_temperature: the same by gradients and of Gibbs samplers, which recover slowly.
-        tolerance: largest difference of two restarts that agree.
+        coarse_tolerance: the usual tolerance.
         fine_tolerance: the same for mixtures and beside continuous latents.
         total_tolerance: least tolerance in nats of all data together.
-        lr: learning rate in units of a parameter's root mean square.
-        conditional_lr: the same where a conditional guide must follow the model.
+        gradient_lr: the usual learning rate.
+        conditional_lr: that of conditional guides.
         steps: training steps on all data.
         companion_steps: the same beside continuous latents.
         max_restarts: most restarts.
@@ -70,21 +86,27 @@ class LearnConfig:
 
     Raises:
         ValueError: if a number is out of range; the message names it.
-        TypeError: if a value is no number.
+        TypeError: if a value is no number, or the initialiser or a move is none.
     """
 
+    restart_steps: int = 60
+    temperature: float | None = None
+    tolerance: float | None = None
+    lr: float | None = None
+    initializer: Initializer | None = None
+    moves: tuple[Any, ...] = ()
     min_data: int = 1000
     data_per_latent: int = 50
     mixture_min_data: int = 10_000
     mixture_data_per_parameter: int = 2
     num_states: int = 64
     mixture_num_states: int = 16
-    temperature: float = 20.0
+    em_temperature: float = 20.0
     slow_temperature: float = 5.0
-    tolerance: float = 0.05
+    coarse_tolerance: float = 0.05
     fine_tolerance: float = 0.01
     total_tolerance: float = 0.5
-    lr: float = 0.1
+    gradient_lr: float = 0.1
     conditional_lr: float = 0.02
     steps: int = 100
     companion_steps: int = 2000
@@ -115,11 +137,25 @@ class LearnConfig:
     decay_steps: int = 20
 
     def __post_init__(self) -> None:
+        if self.initializer is not None and not callable(self.initializer):
+            raise TypeError(f"initializer must be called as initializer(model, y, generator); got {self.initializer!r}")
+        moves: Any = self.moves
+        if not isinstance(moves, (tuple, list)) or not all(
+            callable(getattr(move, "propose", None)) and hasattr(move, "name") for move in moves
+        ):
+            raise TypeError(
+                f"moves must be a tuple of objects with name and propose(best), see pyro_truncated.multistart.Move; got {moves!r}"
+            )
+        object.__setattr__(self, "moves", tuple(moves))
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
+            if field.name in ("initializer", "moves") or (value is None and field.default is None):
+                continue
             if isinstance(field.default, int):
                 check_count(field.name, value, 0 if field.name in _MAY_BE_ZERO else 1)
             elif isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{field.name} must be a number; got {value!r}")
             elif not 0 <= value < math.inf:
                 raise ValueError(f"{field.name} must not be negative, and finite; got {value!r}")
+            elif value < {"lr": 1e-300, "temperature": 1.0}.get(field.name, 0.0):
+                raise ValueError(f"{field.name} must be {'positive' if field.name == 'lr' else 'at least 1'}; got {value!r}")

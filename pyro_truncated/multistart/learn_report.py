@@ -37,7 +37,8 @@ class LearnReport:
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
-        >>> guide = learn(BinarySparseCoding(9, 6), y, starts=2, short_steps=5, steps=5, tolerance=9.0, progress=False)
+        >>> config = LearnConfig(restart_steps=5, tolerance=9.0)
+        >>> guide = learn(BinarySparseCoding(9, 6), y, restarts=2, steps=5, config=config, progress=False)
         >>> [restart.initialisation for restart in guide.learn_report.restarts]
         ['initialize', 'initialize']
         >>> print(guide.learn_report)  # doctest: +ELLIPSIS

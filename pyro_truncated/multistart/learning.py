@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
@@ -33,8 +34,9 @@ class DisagreeingStartsWarning(UserWarning):
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
+        >>> config = LearnConfig(tolerance=10.0)
         >>> with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):  # a run that may be stuck is an error
-        ...     guide = learn(BinarySparseCoding(9, 6), y, steps=10, num_states=16, tolerance=10.0, progress=False)
+        ...     guide = learn(BinarySparseCoding(9, 6), y, steps=10, num_states=16, config=config, progress=False)
     """
 
 
@@ -49,7 +51,7 @@ class ConvergenceWarning(UserWarning):
         ...         pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     guide = learn(model, torch.randn(20), starts=1, short_steps=5, steps=5, progress=False)
+        ...     guide = learn(model, torch.randn(20), restarts=1, steps=5, config=LearnConfig(restart_steps=5), progress=False)
         >>> [warning.category.__name__ for warning in caught]
         ['ConvergenceWarning']
     """
@@ -64,15 +66,12 @@ def learn(
     *,
     num_states: int | None = None,
     steps: int | None = None,
-    starts: int | None = None,
-    short_steps: int = 60,
-    temperature: float | None = None,
-    tolerance: float | None = None,
-    lr: float | None = None,
+    restarts: int | None = None,
     max_count: int | Mapping[str, int] | None = None,
     config: LearnConfig | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    **former: Any,
 ) -> Any:
     """Trains a model from random restarts with annealing, until two agree.
 
@@ -94,16 +93,12 @@ def learn(
         num_states: states per data point. Default: 64, or 16 for more than 64 mixture components.
         steps: training steps on all data. Default: 100. A maximum with closed-form M-steps, and beside continuous latents
             (default there: 2000).
-        starts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
-        short_steps: steps of a restart; more follow until convergence.
-        temperature: first temperature. Default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
-        tolerance: largest difference in nats per data point of restarts that agree. Default: 0.05; 0.01 for mixtures
-            and beside continuous latents.
-        lr: learning rate of gradient steps, in units of a parameter's root mean square. Default: 0.1.
+        restarts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         max_count: largest value of count sites, for all or by name.
-        config: the other numbers.
+        config: all else: steps of a restart, temperature, tolerance, learning rate, initialiser and moves of your own.
         generator: source of randomness. Default: torch's global one.
         progress: whether to show a progress bar. Default: in a terminal.
+        **former: arguments of version 0.2 that are called otherwise, or are fields of ``config``; they warn.
 
     Returns:
         The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.multistart.LearnReport`, ``starts`` are the restarts'
@@ -117,24 +112,12 @@ def learn(
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
         TypeError: if the search is none, as a second array of data.
     """
-    short_steps = check_count("short_steps", short_steps)
+    config, restarts = _with_former_arguments(config or LearnConfig(), restarts, former)
     steps = None if steps is None else check_count("steps", steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
-    starts = None if starts is None else check_count("starts", starts)
-    profile = profile_model(
-        model,
-        as_tensors(y),
-        search,
-        num_states=num_states,
-        short_steps=short_steps,
-        max_restarts=starts,
-        temperature=temperature,
-        tolerance=tolerance,
-        lr=lr,
-        max_count=max_count,
-        generator=generator,
-        config=config,
-    )
+    restarts = None if restarts is None else check_count("restarts", restarts)
+    settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
+    profile = profile_model(model, as_tensors(y), search, num_states=num_states, **settings)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     restart = profile.for_restarts()
     with undriven(model), progress_bar(progress, unit="step") as bar:
@@ -161,6 +144,30 @@ def learn(
     return guide
 
 
+# Arguments of version 0.2 that are fields of the configuration, and their names there.
+_FORMER = {"short_steps": "restart_steps", "temperature": "temperature", "tolerance": "tolerance", "lr": "lr"}
+
+
+def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Mapping[str, Any]) -> tuple[LearnConfig, int | None]:
+    """Returns the configuration and the number of restarts with arguments of version 0.2.
+
+    Raises:
+        TypeError: if an argument was none.
+
+    Warns:
+        DeprecationWarning: for each of them.
+    """
+    for name, value in former.items():
+        if name == "starts":
+            advice, restarts = "restarts=...", value
+        elif name in _FORMER:
+            advice, config = f"config=LearnConfig({_FORMER[name]}=...)", dataclasses.replace(config, **{_FORMER[name]: value})
+        else:
+            raise TypeError(f"learn() got an unexpected keyword argument {name!r}")
+        warnings.warn(f"{name} of learn is called otherwise: use {advice}", DeprecationWarning, stacklevel=5)
+    return config, restarts
+
+
 def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
     """Trains on all data from the best restart."""
     load_snapshot(profile.model, profile.y, best.parameters)
@@ -180,7 +187,11 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
 
 def _warn_of_gain(steps: int, remaining: float) -> None:
     gain = "" if math.isinf(remaining) else f": more may raise the free energy per data point by {remaining:.2g}"
-    warnings.warn(f"training has not converged in {steps} steps{gain}. Try more steps, or a larger lr.", ConvergenceWarning, stacklevel=5)
+    warnings.warn(
+        f"training has not converged in {steps} steps{gain}. Try more steps, or LearnConfig(lr=...) with a larger one.",
+        ConvergenceWarning,
+        stacklevel=5,
+    )
 
 
 def _show(bar: ProgressBar, free_energy: float) -> None:
@@ -190,7 +201,7 @@ def _show(bar: ProgressBar, free_energy: float) -> None:
 
 def _warn(disagreement: str) -> None:
     warnings.warn(
-        f"{disagreement}: the best may be a local optimum. Try more starts, more short_steps, or a higher temperature.",
+        f"{disagreement}: the best may be a local optimum. Try more restarts, more restart_steps or a higher temperature (LearnConfig).",
         DisagreeingStartsWarning,
         stacklevel=5,
     )

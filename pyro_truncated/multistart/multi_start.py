@@ -6,6 +6,7 @@ pruned.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +26,8 @@ from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same, re
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.recombination import recombinations_of
 from pyro_truncated.multistart.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
-from pyro_truncated.multistart.solution import NOTHING, Solution, run_restart, solution_of
-from pyro_truncated.multistart.solution_moves import revive_dead_latents
+from pyro_truncated.multistart.solution import NOTHING, Solution, converge, run_restart, solution_of
+from pyro_truncated.multistart.solution_moves import improve, revive_dead_latents
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.states.population import Population
@@ -51,7 +52,7 @@ class MultiStart:
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
         self._num_steps, self._given = 0, restart
         self._profile = profile.replace(watch=partial(self._count, profile.watch))
-        self._first = None if profile.draws_restarts else _first_place(profile)
+        self._first = None if profile.initializer is not None else _first_place(profile)
         self.pool, self.rule = SolutionPool(self._profile), StopRule(self._profile)
         self.reason: str | None = None
 
@@ -70,6 +71,8 @@ class MultiStart:
             steps = self._num_steps - before
             if self._profile.is_shared:
                 found = revive_dead_latents(self._profile, found, self.pool.moves)
+            for move in self._profile.config.moves:
+                found = improve(found, move, partial(converge, self._profile), self._profile.tolerance, self.pool.moves)
             self.pool.add(found, Restart(name, steps, found.free_energy))
             self.reason = self.rule.reason(self.pool)
 
@@ -77,7 +80,7 @@ class MultiStart:
         """Goes where a restart begins; returns the name of the place."""
         profile = self._profile
         if self._first is None:
-            return profile.initializer
+            return profile.initialization
         if number == 0:
             return "parameters of the model"
         if number == 1 and not profile.is_product:
@@ -122,7 +125,8 @@ def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
     """Returns states ``(N, H)`` of a linear model of the decoded values."""
     assert profile.space is not None
     linear = LinearCauses(decoded.shape[1], profile.space.num_latents).to(decoded.device)
-    found = profile_model(linear, decoded, short_steps=profile.short_steps, generator=profile.generator, config=profile.config)
+    config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
+    found = profile_model(linear, decoded, generator=profile.generator, config=config)
     multi_start = MultiStart(found.replace(watch=lambda free_energy: None))
     with undriven(linear), progress_bar(False) as bar:
         multi_start.run(bar)
@@ -135,7 +139,7 @@ def _first_place(profile: Profile) -> dict[str, Tensor]:
 
     It is where the model is, or where ``initialize`` goes with these data.
     """
-    if profile.initializer == "fixed initialize":
+    if profile.initialization == "fixed initialize":
         profile.model.initialize(profile.y)
     return snapshot(profile.model, profile.y)
 
@@ -266,13 +270,14 @@ def start_overcomplete(profile: Profile) -> Solution:
     Args:
         profile: of a model that can be resized; the model stays as it is.
     """
-    model, steps = profile.model, profile.short_steps
+    model, steps = profile.model, profile.config.restart_steps
     with empty_store():
         # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         growth = 1 if profile.is_large else profile.config.growth
-        larger = model.with_latents(torch.arange(model.num_latents).repeat(growth)).initialize(profile.y, profile.generator)
-        pruner = _Pruner(profile.replace(model=larger), profile.temperature)
+        larger = profile.replace(model=model.with_latents(torch.arange(model.num_latents).repeat(growth)))
+        larger.initialize()
+        pruner = _Pruner(larger, profile.temperature)
         pruner.take(steps)
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
-from pyro_truncated.multistart.convergence import to_convergence
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.recombination import Recombination, recombinations_of
-from pyro_truncated.multistart.solution import NOTHING, Solution, fit_likeliest_states, retrain, settle
+from pyro_truncated.multistart.solution import NOTHING, Solution, converge, fit_likeliest_states, settle
 from pyro_truncated.multistart.solution_moves import (
     Complement,
     CompletionByOthers,
@@ -56,7 +56,7 @@ class SolutionPool:
         self.estimates: list[FreeEnergyEstimate] = []
         self.kept: list[Solution] = []
         self.groups: list[Recombination] = []
-        self.is_network = profile.initializer == "draw_start"
+        self.is_network = profile.initialization == "draw_start"
         self.decoded: Tensor | None = None
         self.restarts: list[Restart] = []
         self.moves = MoveCounts()
@@ -213,11 +213,7 @@ def find_exchange(profile: Profile, solution: Solution) -> Recombination | None:
 
 def improve_converged(profile: Profile, best: Solution, move: Move, group: Recombination, counts: MoveCounts | None = None) -> Solution:
     """Returns a converged solution after a move, with trained proposals."""
-
-    def converge(child: Solution) -> Solution:
-        return retrain(profile, child, lambda trainer: to_convergence(trainer, profile.short_steps))
-
-    return improve(best, move, converge, 0.0, counts, group.rescore(best))
+    return improve(best, move, partial(converge, profile), 0.0, counts, group.rescore(best))
 
 
 def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:

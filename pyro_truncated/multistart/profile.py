@@ -16,7 +16,7 @@ from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.multistart.config import LearnConfig
+from pyro_truncated.multistart.config import Initializer, LearnConfig
 from pyro_truncated.multistart.model_parameters import is_a_network, layers_of, parameters_of
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
@@ -70,8 +70,6 @@ class StartingModel(Protocol):
 
 
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
-# `draw_start(y, generator)`, `initialize(y, generator)`, `initialize(y)`, or the parameters as they are.
-Initializer = Literal["draw_start", "initialize", "fixed initialize", "parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +89,8 @@ class Profile:
         generator: source of randomness.
         config: the numbers.
         optimizer: how parameters are changed.
-        initializer: where restarts begin.
+        initialization: name of where restarts begin.
+        initializer: goes there; ``None`` where noise is added to one place.
         space: the states of a data point; ``None`` for Gibbs samplers.
         num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
         is_product: whether each node of the program has a set of states.
@@ -104,10 +103,8 @@ class Profile:
         has_companion: whether continuous latents are left to a guide beside the truncated one.
         is_conditional: whether the model samples its continuous latents given the discrete ones.
         temperature: of a restart, as a function of the step.
-        short_steps: steps of a restart.
         max_restarts: most of them, if said.
         tolerance: largest difference in nats per data point of two restarts that agree.
-        compares_latents: whether agreement needs the same latents, too.
         watch: is told the free energy per data point after every step.
     """
 
@@ -117,7 +114,8 @@ class Profile:
     num_states: int
     lr: float
     optimizer: Optimizer
-    initializer: Initializer
+    initialization: str
+    initializer: Initializer | None
     space: StateSpace | None
     num_posteriors: float
     temperature: Callable[[int], float]
@@ -135,9 +133,7 @@ class Profile:
     layers: frozenset[str] = frozenset()
     has_companion: bool = False
     is_conditional: bool = False
-    short_steps: int = 60
     max_restarts: int | None = None
-    compares_latents: bool = True
     watch: Callable[[float], None] = lambda free_energy: None
 
     @property
@@ -167,13 +163,14 @@ class Profile:
         return self.is_resizable and self.optimizer == "closed-form M-steps"
 
     @property
-    def draws_restarts(self) -> bool:
-        """Whether the model draws where a restart begins."""
-        return self.initializer in ("draw_start", "initialize")
+    def compares_latents(self) -> bool:
+        """Whether agreement needs the same latents, too."""
+        return self.config.tolerance is None
 
-    def draw_start(self) -> None:
-        """Goes where a start may lie that the model draws."""
-        (self.model.draw_start if self.initializer == "draw_start" else self.model.initialize)(self.y, self.generator)
+    def initialize(self) -> None:
+        """Goes where a restart begins, if an initialiser draws it."""
+        if self.initializer is not None:
+            self.initializer(self.model, self.y, self.generator)
 
     def make_guide(self) -> AutoTruncated:
         """A truncated guide that has not seen its data yet."""
@@ -231,7 +228,7 @@ class Profile:
         return max(number, self.config.mixture_min_data, self.config.mixture_data_per_parameter * num_parameters)
 
     def _num_restart_states(self) -> int:
-        is_full = self.max_restarts == 1 or self.is_product or (self.draws_restarts and not self.is_informed)
+        is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
         if is_full or self.space is None or self.space.size <= self.num_states:
             return self.num_states
         return max(1, self.num_states // 2)
@@ -243,11 +240,7 @@ def profile_model(
     search: Search | None = None,
     *,
     num_states: int | None = None,
-    short_steps: int = 60,
     max_restarts: int | None = None,
-    temperature: float | None = None,
-    tolerance: float | None = None,
-    lr: float | None = None,
     max_count: int | Mapping[str, int] | None = None,
     generator: torch.Generator | None = None,
     config: LearnConfig | None = None,
@@ -265,36 +258,31 @@ def profile_model(
     _check_search(search, is_sampled)
     if max_count is not None and is_sampled:
         raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
-    lr = (config.conditional_lr if is_conditional else config.lr) if lr is None else lr
-    if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
-        raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
+    lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
     optimizer: Optimizer = "Gibbs sampling" if is_sampled else "closed-form M-steps" if has_closed_form else "gradients"
-    profile = Profile(
-        model, y, search, num_states or 1, lr, optimizer, _initializer(model), None, total_rows(y), lambda step: 1.0, 0.0, config
-    )
+    starts = _find_initializer(model, config.initializer)
+    profile = Profile(model, y, search, num_states or 1, lr, optimizer, *starts, None, total_rows(y), lambda step: 1.0, 0.0, config)
     profile = profile.replace(
         max_count=max_count,
         generator=generator,
         is_conditional=is_conditional,
         # The first steps of an optimiser may lose more than they gain in the end.
-        is_informed=optimizer != "gradients" and bool(getattr(model, "has_informed_init", False)),
-        is_resizable=isinstance(model, ResizableModel) and not is_sampled,
-        short_steps=short_steps,
+        is_informed=optimizer != "gradients" and config.initializer is None and bool(getattr(model, "has_informed_init", False)),
+        is_resizable=isinstance(model, ResizableModel) and not is_sampled and starts[1] is not None,
         max_restarts=max_restarts,
-        compares_latents=tolerance is None,
     )
     if not is_sampled:
         profile = _with_latents(profile)
-    if profile.is_chain and temperature not in (None, 1.0):
-        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
-    first, nearness = _annealing(profile)
-    falling = cooling(first if temperature is None else temperature, short_steps)
+    if profile.is_chain and config.temperature not in (None, 1.0):
+        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {config.temperature}")
+    first, tolerance = _annealing(profile)
+    falling = cooling(first if config.temperature is None else config.temperature, config.restart_steps)
     is_many = profile.is_mixture and profile.space is not None and profile.space.size > config.num_states
     num_states = num_states or (config.mixture_num_states if is_many else config.num_states)
     if search is not None and profile.space is not None and profile.space.size > num_states:
         search.check_space(profile.space)
-    nearness = max(nearness, config.total_tolerance / profile.num_posteriors) if tolerance is None else tolerance
-    return profile.replace(num_states=num_states, temperature=falling, tolerance=nearness)
+    tolerance = max(tolerance, config.total_tolerance / profile.num_posteriors) if config.tolerance is None else config.tolerance
+    return profile.replace(num_states=num_states, temperature=falling, tolerance=tolerance)
 
 
 def _check_search(search: Any, is_sampled: bool) -> None:
@@ -310,12 +298,17 @@ def _check_search(search: Any, is_sampled: bool) -> None:
         )
 
 
-def _initializer(model: Any) -> Initializer:
+def _find_initializer(model: Any, given: Initializer | None) -> tuple[str, Initializer | None]:
+    """Returns an initialiser and its name, the given one first."""
+    if given is not None:
+        return getattr(given, "__name__", type(given).__name__), given
     if isinstance(model, StartingModel):
-        return "draw_start"
+        return "draw_start", lambda model, y, generator: model.draw_start(y, generator)
     if not hasattr(model, "initialize"):
-        return "parameters"
-    return "initialize" if len(inspect.signature(model.initialize).parameters) > 1 else "fixed initialize"
+        return "parameters", None
+    if len(inspect.signature(model.initialize).parameters) > 1:
+        return "initialize", lambda model, y, generator: model.initialize(y, generator)
+    return "fixed initialize", None
 
 
 def _with_latents(profile: Profile) -> Profile:
@@ -345,11 +338,11 @@ def _annealing(profile: Profile) -> tuple[float, float]:
     config = profile.config
     if profile.has_companion:
         return 1.0, config.fine_tolerance
-    if profile.is_product or profile.is_informed or profile.initializer == "draw_start":
-        return 1.0, config.tolerance
+    if profile.is_product or profile.is_informed or profile.initialization == "draw_start":
+        return 1.0, config.coarse_tolerance
     if profile.space is not None and profile.space.num_latents == 1:
         return 1.0, config.fine_tolerance
-    return config.temperature if profile.optimizer == "closed-form M-steps" else config.slow_temperature, config.tolerance
+    return config.em_temperature if profile.optimizer == "closed-form M-steps" else config.slow_temperature, config.coarse_tolerance
 
 
 def num_posteriors(guide: AutoTruncated, y: Tensor) -> float:

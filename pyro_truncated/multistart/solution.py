@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.multistart.convergence import Schedule, fixed, of_restart, train
+from pyro_truncated.multistart.convergence import Schedule, fixed, of_restart, to_convergence, train
 from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
@@ -91,13 +91,12 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         temperature: as a function of the step.
         states: one of each data point, ``(N, L)``, which the search begins with.
     """
-    if profile.draws_restarts:
-        profile.draw_start()
+    profile.initialize()
     with forgetting_guides(profile.model, profile.y):
         trainer = Trainer(profile, temperature)
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        found = solution_of(trainer, train(trainer, of_restart(trainer, temperature, profile.short_steps)))
+        found = solution_of(trainer, train(trainer, of_restart(trainer, temperature, profile.config.restart_steps)))
     is_told = profile.is_by_gradients and profile.is_network and not profile.is_shared and found.population is not None
     if not is_told or not found.population.space.is_binary:  # type: ignore[union-attr]
         return found
@@ -120,13 +119,19 @@ def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], 
     """Trains from a solution and its states."""
     with forgetting_guides(profile.model, profile.y):
         trainer = trainer_at(profile, solution)
-        trainer.insert_states(solution.states)
+        if solution.population is not None:
+            trainer.insert_states(solution.states)
         return solution_of(trainer, train(trainer, schedule(trainer)))
+
+
+def converge(profile: Profile, solution: Solution) -> Solution:
+    """Trains to convergence from a solution and its states."""
+    return retrain(profile, solution, lambda trainer: to_convergence(trainer, profile.config.restart_steps))
 
 
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
-    steps = max(1, profile.short_steps // 2)
+    steps = max(1, profile.config.restart_steps // 2)
     return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: fixed(steps))
 
 
@@ -144,4 +149,4 @@ def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solutio
     assert guide is not None
     chosen = words(scorer)
     guide.populations.store_(scorer.score(chosen), None, chosen)
-    return solution_of(trainer, train(trainer, fixed(trainer.profile.short_steps)))
+    return solution_of(trainer, train(trainer, fixed(trainer.profile.config.restart_steps)))

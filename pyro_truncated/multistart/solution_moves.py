@@ -213,7 +213,7 @@ def revive_dead_latents(profile: Profile, found: Solution, counts: MoveCounts | 
             trainer = Trainer(profile)
             trainer.insert_states(child.states)
             trainer.find_states()
-            return solution_of(trainer, train(trainer, by_gradients(trainer, profile.short_steps)))
+            return solution_of(trainer, train(trainer, by_gradients(trainer, profile.config.restart_steps)))
 
     return improve(found, DeadLatents(profile), search_and_train, profile.tolerance, counts)
 

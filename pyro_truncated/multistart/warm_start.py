@@ -35,7 +35,13 @@ def decoded_values(profile: Profile) -> Tensor | None:
     counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    if not profile.is_by_gradients or profile.draws_restarts or not profile.is_network or profile.is_large or profile.has_companion:
+    if (
+        not profile.is_by_gradients
+        or profile.initializer is not None
+        or not profile.is_network
+        or profile.is_large
+        or profile.has_companion
+    ):
         return None
     parameters = parameters_of(model, y)
     if not any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys()):

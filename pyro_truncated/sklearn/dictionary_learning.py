@@ -12,6 +12,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from pyro_truncated import LearnConfig
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
 from pyro_truncated.multistart.learning import learn
@@ -284,7 +285,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         short, progress = min(max_iter, _SHORT), None if self.verbose else False
         steps = 1 if ridge else max_iter
         guide = learn(
-            model, rows, num_states=n_states, steps=steps, short_steps=short, starts=n_init, generator=generator, progress=progress
+            model,
+            rows,
+            num_states=n_states,
+            steps=steps,
+            config=LearnConfig(restart_steps=short),
+            restarts=n_init,
+            generator=generator,
+            progress=progress,
         )
         taken: int = guide.steps
         if ridge:

@@ -25,7 +25,6 @@ from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
-from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
@@ -189,9 +188,7 @@ class Truncated_ELBO(Described, ELBO):
         with defer_checks():
             with torch.enable_grad():
                 batch = guide.batch_of(*call.args, **call.kwargs)
-            if is_due and not (isinstance(batch, ProductBatch) and batch.is_full):
-                batch.search_(self.search, self.search_steps)
-        return batch
+            return batch.after_search(self.search, self.search_steps) if is_due else batch
 
     def _closed_form_step(self, closed_form: ClosedForm, call: Call, guide: Any) -> float:
         if not _stands_alone(call, guide):

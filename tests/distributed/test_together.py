@@ -17,6 +17,7 @@ from pyro_truncated import (
     AutoTruncated,
     ClosedForm,
     EvolutionarySearch,
+    LearnConfig,
     SpikeSlabGPLVM,
     Truncated_ELBO,
     best_start,
@@ -75,7 +76,7 @@ def learned(number: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     pyro.set_rng_seed(1)
     y = distributed.shard(data(number))
     model = BinarySparseCoding(9, 6, dtype=torch.float64)
-    guide = learn(model, y, num_states=8, steps=4, starts=2, short_steps=4, tolerance=1e9, progress=False)
+    guide = learn(model, y, num_states=8, steps=4, restarts=2, config=LearnConfig(restart_steps=4, tolerance=1e9), progress=False)
     return guide.starts, model.weight.detach(), guide.marginals()["s"]
 
 

@@ -156,11 +156,8 @@ enter(
     search=None,
     num_states=4,
     steps=2,
-    starts=2,
-    short_steps=2,
-    temperature=2.0,
-    tolerance=1e6,
-    lr=0.02,
+    restarts=2,
+    config=pt.LearnConfig(restart_steps=2, temperature=2.0, tolerance=1e6, lr=0.02),
     generator=None,
     progress=False,
 )

@@ -18,7 +18,7 @@ from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
 from torch import nn
 
-from pyro_truncated import AutoTruncated, Truncated_ELBO, check_truncation, fit, learn
+from pyro_truncated import AutoTruncated, LearnConfig, Truncated_ELBO, check_truncation, fit, learn
 
 NUM_STEPS, NUM_VALUES = 9, 5
 TRANSITION = (torch.eye(NUM_VALUES, dtype=torch.float64) + 0.2) / 2.0
@@ -176,7 +176,7 @@ def test_restarts_converge_before_they_are_compared():
     """A plain run from the levels of the data ends no higher, by more than the tolerance of half a nat."""
     generator = torch.Generator().manual_seed(0)
     y = torch.tensor([-2.0, 2.0]).repeat_interleave(5) + 0.5 * torch.randn(10, generator=generator)
-    guide = learn(levels, y, starts=3, short_steps=10, progress=False, generator=generator)
+    guide = learn(levels, y, restarts=3, config=LearnConfig(restart_steps=10), progress=False, generator=generator)
     report = guide.learn_report
     assert max(restart.steps for restart in report.restarts) > 10
     best = -Truncated_ELBO().loss(levels, guide, y)
@@ -206,7 +206,7 @@ def decoded(y):
 def test_learn_takes_networks_of_many_rows_on_product_sets():
     torch.manual_seed(0)
     y = torch.randn(320, 2)
-    guide = learn(decoded, y, num_states=2, starts=2, short_steps=2, steps=2, progress=False)
+    guide = learn(decoded, y, num_states=2, restarts=2, config=LearnConfig(restart_steps=2), steps=2, progress=False)
     assert guide.learn_report.steps == 2
     assert all(math.isfinite(restart.free_energy) for restart in guide.learn_report.restarts)
 

@@ -107,7 +107,16 @@ def test_all_objects_are_there_at_the_start(noise: float) -> None:
 def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
     y, objects = scenes_in_noise(0.15)
     model = OcclusiveComponents(6, (14, 14), (5, 5))
-    learn(model, y[:200], num_states=16, steps=2, short_steps=3, starts=1, generator=torch.Generator().manual_seed(1), progress=False)
+    learn(
+        model,
+        y[:200],
+        num_states=16,
+        steps=2,
+        config=LearnConfig(restart_steps=3),
+        restarts=1,
+        generator=torch.Generator().manual_seed(1),
+        progress=False,
+    )
     assert bool(match_objects(model.features, model.masks, objects).recovered().all())
     # Nothing but the noise is left to explain.
     assert model.scale.item() == pytest.approx(0.15, rel=0.1)
@@ -116,7 +125,7 @@ def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
 def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     y, _ = scenes_in_noise(0.15)
     model = OcclusiveComponents(2, (14, 14), (5, 5), order="depth", wrap=False)
-    guide = learn(model, y[:20], num_states=2, steps=1, short_steps=1, starts=1, progress=False)
+    guide = learn(model, y[:20], num_states=2, steps=1, config=LearnConfig(restart_steps=1), restarts=1, progress=False)
     assert bool(guide.population().log_joint.isfinite().all())
 
 

@@ -13,7 +13,18 @@ import torch
 from pyro.infer import SVI, Predictive
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO, learn, models
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    ExhaustiveSearch,
+    GibbsEM,
+    GibbsGuide,
+    GPSelect,
+    LearnConfig,
+    Truncated_ELBO,
+    learn,
+    models,
+)
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.models.dictionary import BackgroundWarning, best_dictionary_and_offset, lies_on_background
@@ -200,7 +211,7 @@ def test_bars_on_a_background_are_found_with_an_offset_only(dtype: torch.dtype) 
         pyro.clear_param_store()
         pyro.set_rng_seed(9000)
         model = BinarySparseCoding(25, 10, offset=offset, dtype=dtype)
-        learn(model, y, num_states=32, steps=10, starts=2, progress=False, generator=generator(1))
+        learn(model, y, num_states=32, steps=10, restarts=2, progress=False, generator=generator(1))
         found.append(matched_bars(model.weight, bars.components))
     assert found == [10, 0]
 
@@ -250,7 +261,7 @@ def test_whoever_trains_a_positive_model_is_told_of_a_background_once(family: An
             svi.step(data)
 
     def short_learn(data: Tensor) -> None:
-        learn(family(9, 6), data, starts=2, steps=1, short_steps=1, num_states=8, tolerance=1e6, progress=False)
+        learn(family(9, 6), data, restarts=2, steps=1, config=LearnConfig(restart_steps=1, tolerance=1e6), num_states=8, progress=False)
 
     for train in (first_steps, short_learn):
         with warnings.catch_warnings(record=True) as caught:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.convergence import finish
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
@@ -23,9 +24,10 @@ def ended(profile: Profile, estimate: FreeEnergyEstimate, **fields: Any) -> Solu
     return Solution(estimate, snapshot(profile.model, profile.y), **fields)
 
 
-def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **arguments: Any) -> MultiStart:
-    """What is made of restarts that are given, with the arguments of ``profile_model``."""
-    found = MultiStart(profile_model(model, y, **arguments).for_restarts(), restart)
+def scripted_restarts(model: Any, y: Tensor, restart: Callable[[Profile], Solution], **options: Any) -> MultiStart:
+    """What is made of restarts that are given, with arguments of ``profile_model`` and fields of the configuration."""
+    fields = {name: options.pop(name) for name in ("tolerance", "restart_steps") if name in options}
+    found = MultiStart(profile_model(model, y, config=LearnConfig(**fields), **options).for_restarts(), restart)
     found.run(progress_bar(False))
     return found
 

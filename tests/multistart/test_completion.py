@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.convergence import to_convergence, train
 from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
@@ -23,7 +24,9 @@ from pyro_truncated.utils.console import progress_bar
 
 
 def profile_of(y: Tensor, num_latents: int = 8, **arguments: Any) -> Profile:
-    profile = profile_model(BinarySparseCoding(y.shape[1], num_latents), y, num_states=32, **{"short_steps": 10, **arguments})
+    profile = profile_model(
+        BinarySparseCoding(y.shape[1], num_latents), y, num_states=32, config=LearnConfig(**{"restart_steps": 10, **arguments})
+    )
     return profile.replace(tolerance=0.05)
 
 

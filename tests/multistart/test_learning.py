@@ -38,7 +38,7 @@ from pyro_truncated.training import cooling
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 from tests.multistart.started_models import StartedAtRows
 
-QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
+QUICK = {"progress": False, "steps": 3, "restarts": 2, "num_states": 8, "config": LearnConfig(restart_steps=3, tolerance=1e6)}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -273,12 +273,13 @@ def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
     """
     y = torch.cat([torch.randn(40, 2, generator=generator(k), dtype=torch.float64) + 6 * k for k in range(3)])
 
-    def reached(starts, **arguments):
+    def reached(starts, **fields):
         model = GaussianMixture(2, 3, dtype=torch.float64)
-        return max(learn(model, y, starts=starts, steps=20, progress=False, generator=generator(), **arguments).starts)
+        config = LearnConfig(**fields)
+        return max(learn(model, y, restarts=starts, steps=20, config=config, progress=False, generator=generator()).starts)
 
     one = GaussianMixture(2, 1, dtype=torch.float64)
-    single = max(learn(one, y, starts=1, steps=2, progress=False, generator=generator()).starts)
+    single = max(learn(one, y, restarts=1, steps=2, progress=False, generator=generator()).starts)
     assert reached(4) > single + 0.3
     assert reached(8, temperature=20.0) == pytest.approx(reached(4), abs=1e-6)
 
@@ -287,7 +288,7 @@ def test_components_that_a_high_temperature_has_made_equal_are_moved_apart():
 @pytest.mark.filterwarnings("ignore::pyro_truncated.multistart.DisagreeingStartsWarning")
 def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
     y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
-    guide = learn(mixture, y, starts=4, steps=100, short_steps=200, lr=0.1, progress=False, generator=generator())
+    guide = learn(mixture, y, restarts=4, steps=100, config=LearnConfig(restart_steps=200, lr=0.1), progress=False, generator=generator())
     found = pyro.param("loc").detach().sort().values
     torch.testing.assert_close(found, torch.tensor([0.0, 4.0, 8.0]), atol=0.25, rtol=0)
     assert guide.marginals()["z"].shape == (150, 3)
@@ -304,7 +305,7 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
 
     y = torch.cat([torch.randn(20, generator=generator(k)) * 0.3 + 4 * k for k in range(2)])
     caplog.set_level(logging.INFO, "pyro")
-    guide = learn(model, y, starts=1, steps=5, progress=False)
+    guide = learn(model, y, restarts=1, steps=5, progress=False)
     assert not caplog.records
     assert isinstance(guide, AutoGuideList)
     assert isinstance(guide[-1], AutoTruncated)
@@ -315,8 +316,8 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
 def test_parameters_learned_in_inference_mode_can_be_trained_on():
     model, y = BinarySparseCoding(4, 2), torch.randn(10, 4)
     with torch.inference_mode():
-        learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
-    learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
+        learn(model, y, restarts=1, config=LearnConfig(restart_steps=2), steps=2, progress=False)
+    learn(model, y, restarts=1, config=LearnConfig(restart_steps=2), steps=2, progress=False)
 
 
 @pytest.mark.nightly
@@ -325,7 +326,7 @@ def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     pyro.set_rng_seed(3)
     model = BinarySparseCoding(16, 16)
     with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
-        guide = learn(model, bars.data, starts=2, steps=2, num_states=32, tolerance=0.02, progress=False)
+        guide = learn(model, bars.data, restarts=2, steps=2, num_states=32, config=LearnConfig(tolerance=0.02), progress=False)
     assert matched_bars(model.weight, bars.components) == 8
     assert guide.starts[0] == pytest.approx(guide.starts[1], abs=2e-3)  # a tenth of the tolerance; with spare latents more than all of it
 
@@ -343,25 +344,28 @@ def test_steps_of_starts_are_shown(capsys):
 def test_starts_that_disagree_are_told():
     y = linear_bars(60, 5, mean_active=2.0, generator=generator()).data
     with pytest.warns(DisagreeingStartsWarning, match="local optimum") as told:
-        learn(BinarySparseCoding(25, 10), y, **{**QUICK, "tolerance": 0.0})
+        learn(BinarySparseCoding(25, 10), y, **{**QUICK, "config": LearnConfig(restart_steps=3, tolerance=0.0)})
     assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"starts": 0}, "starts"),
-        ({"steps": 1.5}, "steps"),
-        ({"tolerance": -1.0}, "tolerance"),
-        ({"lr": 0.0}, "lr"),
-        ({"temperature": 0.1}, "start"),
+        (lambda: {"restarts": 0}, "restarts"),
+        (lambda: {"steps": 1.5}, "steps"),
+        (lambda: {"config": LearnConfig(tolerance=-1.0)}, "tolerance"),
+        (lambda: {"config": LearnConfig(lr=0.0)}, "lr"),
+        (lambda: {"config": LearnConfig(temperature=0.1)}, "temperature"),
+        (lambda: {"config": LearnConfig(initializer=3)}, "initializer"),
+        (lambda: {"config": LearnConfig(moves=(3,))}, "moves"),
+        (lambda: {"start": 3}, "start"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_before_anything_changes(wrong, named):
     model = BinarySparseCoding(9, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises((ValueError, TypeError), match=named):
-        learn(model, torch.randn(20, 9, generator=generator()), **{**QUICK, **wrong})
+        learn(model, torch.randn(20, 9, generator=generator()), **{**QUICK, **wrong()})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -402,7 +406,9 @@ def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
     bars = linear_bars(120, 4, mean_active=1.6, noise=1.0, generator=generator())
     search = SurrogateSearch(4)
     model = BinarySparseCoding(16, 8)
-    guide = learn(model, bars.data, search, steps=3, short_steps=20, num_states=12, starts=2, tolerance=10.0, progress=False)
+    guide = learn(
+        model, bars.data, search, steps=3, config=LearnConfig(restart_steps=20, tolerance=10.0), num_states=12, restarts=2, progress=False
+    )
     assert len(guide.starts) == 2
     assert matched_bars(model.weight, bars.components) == 8
     assert len(search.regressions["log joints"].variance) == 8
@@ -465,7 +471,7 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(rates, starts
 
     pyro.set_rng_seed(0)
     y = 50 * torch.rand(20, generator=generator())
-    scripted_restarts(lambda y: own(y, rates), y, start, max_restarts=starts, short_steps=1)
+    scripted_restarts(lambda y: own(y, rates), y, start, max_restarts=starts, restart_steps=1)
     assert len(begun) == made
 
 
@@ -511,7 +517,7 @@ def test_a_class_of_ones_own_that_can_have_more_latents_starts_with_more():
     bars = linear_bars(200, 3, mean_active=1.5, generator=generator(2))
     pyro.set_rng_seed(2)
     model = Sums(torch.randn(9, 6))
-    learn(model, bars.data, starts=1, steps=40, num_states=64, progress=False)
+    learn(model, bars.data, restarts=1, steps=40, num_states=64, progress=False)
     assert matched_bars(model.weight, bars.components) == 6
 
 
@@ -533,7 +539,9 @@ class SumsWithNoise(Sums):
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)
     y = 20.0 * torch.randn(30, 4, generator=generator())
-    guide = learn(SumsWithNoise(torch.randn(4, 2)), y, starts=1, short_steps=60, steps=1, num_states=4, progress=False)
+    guide = learn(
+        SumsWithNoise(torch.randn(4, 2)), y, restarts=1, config=LearnConfig(restart_steps=60), steps=1, num_states=4, progress=False
+    )
     # Of 20, or of 10 where two latents of four explain their part: from one, sixty steps of a tenth in the logarithm.
     assert float(guide[0].median(y)["noise"]) > 5.0
 

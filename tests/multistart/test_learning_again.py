@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pyro_truncated import AutoTruncated, learn
+from pyro_truncated import AutoTruncated, LearnConfig, learn
 from pyro_truncated.multistart import ConvergenceWarning
 
-QUICK = {"starts": 1, "short_steps": 3, "steps": 3, "progress": False}
+QUICK = {"restarts": 1, "config": LearnConfig(restart_steps=3), "steps": 3, "progress": False}
 
 
 def causes(number: int, *, priors: bool) -> Callable[[Tensor], None]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated import LearnConfig, Truncated_ELBO, learn
 
 LARGEST = 25
 
@@ -37,7 +37,7 @@ def test_counts_without_an_upper_end_are_learned_up_to_a_bound():
     with pytest.raises(ValueError, match=r"learn\(model, y, max_count=\{'n': 20\}\)"):
         learn(seen, y, progress=False)
     pyro.set_rng_seed(0)
-    guide = learn(seen, y, max_count={"n": LARGEST}, starts=1, short_steps=30, steps=30, progress=False)
+    guide = learn(seen, y, max_count={"n": LARGEST}, restarts=1, config=LearnConfig(restart_steps=30), steps=30, progress=False)
     assert guide.space.size == LARGEST + 1  # all are in the populations of 64 states, so the free energy is exact
     mean, chance = (float(pyro.param(name).detach()) for name in ("mean", "chance"))
     assert -Truncated_ELBO().loss(seen, guide, y) == pytest.approx(log_evidence(y, mean, chance), rel=1e-5)

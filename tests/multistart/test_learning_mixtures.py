@@ -13,7 +13,7 @@ from pyro.optim import ClippedAdam
 from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture as Reference
 
-from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
+from pyro_truncated import AutoTruncated, ClosedForm, LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.profile import profile_model
@@ -35,7 +35,7 @@ def test_iris_is_learned_as_well_as_by_scikit_learn_with_many_starts(seed: int) 
 def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
     y = torch.cat([torch.randn(100, 2), torch.randn(100, 2) + 6])
     model = GaussianMixture(2, 2, covariance="diag")
-    guide = learn(model, y, starts=1, short_steps=5, steps=1_000_000, num_states=2, progress=False)
+    guide = learn(model, y, restarts=1, config=LearnConfig(restart_steps=5), steps=1_000_000, num_states=2, progress=False)
     before = float(guide.population().free_energy().mean())
     model.maximize(model.sufficient_statistics(guide.population(), y))
     assert 0.0 <= float(guide.refresh_(y).free_energy().mean()) - before + 1e-6 < 1e-3
@@ -47,7 +47,7 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
 def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tuple[torch.dtype, torch.dtype]) -> None:
     y = torch.cat([torch.randn(40, 3, dtype=types[1]), torch.randn(40, 3, dtype=types[1]) + 6])
     model = GaussianMixture(3, 2, covariance=covariance, rank=1 if covariance == "low-rank" else None, dtype=types[0])
-    guide = learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
+    guide = learn(model, y, restarts=1, config=LearnConfig(restart_steps=2), steps=2, progress=False)
     assert model.loc.dtype == types[0]
     assert guide.population().free_energy().mean() > -7.5
     for optim in (ClosedForm(model), ClippedAdam({"lr": 1e-3})):
@@ -91,7 +91,14 @@ def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(oth
 
 @pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
 def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:
-    guide = learn(GaussianMixture(1, number, covariance="spherical"), torch.randn(200, 1), starts=1, short_steps=1, steps=1, progress=False)
+    guide = learn(
+        GaussianMixture(1, number, covariance="spherical"),
+        torch.randn(200, 1),
+        restarts=1,
+        config=LearnConfig(restart_steps=1),
+        steps=1,
+        progress=False,
+    )
     assert guide.population().num_states == num_states
 
 

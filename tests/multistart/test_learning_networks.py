@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrizations
 
-from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, LearnConfig, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.model_parameters import disturb, layers_of, snapshot
@@ -91,7 +91,7 @@ def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_be
         each = len(begun) + 10 * unlike * torch.randn(len(y), dtype=torch.float64)
         return ended(profile, FreeEnergyEstimate(float(len(begun)), each=each))
 
-    found = scripted_restarts(behind(network), y, start, short_steps=1)
+    found = scripted_restarts(behind(network), y, start, restart_steps=1)
     assert disagreement(found)
     assert len(begun) == made
     # By noise as large as what was reached, around where the first one began, not around 3000.
@@ -126,9 +126,9 @@ def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_g
     rates = []
     for options in ({}, {"lr": 0.3}):
         model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)
-        guide = learn(model, x[8:], starts=1, steps=1, short_steps=1, progress=False, **options)
+        guide = learn(model, x[8:], restarts=1, steps=1, config=LearnConfig(restart_steps=1), progress=False, **options)
         rates.append(guide.learn_report.settings["lr"])
-    guide = learn(behind(perceptron()), torch.randn(8, 5), starts=1, steps=1, short_steps=1, progress=False)
+    guide = learn(behind(perceptron()), torch.randn(8, 5), restarts=1, steps=1, config=LearnConfig(restart_steps=1), progress=False)
     rates.append(guide.learn_report.settings["lr"])
     assert rates == [0.02, 0.3, 0.1]
 

@@ -14,7 +14,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, Truncated_ELBO, learn
+from pyro_truncated import AutoTruncated, LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.multistart import ConvergenceWarning, DisagreeingStartsWarning, LearnReport
 
 
@@ -106,7 +106,7 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
 def test_a_short_run_ends_no_lower_than_its_restarts():
     """Values are exchanged between restarts, and what is kept is the best; three standard errors of the bound."""
     y = clusters()[::3]
-    guide = learn(shares, y, starts=2, short_steps=10, steps=10, progress=False)
+    guide = learn(shares, y, restarts=2, config=LearnConfig(restart_steps=10), steps=10, progress=False)
     found, error = bound(shares, guide, y)
     assert found > len(y) * max(guide.starts) - 3 * error - 0.5
     assert guide.learn_report.moves["use of redundant latents"][0] > 0
@@ -115,7 +115,7 @@ def test_a_short_run_ends_no_lower_than_its_restarts():
 @pytest.mark.slow
 def test_a_run_that_is_cut_off_warns_and_says_what_to_do():
     with pytest.warns(ConvergenceWarning, match="training has not converged in 6 steps.*Try more steps") as told:
-        guide = learn(sticks, clusters(), starts=1, short_steps=4, steps=6, progress=False)
+        guide = learn(sticks, clusters(), restarts=1, config=LearnConfig(restart_steps=4), steps=6, progress=False)
     assert told[0].filename == __file__
     report = guide.learn_report
     assert isinstance(report, LearnReport)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated import LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.model_parameters import snapshot
 from pyro_truncated.multistart.profile import profile_model
@@ -40,7 +40,7 @@ def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor]
 def test_free_energies_of_starts_are_of_the_one_posterior():
     model, edges, truth = graph(16, torch.Generator().manual_seed(0))
     pyro.set_rng_seed(0)
-    guide = learn(model, edges, num_states=16, short_steps=8, steps=10, progress=False)
+    guide = learn(model, edges, num_states=16, config=LearnConfig(restart_steps=8), steps=10, progress=False)
     assert len(guide.starts) == 8  # two alike may be a bad optimum
     # The best state and the one with the other names are not all of the mass.
     assert -Truncated_ELBO().loss(model, guide, edges) == pytest.approx(float(truth), abs=1.0)
@@ -51,7 +51,7 @@ def test_starts_see_all_rows():
     """A part of the edges does not fit to the nodes: 120 have more than the 6000 rows that latents of each row would get."""
     model, edges, _ = graph(120, torch.Generator().manual_seed(1))
     pyro.set_rng_seed(0)
-    guide = learn(model, edges, num_states=2, starts=1, short_steps=1, steps=1, progress=False)
+    guide = learn(model, edges, num_states=2, restarts=1, config=LearnConfig(restart_steps=1), steps=1, progress=False)
     assert guide.marginals()["block"].shape[-1] == 120
 
 
@@ -97,7 +97,7 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     y = x @ weight + 0.5 * torch.randn(60)
     model = selection(x, -weight)
     off = in_states(model, y, torch.zeros(1, 1, 6), free_energy=-1000.0)
-    found = revive_dead_latents(profile_model(model, y, num_states=8, tolerance=0.05, short_steps=30), off)
+    found = revive_dead_latents(profile_model(model, y, num_states=8, config=LearnConfig(tolerance=0.05, restart_steps=30)), off)
     chosen = weight != 0
     rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
     truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
@@ -117,7 +117,7 @@ def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     x = torch.randn(10, 6)
     model, y = selection(x, WEIGHT), x @ WEIGHT
     on = in_states(model, y, torch.eye(6).unsqueeze(0))
-    assert revive_dead_latents(profile_model(model, y, num_states=6, tolerance=0.05, short_steps=1), on) is on
+    assert revive_dead_latents(profile_model(model, y, num_states=6, config=LearnConfig(tolerance=0.05, restart_steps=1)), on) is on
 
 
 def test_the_states_of_what_is_woken_at_once_have_a_bound():

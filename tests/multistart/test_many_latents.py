@@ -57,7 +57,7 @@ def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them():
     y = (torch.rand(20, 16, generator=generator()) < 0.3).float()
     model = Counted(16, 260)
     with pytest.warns(DisagreeingStartsWarning, match="no two of 2 starts"):
-        guide = learn(model, y, steps=1, short_steps=2, num_states=4, tolerance=0.0, progress=False)
+        guide = learn(model, y, steps=1, config=LearnConfig(restart_steps=2, tolerance=0.0), num_states=4, progress=False)
     assert (len(guide.starts), Counted.sizes) == (2, {260})
 
 
@@ -189,7 +189,16 @@ def test_only_models_with_m_steps_of_their_own_start_near_the_end():
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_states_of_starts_are_not_offered_beside_continuous_latents():
     y = linear_bars(40, 3, mean_active=2.0, generator=generator()).data
-    guide = learn(Bars(torch.randn(9, 4)), y, starts=1, short_steps=3, steps=3, num_states=8, generator=generator(), progress=False)
+    guide = learn(
+        Bars(torch.randn(9, 4)),
+        y,
+        restarts=1,
+        config=LearnConfig(restart_steps=3),
+        steps=3,
+        num_states=8,
+        generator=generator(),
+        progress=False,
+    )
     assert len(guide.starts) == 1
 
 
@@ -325,7 +334,7 @@ def test_starts_begin_at_draws_of_continuous_latents_from_their_prior():
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())
-    guide = learn(clusters, y, starts=1, short_steps=60, steps=1, progress=False)
+    guide = learn(clusters, y, restarts=1, config=LearnConfig(restart_steps=60), steps=1, progress=False)
     svi = SVI(clusters, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO())
     # The start was still rising; at the centre of the prior two thirds of the data would cost fifty nats each.
     assert -svi.evaluate_loss(y) / 90 > guide.starts[0] - 0.3

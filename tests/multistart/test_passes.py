@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import learn
+from pyro_truncated import LearnConfig, learn
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.distributed import shard
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE
@@ -51,7 +51,7 @@ def program(decode: torch.nn.Module, beside: Tensor | None = None, is_shared: bo
 def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
     """All 16 states are there, so that the loss is minus the log evidence; at a rate of nearly zero no step changes it."""
     y, model = data(), BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
-    run = Trainer(profile_model(model, y, num_states=16, lr=1e-9))
+    run = Trainer(profile_model(model, y, num_states=16, config=LearnConfig(lr=1e-9)))
     value = run.step()
     run.end()
     assert run.truncated is not None
@@ -65,7 +65,7 @@ def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
 
 def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
     y, model = data(), BinaryVAE(NUM_OBSERVED, 12, hidden=(8,))
-    run = Trainer(profile_model(model, y, None, num_states=8, lr=1e-9))
+    run = Trainer(profile_model(model, y, None, num_states=8, config=LearnConfig(lr=1e-9)))
     before = run.truncated.refresh_(y).free_energy()
     run.step()
     run.end()
@@ -167,7 +167,7 @@ def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
             s = pyro.sample("s", dist.Bernoulli(torch.full((1,), 0.5)).to_event(1))
             pyro.sample("y", dist.Normal(net(0.0 * s), 1.0).to_event(1), obs=rows)
 
-    run = Trainer(profile_model(model, y, None, num_states=2, lr=1.0).with_decay(300, 1e-3))
+    run = Trainer(profile_model(model, y, None, num_states=2, config=LearnConfig(lr=1.0)).with_decay(300, 1e-3))
     for _ in range(300):
         run.step()
     assert run.is_in_parts
@@ -199,7 +199,7 @@ def test_latents_that_are_never_on_are_no_code_that_starts_could_agree_on(rate, 
             pyro.sample("y", dist.Normal(net(s), 1.0).to_event(1), obs=y)
 
     decode, y = network(), data()
-    found = run_restart(profile_model(model, y, num_states=16, short_steps=1), 1.0)
+    found = run_restart(profile_model(model, y, num_states=16, config=LearnConfig(restart_steps=1)), 1.0)
     assert (found.probabilities is not None) == is_code
 
 

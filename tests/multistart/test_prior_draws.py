@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_truncated import LearnConfig
 from pyro_truncated.multistart.model_parameters import prior_draw
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.trainer import Trainer
@@ -28,7 +29,7 @@ def test_two_starts_begin_apart_in_vectors_and_simplices():
     for seed in range(2):
         torch.manual_seed(seed)
         pyro.clear_param_store()
-        run = Trainer(profile_model(topics, torch.zeros(9, 2), None, num_states=3, lr=1e-6), cooling(1.0, 2))
+        run = Trainer(profile_model(topics, torch.zeros(9, 2), None, num_states=3, config=LearnConfig(lr=1e-6)), cooling(1.0, 2))
         run.step()
         begins.append({name: value for name, value in run.companion.items() if "locs" in name})
     assert len(begins[0]) == 3

@@ -18,7 +18,7 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
+from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
@@ -354,7 +354,7 @@ def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
 
 def pool_of(groups: list[Recombination], refine: Any = None, fit: Any = None, **arguments: Any) -> SolutionPool:
     """Restarts that exchange latents of these groups; what moves propose is left as it is unless said otherwise."""
-    arguments = {"model": bars_model, "y": torch.zeros(4, 9), "tolerance": 0.01, **arguments}
+    arguments = {"model": bars_model, "y": torch.zeros(4, 9), "config": LearnConfig(tolerance=0.01), **arguments}
     pool = SolutionPool(profile_model(**arguments), refine or as_it_is, fit or as_it_is)
     pool.exchange(groups)
     return pool
@@ -554,7 +554,9 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     right = {"weight": bars.components, "offset": torch.zeros(9)}
     turned = {"weight": bars.components.clone(), "offset": bars.components[:, 2].clone()}
     turned["weight"][:, 2] *= -1
-    profile = profile_model(above_an_offset, bars.data, EvolutionarySearch(), num_states=16, tolerance=0.05, short_steps=40)
+    profile = profile_model(
+        above_an_offset, bars.data, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05, restart_steps=40)
+    )
     groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
     (group,), assembly = groups, SolutionPool(profile)
     assembly.exchange(groups)
@@ -577,7 +579,7 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     torch.manual_seed(0)
     weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.full((100, 6), 0.75))
     y = states @ weight.mT + torch.randn(100, 9)
-    profile = profile_model(mostly_on, y, EvolutionarySearch(), num_states=16, tolerance=0.05)
+    profile = profile_model(mostly_on, y, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05))
     groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6)})
     fits: list[Solution] = []
     (group,), assembly = groups, SolutionPool(profile, as_it_is, lambda profile, one: fits.append(one) or as_it_is(profile, one))
@@ -609,7 +611,7 @@ def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() ->
     bars = linear_bars(100, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)
     with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
-        guide = learn(six_bars, bars.data, num_states=16, short_steps=40, steps=5, progress=False)
+        guide = learn(six_bars, bars.data, num_states=16, config=LearnConfig(restart_steps=40), steps=5, progress=False)
     assert len(guide.starts) < 8
     assert matched_bars(pyro.param("weight").detach(), bars.components) == 6
 
@@ -621,5 +623,5 @@ def test_latents_that_one_start_has_found_alone_are_told() -> None:
     with pytest.warns(
         DisagreeingStartsWarning, match=r"latents of the best of 2 starts were found by fewer than two of them: the best may be"
     ):
-        guide = learn(six_bars, bars.data, num_states=16, starts=2, short_steps=10, steps=2, progress=False)
+        guide = learn(six_bars, bars.data, num_states=16, restarts=2, config=LearnConfig(restart_steps=10), steps=2, progress=False)
     assert len(guide.starts) == 2

@@ -89,9 +89,9 @@ def test_once_nothing_has_moved_it_is_not_called_again() -> None:
 def test_learn_moves_components_where_no_start_has_them() -> None:
     y = clusters()
     model = make()
-    guide = learn(model, y, starts=2, progress=False, generator=torch.Generator().manual_seed(0))
+    guide = learn(model, y, restarts=2, progress=False, generator=torch.Generator().manual_seed(0))
     assert has_all_clusters(model, y)
-    again = learn(make(), y, starts=2, progress=False, generator=torch.Generator().manual_seed(0))
+    again = learn(make(), y, restarts=2, progress=False, generator=torch.Generator().manual_seed(0))
     assert guide.starts == again.starts
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, learn
+from pyro_truncated import AutoTruncated, LearnConfig, learn
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
@@ -207,7 +207,7 @@ def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
         return ended(profile, FreeEnergyEstimate(made[-1], each=each), probabilities=code)
 
-    found = scripted_restarts(model, y, told, short_steps=1, max_restarts=3)
+    found = scripted_restarts(model, y, told, restart_steps=1, max_restarts=3)
     assert "found the same latents, but free energies" in disagreement(found)
     assert len(made) == 3
 
@@ -228,9 +228,9 @@ def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_t
             return float((network(states) - y).square().mean())
 
     before = explained()
-    teach(profile_model(model, y, num_states=4, short_steps=100), states.long())
+    teach(profile_model(model, y, num_states=4, config=LearnConfig(restart_steps=100)), states.long())
     assert explained() < 0.3 * before
-    found = run_restart(profile_model(model, y, num_states=4, lr=1e-9, short_steps=1), 1.0, states.long())
+    found = run_restart(profile_model(model, y, num_states=4, config=LearnConfig(lr=1e-9, restart_steps=1)), 1.0, states.long())
     assert bool((found.states == states.unsqueeze(1)).all(-1).any(1).double().mean() > 0.8)
 
 
@@ -245,7 +245,7 @@ def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(lead
         each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
         return ended(profile, FreeEnergyEstimate(made[-1], each=each), probabilities=code)
 
-    found = scripted_restarts(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,)), y, told, short_steps=1)
+    found = scripted_restarts(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,)), y, told, restart_steps=1)
     assert (len(made) == 2, disagreement(found) is None) == (is_silent, is_silent)
     assert is_silent or "found the same latents, but free energies" in disagreement(found)
 
@@ -260,7 +260,7 @@ def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monke
     y = 4 * states @ weight + 0.1 * torch.randn(80, NUM_OBSERVED, generator=generator(1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guide = learn(behind(perceptron()), y, starts=2, short_steps=10, steps=1, num_states=8, progress=False)
+        guide = learn(behind(perceptron()), y, restarts=2, config=LearnConfig(restart_steps=10), steps=1, num_states=8, progress=False)
     assert [restart.initialisation for restart in guide.learn_report.restarts][1] == "linear model"
     (code,) = taught
     correlation = torch.corrcoef(torch.cat([code.mT.double(), states.mT.double()]))[:NUM_LATENTS, NUM_LATENTS:].abs()
@@ -290,7 +290,7 @@ def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     for layer in (network[0], network[2]):
         torch.nn.init.normal_(layer.weight)
     with pytest.warns(DisagreeingStartsWarning):  # the first start, from where the program is, has found something else
-        guide = learn(behind(network, rate=0.25), y, starts=2, progress=False)
+        guide = learn(behind(network, rate=0.25), y, restarts=2, progress=False)
     assert guide.starts[0] < truth - 3.0
     assert guide.starts[1] > guide.starts[0] + 2.0
     assert float(guide.population().free_energy().mean()) > guide.starts[1] - 0.05

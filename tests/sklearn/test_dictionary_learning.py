@@ -15,7 +15,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
+from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.sklearn import SparseCoding
@@ -89,7 +89,9 @@ def test_the_dictionary_is_the_one_that_learn_finds():
     with apart(1) as generator:
         model = BinarySparseCoding(9, 6, shared_prior=False, dtype=torch.float64)
         own = torch.tensor((y - y.mean(0)) / y.std(0))
-        guide = learn(model, own, num_states=20, steps=10, short_steps=10, starts=2, generator=generator, progress=False)
+        guide = learn(
+            model, own, num_states=20, steps=10, config=LearnConfig(restart_steps=10), restarts=2, generator=generator, progress=False
+        )
     np.testing.assert_allclose(coder.components_, model.weight.detach().mT.numpy() * y.std(0), rtol=1e-6)
     np.testing.assert_allclose(coder.starts_, np.array(guide.starts) - np.log(y.std(0)).sum(), rtol=1e-6)
 

@@ -179,6 +179,44 @@ def test_module_form_trains_with_a_torch_optimiser():
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_states_of_negligible_weight_change_a_gradient_by_rounding_only(dtype, temperature):
+    """Most of 32 states lie tens of nats below the best, some in between; the gradient of all of them is compared."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 6 * torch.randn(6, 9, generator=generator, dtype=dtype)
+    y = torch.bernoulli(torch.full((40, 6), 0.4, dtype=dtype), generator=generator) @ weight
+    y = y + torch.randn(y.shape, generator=generator, dtype=dtype)
+
+    def model(y):
+        learned = pyro.param("weight", weight.clone())
+        noise = pyro.param("noise", torch.tensor(1.0, dtype=dtype), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.4, dtype=dtype)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ learned, noise).to_event(1), obs=y)
+
+    def gradients():
+        found = {name: value.unconstrained().grad.clone() for name, value in pyro.get_param_store().items()}
+        for value in pyro.get_param_store().values():
+            value.unconstrained().grad = None
+        return found
+
+    guide = AutoTruncated(model, 32)
+    loss = Truncated_ELBO(EvolutionarySearch(), temperature=temperature).loss_and_grads(model, guide, y)
+    found, batch = gradients(), guide.batch_of(y)
+    states = guide.population().states(dtype)
+    assert loss == pytest.approx(-float(batch.free_energy().detach()), rel=1e-5)
+    nodes = {name: value.clone() for name, value in pyro.get_param_store().items()}
+    log_joint = dist.Normal(states @ nodes["weight"], nodes["noise"]).log_prob(y.unsqueeze(1)).sum(-1)
+    log_joint = log_joint + dist.Bernoulli(torch.tensor(0.4, dtype=dtype)).log_prob(states).sum(-1)
+    (-temperature * (log_joint / temperature).logsumexp(-1).sum()).backward()
+    expected = gradients()
+    weights = (log_joint / temperature).softmax(-1)
+    assert int((weights > torch.finfo(dtype).eps / 32).sum(-1).max()) < 32  # some state is left out everywhere
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e3 * torch.finfo(dtype).eps * float(value.abs().max()))
+
+
 def test_temperature_softens_the_gradient_but_not_the_loss():
     case = zoo.binary()
     guide = AutoTruncated(case.model, num_states=32)

@@ -11,7 +11,7 @@ import torch
 import xarray as xr
 from PIL import Image
 
-from pyro_truncated import SASDecoder, SubsetGPRegression, best_start, learn, models
+from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, learn, models
 from pyro_truncated.gp import CoregionalizedGPRegression, smooth_rbf
 from pyro_truncated.restoration import denoise, inpaint
 from pyro_truncated.search import EvolutionarySearch
@@ -115,7 +115,7 @@ def test_models_learn_from_what_is_not_masked():
     def scale(y):
         torch.manual_seed(0)
         model = models.BinarySparseCoding(4, 3).double()
-        learn(model, y, starts=1, short_steps=3, steps=3, num_states=8, progress=False)
+        learn(model, y, restarts=1, config=LearnConfig(restart_steps=3), steps=3, num_states=8, progress=False)
         best_start(model, y, EvolutionarySearch(2, 2, 1), num_starts=1, steps=2, num_states=4)
         return model.scale.detach()
 

@@ -18,7 +18,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated import DisagreeingStartsWarning, learn
+from pyro_truncated import DisagreeingStartsWarning, LearnConfig, learn
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.scenes import Objects, coil_objects, match_objects, occluded_scenes
 
@@ -37,7 +37,8 @@ def start(model: OcclusiveComponents, y: Tensor, args: argparse.Namespace) -> di
 
 
 def train(model: OcclusiveComponents, y: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    asked = {"num_states": args.states, "steps": args.steps, "short_steps": args.short_steps, "starts": args.starts}
+    asked = {"num_states": args.states, "steps": args.steps, "restarts": args.starts}
+    asked["config"] = LearnConfig(restart_steps=args.short_steps)
     given = {name: value for name, value in asked.items() if value is not None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DisagreeingStartsWarning)

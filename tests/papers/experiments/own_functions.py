@@ -264,7 +264,7 @@ def reached_from_truth(kind: Kind, program: Program, y: Tensor) -> float:
     if kind.evidence is not None:
         return kind.evidence(y)
     run = Trainer(profile_model(program, y, None, num_states=64).with_decay(*kind.steps))
-    values = [run.step(y) for _ in range(kind.steps[0])]
+    values = [run.step() for _ in range(kind.steps[0])]
     return sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 
 
