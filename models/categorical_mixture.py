@@ -102,7 +102,7 @@ class CategoricalMixture(LinearMixture):
         _, nearest = spread_rows(rows, self.num_components, generator)
         size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
         total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
-        self.probs = self._floored(total / size.unsqueeze(-1))
+        self.probs = self._floor_probabilities(total / size.unsqueeze(-1))
         self.weights = (size / size.sum()).to(self.weights)
         self.knows_data.fill_(True)
         return self
@@ -146,7 +146,7 @@ class CategoricalMixture(LinearMixture):
         A class without data keeps its probabilities.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floored(statistics["sums"] / counts), self.probs)
+        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floor_probabilities(statistics["sums"] / counts), self.probs)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class CategoricalMixture(LinearMixture):
         probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
-    def _floored(self, probs: Tensor) -> Tensor:
+    def _floor_probabilities(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
         floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)

@@ -194,7 +194,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         if family == "gamma":
             self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
 
     @names_arguments

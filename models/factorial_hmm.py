@@ -236,7 +236,7 @@ class FactorialHMM(UniqueModule):
             steps: sweeps, at most.
         """
         y = self._check(y)
-        observed = _observed(y)
+        observed = _find_observed_steps(y)
         likelihood, transitions = self._terms(y, observed)
         return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
 
@@ -255,7 +255,9 @@ class FactorialHMM(UniqueModule):
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
         y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
-        observed = next((steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None)
+        observed = next(
+            (steps for steps in (_all_steps(y), _find_observed_steps(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None
+        )
         if observed is None:
             raise ValueError(f"posterior must be of these sequences, {tuple(y.shape)}; its steps are others: make it anew")
         is_part = (observed.kind >= 0).flatten()
@@ -296,7 +298,7 @@ class FactorialHMM(UniqueModule):
         Steps without observation are included.
         """
         y = self._check(y)
-        return _observed(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
+        return _find_observed_steps(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
     @torch.no_grad()
     @takes_arrays
@@ -340,7 +342,7 @@ def _all_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps(step, kind, (0,), (1,))
 
 
-def _observed(y: Tensor) -> ObservedSteps:
+def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.of(~y.isnan().all(-1))
 
 

@@ -213,7 +213,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
         The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
         """
-        rows = _rows_of(check_data(y, self.num_observed), draws)
+        rows = _select_rows(check_data(y, self.num_observed), draws)
         errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
         moments = draw_moments(draws, self.num_latents)
         parameters = self.scale, self.prior, self.slab_mean, self.slab_scale
@@ -252,7 +252,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             the wins times the entry of the dictionary that these data ask for. The ``errors`` of
             that dictionary. All can be added and scaled.
         """
-        rows = _rows_of(check_data(y, self.num_observed), draws)
+        rows = _select_rows(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
@@ -279,7 +279,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Positive slab means are then scaled to one. The ``statistics`` are scaled to the same units,
         so that they can be added to later ones.
         """
-        count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
+        count, first, second = (self._sum_shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
         gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics, gain), statistics, statistics["errors"])
@@ -289,7 +289,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         for name, factor in (("coefficients", gain), ("coefficient_squares", gain**2), ("wins", gain**2), ("claims", gain)):
             statistics[name] = statistics[name] * factor
 
-    def _shared(self, sums: Tensor) -> Tensor:
+    def _sum_shared(self, sums: Tensor) -> Tensor:
         """Sums over the latents, if they share their slab."""
         return sums.sum() if self.shared_slab else sums
 
@@ -315,5 +315,5 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         return mean.to(self.weight) if y is None else cast_like(mean, check_data(y, self.num_observed))
 
 
-def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:
+def _select_rows(y: Tensor, draws: GibbsDraws) -> Tensor:
     return y if draws.indices is None else y[draws.indices.to(y.device)]

@@ -89,7 +89,7 @@ class NoisyOr(SuperposedCauses):
         else:
             self.register_buffer("leak", torch.tensor(leak, dtype=dtype))
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.leak,)
 
     @names_arguments

@@ -140,13 +140,15 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     count = min(_CANDIDATES_PER_OBJECT * number, _MAX_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = _parted(found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
+    found = _repeat_objects(
+        found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator
+    )
     for _ in range(_KMEANS_STEPS):
         found = _average(windows, found)
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
-def _parted(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
+def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
     """Returns objects beyond the first ``number``, which repeat these with noise.
 
     Equal objects would stay equal in learning.

@@ -107,7 +107,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     """
     power = points.square().sum(1)
     chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
-    cell = _nearest_of(points, power, chosen)
+    cell = _find_nearest(points, power, chosen)
     distance = (points - points[chosen[cell]]).square().sum(1)
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
@@ -116,7 +116,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
         taken = drawn[_taken(points[drawn], at_most)]
-        nearest = taken[_nearest_of(points, power, taken)]
+        nearest = taken[_find_nearest(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
     return chosen
 
@@ -175,7 +175,7 @@ def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
     return taken
 
 
-def _nearest_of(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
+def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
     """Which of some rows ``(R,)`` is nearest to each point, ``(N,)``."""
     functions = torch.cat([points[rows], -0.5 * power[rows].unsqueeze(1)], 1)
     features = torch.cat([points, torch.ones_like(points[:, :1])], 1)

@@ -181,7 +181,7 @@ class CorrelatedSlabs:
         if stays_independent and not bool(root.tril(-1).any()):
             # The last is the maximiser among independent slabs.
             means, covariances = means[-1:], covariances[-1:].diagonal(dim1=-2, dim2=-1).diag_embed()
-        covariances = _floored(covariances, means.square() + prior.diagonal())
+        covariances = _floor_covariances(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
             """Which gain most, ``(1,)``."""
@@ -270,7 +270,7 @@ def _part(population: Population, chosen: Tensor) -> Population:
     return Population(population.space, words, log_joint, indices)
 
 
-def _floored(covariance: Tensor, power: Tensor) -> Tensor:
+def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     """Returns the nearest covariances above a floor.
 
     Variances, and eigenvalues relative to them, are then no tiny part of the slabs' mean squares.

@@ -103,7 +103,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(self._slabs.first_scale(num_latents, dtype), self._slabs.constraint)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.slab_mean, self.slab_scale, self.bias
 
     @pyro_method
@@ -130,7 +130,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
         It is a ``conditional`` for :meth:`with_slabs`.
         """
-        likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
+        likelihood = self._slabs.superposition(states["s"], self.weight, *self._likelihood_parameters())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @names_arguments

@@ -134,7 +134,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < world.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {world.size()} processes")
-    return Shard.of(_tensor(array), portion, file_of(array))
+    return Shard.of(_tensor(array), portion, find_memory_map(array))
 
 
 def _tensor(array: Any) -> Tensor:
@@ -308,7 +308,7 @@ def whole(rows: Tensor) -> Shard:
     return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))
 
 
-def file_of(array: Any) -> mmap.mmap | None:
+def find_memory_map(array: Any) -> mmap.mmap | None:
     """Returns the shared memory map that an array lies in, or ``None``."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap) and array.mode == "c":
@@ -338,12 +338,12 @@ def fingerprint(shard: Shard) -> int:
     rows = max(1, 2**22 // width)
     total = 0
     for start in range(0, len(shard), rows):
-        total += _sum_of_hashes(shard[start : start + rows], shard.portion.first + start)
+        total += _hash_rows(shard[start : start + rows], shard.portion.first + start)
     parts = world.gather(total) if shard.portion.is_part else [total]
     return sum(parts) % 2**64
 
 
-def _sum_of_hashes(rows: torch.Tensor, first: int) -> int:
+def _hash_rows(rows: torch.Tensor, first: int) -> int:
     entries = rows.detach().cpu().contiguous().reshape(len(rows), -1).numpy()
     bits = entries.view(f"u{entries.itemsize}").astype(np.uint64)
     # Of every entry, mixed with its column; of every data point, mixed with its position.
@@ -497,7 +497,7 @@ def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tenso
         portion: which these are.
         positions: the same on every process.
     """
-    rows: Tensor = _RowsOfOwners.apply(own, portion, positions)  # type: ignore[no-untyped-call]
+    rows: Tensor = _OwnerRows.apply(own, portion, positions)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -526,7 +526,7 @@ def ending_together(arguments: Any) -> AbstractContextManager[None]:
     return world.failing_together() if is_spread(arguments) else nullcontext()
 
 
-class _RowsOfOwners(Function):
+class _OwnerRows(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
         """Sends what is here, and zeros for what is elsewhere."""

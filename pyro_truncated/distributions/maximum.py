@@ -543,7 +543,7 @@ class PiecewiseGaussian(TorchDistribution):
         Raises:
             ValueError: if an offer or an element is negative.
         """
-        raise_if(~((others >= 0).all() & (element >= 0).all()), _complain_of_negative)
+        raise_if(~((others >= 0).all() & (element >= 0).all()), _raise_negative)
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )
@@ -682,5 +682,5 @@ class MaximumSlabs(TorchDistribution):
         return PiecewiseGaussian.of_maximum(self.value, others, element, self.scale, mean, scale)
 
 
-def _complain_of_negative() -> None:
+def _raise_negative() -> None:
     raise ValueError("others and element must not be negative: the cause would win below a threshold instead of above it")

@@ -194,7 +194,7 @@ class ClosedForm(Described, PyroOptim):
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
             change = new if old is None else {name: value - old[name] for name, value in new.items()}
-            change, held = total(self._instead_of_expected(change, indices, num_data)), self.statistics
+            change, held = total(self._replace_expected(change, indices, num_data)), self.statistics
             self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
@@ -212,7 +212,7 @@ class ClosedForm(Described, PyroOptim):
         expected = _plus(visited, self.expected, int((~self.visited).sum()))
         self.statistics = summed(expected) if is_part else expected
 
-    def _instead_of_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
+    def _replace_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
         is_beginning = self.statistics is None
         if is_beginning and hasattr(self.model, "expected_statistics"):

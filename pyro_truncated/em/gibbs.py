@@ -216,7 +216,7 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
+        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _raise_nonfinite_draws)
         ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
@@ -303,7 +303,7 @@ class GibbsGuide(PyroModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _complain_of_draws() -> None:
+def _raise_nonfinite_draws() -> None:
     raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
 
 
@@ -443,7 +443,7 @@ class GibbsEM(ELBO):
     def _update(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> GibbsDraws:
         temperature = temperature_at(self.temperature, self.num_steps)
         budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
-        with _keyed(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
+        with _draw_key(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
             return guide.update_(self.search, y, indices, generator=generator, **budget)
 
     def _settle(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
@@ -485,7 +485,7 @@ def _not_begun(guide: GibbsGuide, y: Tensor) -> Tensor:
 
 
 @contextmanager
-def _keyed(generator: torch.Generator | None) -> Iterator[None]:
+def _draw_key(generator: torch.Generator | None) -> Iterator[None]:
     """Takes one random number on every process, whatever they draw next."""
     seed = draw_seed(generator)
     with spare_random_numbers():

@@ -122,7 +122,7 @@ class DenseCovariance(NoisyCovariance):
             raise ValueError(f"kernel_matrix must have shape (N, N); got {tuple(kernel_matrix.shape)}")
         self.num_data, noise = len(kernel_matrix), _on(kernel_matrix, noise)
         matrix = kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix)))
-        self.cholesky = _factor_of(matrix, noise, kernel_matrix=kernel_matrix)
+        self.cholesky = _factorise(matrix, noise, kernel_matrix=kernel_matrix)
 
     @property
     def log_determinant(self) -> Tensor:
@@ -183,7 +183,7 @@ class LowRankCovariance(NoisyCovariance):
         self.noise = noise.expand(len(factor))
         scaled = factor / self.noise.sqrt().unsqueeze(-1)
         identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
-        self.cholesky = _factor_of(identity + scaled.mT @ scaled, noise, factor=factor)
+        self.cholesky = _factorise(identity + scaled.mT @ scaled, noise, factor=factor)
         self.basis = torch.linalg.solve_triangular(self.cholesky, scaled.mT, upper=False)
 
     @property
@@ -239,7 +239,7 @@ def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:
     return noise if isinstance(noise, Tensor) else matrix.new_tensor(noise)
 
 
-def _factor_of(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
+def _factorise(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
     """Returns a matrix's Cholesky factor, or raises an error about its inputs.
 
     The inputs are checked only on failure, as a fit takes many steps.

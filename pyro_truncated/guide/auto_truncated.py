@@ -347,9 +347,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         with torch.no_grad(), spare_random_numbers():
-            return _reader(list(self._batches_of_draws(self._last_call)))
+            return _reader(list(self._draw_batches(self._last_call)))
 
-    def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
+    def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
         """Returns batches under draws of the latents of other guides.
 
         There are up to :attr:`num_draws`, or one where the draws do not differ.

@@ -275,7 +275,7 @@ class ProductProgramRun(ProgramRun):
                 own, sizes = product.node_layouts[node], scorer.sizes_of(node)
                 position, log_prob = (self._rows(product, node, table, sizes) for table in drawn[node])
                 levels = own.space.unpack(pick(words, position))
-                shape = _left_of(particles, layout.depth)
+                shape = _draw_shape(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
                 states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
                 self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
@@ -317,7 +317,7 @@ class ProductProgramRun(ProgramRun):
             return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
 
 
-def _left_of(particles: list[Any], depth: int) -> tuple[int, ...]:
+def _draw_shape(particles: list[Any], depth: int) -> tuple[int, ...]:
     """Returns the shape of the plates of parallel draws.
 
     They lie left of all plates of the model.

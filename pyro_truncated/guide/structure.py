@@ -196,7 +196,7 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if others := _of_other_shapes(call):
+        if others := _find_shape_mismatches(call):
             reason = str(error).partition("\n")[0]  # Pyro adds the shapes of all sites
             raise ValueError(
                 f"the model fails ({reason}), as Pyro's parameter store holds parameters of an earlier model under the same names: "
@@ -206,7 +206,7 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
         raise
 
 
-def _of_other_shapes(call: Call) -> list[str]:
+def _find_shape_mismatches(call: Call) -> list[str]:
     """Returns parameters whose shapes would differ with an empty store.
 
     There are none if the model does not run then either.

@@ -115,7 +115,7 @@ def population_pairs(population: Population, layout: SiteLayout, first: str, sec
     for block in population.split(rows_per_block(16 * population.num_states * entries)):
         parts = [_indicators(layout, name, block.words) for name in (first, second)]
         blocks.append(torch.einsum("ns,ns...ev,ns...fw->n...efvw", block.weights().double(), *parts))
-    return _shaped(layout, first, second, torch.cat(blocks))
+    return _restore_shapes(layout, first, second, torch.cat(blocks))
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
     data = [layout.depth + dim for dim in layout.dims]
     plates = [1 if slot in data else size for slot, size in enumerate(table.shape[: layout.depth])]
     table = table.movedim(data, list(range(len(data)))) if data else table
-    return _shaped(layout, first, second, table.reshape(scorer.num_data, *plates, *table.shape[layout.depth :]))
+    return _restore_shapes(layout, first, second, table.reshape(scorer.num_data, *plates, *table.shape[layout.depth :]))
 
 
 def _node_weights(batch: ProductBatch, node: int) -> Tensor:
@@ -213,7 +213,7 @@ def _with_plates(layout: SiteLayout, name: str, words: Tensor, sizes: Sequence[i
     return found.permute(0, *paired, -2, -1).reshape(found.shape[0], *merged, *found.shape[-2:])
 
 
-def _shaped(layout: SiteLayout, first: str, second: str, table: Tensor) -> Tensor:
+def _restore_shapes(layout: SiteLayout, first: str, second: str, table: Tensor) -> Tensor:
     """Drops plates without the sites; restores the shapes of events."""
     sites = layout.sites[first], layout.sites[second]
     plates = {dim for site in sites for dim, _ in site.plates}

@@ -152,7 +152,7 @@ def learn(
     if disagreement is not None:
         _warn(disagreement)
     if last.remaining > profile.tolerance:
-        _warn_of_gain(last.steps, last.remaining)
+        _warn_not_converged(last.steps, last.remaining)
     guide.steps, guide.starts = last.steps, pool.energies
     chosen = {"search": type(trainer.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
     chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": total_rows(restart.y)}
@@ -178,7 +178,7 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
     return trainer, finish(trainer, steps, best.estimate.noise / 2 if profile.is_informed else min_gain)
 
 
-def _warn_of_gain(steps: int, remaining: float) -> None:
+def _warn_not_converged(steps: int, remaining: float) -> None:
     gain = "" if math.isinf(remaining) else f": more may raise the free energy per data point by {remaining:.2g}"
     warnings.warn(f"training has not converged in {steps} steps{gain}. Try more steps, or a larger lr.", ConvergenceWarning, stacklevel=5)
 

@@ -29,7 +29,7 @@ _LEAST_SIZE = 0.2
 _OF_A_MODULE = "$$$"
 _MEDIAN = "median of "
 # Prefix of unconstrained medians in the state of an AutoNormal.
-_LOC = "locs.{}_unconstrained"
+_LOC = "locs.{}_to_unconstrained"
 # Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
 # five mixtures of three clusters lost a cluster silently, at a half none of eleven.
 _EQUAL = 0.5
@@ -41,7 +41,7 @@ def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
         return model.state_dict()
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
-    return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+    return {name: _to_unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
 
 
 def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -
     # Optimisers get a plain module's own parameter names, not those of the store.
     key = next(key for key in store if normalize_param_name(key) == name)
     value: Any = store[key]
-    free = _unconstrained(value)
+    free = _to_unconstrained(value)
     clipping = {"clip_norm": math.inf} if is_in_parts else {}
     # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
@@ -154,7 +154,7 @@ def _size(value: Tensor) -> float:
     return float(value.detach().square().mean().sqrt())
 
 
-def _unconstrained(value: Any) -> Tensor:
+def _to_unconstrained(value: Any) -> Tensor:
     return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
 
 

@@ -86,7 +86,7 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            complement = Complement(groups, lambda solution: self._populated(self._fit(self._profile, solution), solution))
+            complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._resolve = [DifferenceCodes(groups), complement]
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
             if self.best.parameters:
@@ -181,10 +181,10 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        settled = self._populated(self._refine(self._profile, child), child)
+        settled = self._populate(self._refine(self._profile, child), child)
         return settled if child.companion else max(child, settled, key=attrgetter("free_energy"))
 
-    def _populated(self, found: Solution, near: Solution) -> Solution:
+    def _populate(self, found: Solution, near: Solution) -> Solution:
         return self.groups[0].populated(found, near)
 
     def _num_singletons(self, group: Recombination) -> int:

@@ -117,7 +117,7 @@ class ProductScorer(Probe):
 
         if self._first_sets is not None:
             self._has_graph = torch.is_grad_enabled()
-            self._first_tables = self._tables_of(self.nodes)
+            self._first_tables = self._build_tables(self.nodes)
 
     @classmethod
     def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, sets: Sets) -> ProductScorer:
@@ -286,9 +286,9 @@ class ProductScorer(Probe):
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
-            return self._tables_of(sample_nodes(self.run(values)))
+            return self._build_tables(sample_nodes(self.run(values)))
 
-    def _tables_of(self, nodes: Mapping[str, Any]) -> Tables:
+    def _build_tables(self, nodes: Mapping[str, Any]) -> Tables:
         factors = self.product.graph.factors
         names = [name for name in factors if name in nodes and name not in self.uncovered]
         with pyro.validation_enabled(False):

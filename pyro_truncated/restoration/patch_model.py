@@ -175,7 +175,7 @@ def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channe
     wanted: tuple[int, ...]
     if len(shape) != 2:
         wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif _share_of_pixels(image, has_channels) < _FEW_PIXELS:
+    elif _pixel_share(image, has_channels) < _FEW_PIXELS:
         wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         wanted = _SIDES_OF_COLOURS_IF_MISSING if bool(image.isnan().any()) else _SIDES_OF_COLOURS
@@ -184,7 +184,7 @@ def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channe
     return sorted({min(side, *shape) for side in wanted})
 
 
-def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
+def _pixel_share(image: Tensor, has_channels: bool) -> float:
     """The share of pixels of which a channel is seen."""
     is_seen = ~image.isnan()
     return float((is_seen.any(-1) if has_channels else is_seen).double().mean())

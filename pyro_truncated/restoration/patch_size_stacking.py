@@ -279,7 +279,7 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     """
     is_hole = _holes(image)
     share = _share(is_hole)
-    moved = _moved(is_hole) if bool((share == 1).any()) else []
+    moved = _shift_hole(is_hole) if bool((share == 1).any()) else []
     if not moved:
         return restored
     everywhere = torch.stack(moved).any(0)
@@ -321,17 +321,17 @@ def _share(is_hole: Tensor) -> Tensor:
     return ((depth - LEAST_DEPTH) / (FULL_DEPTH - LEAST_DEPTH)).clamp(0.0, 1.0)
 
 
-def _moved(is_hole: Tensor) -> list[Tensor]:
+def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     """Returns the hole at several different places that are seen.
 
     It is mirrored, turned, or moved by half of the image.
     """
-    near_corner = min(_mirrored(is_hole), key=lambda other: int(other.nonzero().sum()))
+    near_corner = min(_mirror(is_hole), key=lambda other: int(other.nonzero().sum()))
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
     moved, taken = [], is_hole
-    for other in (*_mirrored(is_hole), *_mirrored(_transposed(near_corner)), *shifted):
+    for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
         new = other & ~taken
         if int(new.sum()) >= least and int(((taken | new) & ~is_hole).sum()) <= most:
             moved.append(new)
@@ -339,11 +339,11 @@ def _moved(is_hole: Tensor) -> list[Tensor]:
     return moved
 
 
-def _mirrored(is_hole: Tensor) -> list[Tensor]:
+def _mirror(is_hole: Tensor) -> list[Tensor]:
     return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
 
 
-def _transposed(is_hole: Tensor) -> Tensor:
+def _transpose(is_hole: Tensor) -> Tensor:
     """Returns rows as columns, in the largest square at the first corner."""
     side, found = min(is_hole.shape), torch.zeros_like(is_hole)
     found[:side, :side] = is_hole[:side, :side].mT

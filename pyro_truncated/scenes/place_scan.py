@@ -327,7 +327,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._visits = self._first_position = 0
         self._is_spread = self._has_drawn = False
 
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         return batch.observations[self.site]

@@ -127,7 +127,7 @@ class ConditionalSearch(Search):
         choices = num_parents * moves.count if num_moves < moves.count else 0
         ops.draw_ahead([changed, changed, 5 * changed, changed, 2 * changed, *([choices] if choices else [])], **draws)
         before, others = (_members(population, changed, draws) for _ in range(2))
-        after = _changed(before, others, space, draws)
+        after = _change_states(before, others, space, draws)
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
@@ -156,7 +156,7 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
     return population.take(place)
 
 
-def _changed(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
+def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """Returns states ``(N, C, W)`` with one latent changed, or a run.
 
     No state stays what it was.

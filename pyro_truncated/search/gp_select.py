@@ -61,7 +61,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
         """
-        data = self._data_of(batch)
+        data = self._regression_data(batch)
         if batch.is_met:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
@@ -78,7 +78,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
         All processes learn the same.
         """
-        data, everyone = self._data_of(batch), gather_function(batch)
+        data, everyone = self._regression_data(batch), gather_function(batch)
         if batch.is_new and self.regression is not None and not self._is_of_new_data:
             return
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
@@ -115,7 +115,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             self.regression = self._remember(state["memory"], state["regression"])
 
     @abc.abstractmethod
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         """What the batch shows to regress on, checked."""
 
     def _can_learn_from(self, batch: SearchBatch) -> bool:
@@ -400,14 +400,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
         for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
-        inputs = _fill(self._of_all(self._memory.inputs, self._trained_on), self._centre)
+        inputs = _fill(self._gather_training(self._memory.inputs, self._trained_on), self._centre)
         found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
         found.load_state_dict(regression)
         self._share(found)
         self._shared.take(self._memory.marginals[self._trained_on])
         return found
 
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
             return self._check(self.inputs(batch), size)
@@ -435,7 +435,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         if not due and number < 2 * self._num_trained:
             return
         self._first_position, self._is_spread, self._seed = batch.first_position, batch.is_spread, seed
-        inputs, marginals = (self._of_all(values, met) for values in (self._memory.inputs, self._memory.marginals))
+        inputs, marginals = (self._gather_training(values, met) for values in (self._memory.inputs, self._memory.marginals))
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
@@ -446,7 +446,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on, self._num_trained, self._last_fit = met, number, visit
         self._share(self.regression)
 
-    def _of_all(self, values: Tensor, rows: Tensor) -> Tensor:
+    def _gather_training(self, values: Tensor, rows: Tensor) -> Tensor:
         """Returns remembered values at these rows, and other processes' training values."""
         if not self._is_spread:
             return values[rows]

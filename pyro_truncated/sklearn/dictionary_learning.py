@@ -118,7 +118,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             y: ignored.
         """
         rows = self._rows(X, reset=True)
-        units = self._units_of(rows)
+        units = self._column_units(rows)
         own = units.standardised(rows)
         with apart(self.random_state) as generator:
             model = self._make(rows)
@@ -141,7 +141,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=is_first)
         with apart(self.random_state if is_first else 0) as generator:
             if is_first:
-                units = self._units_of(rows)
+                units = self._column_units(rows)
                 model = self._make(rows).initialize(units.standardised(rows), generator)
                 self.model_, self.n_iter_, self._online, self._units = model, 0, None, units
             if self._online is None:
@@ -248,7 +248,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     # --- model ---
 
-    def _units_of(self, rows: Tensor) -> ColumnUnits:
+    def _column_units(self, rows: Tensor) -> ColumnUnits:
         """Returns the units of columns; probabilities have none.
 
         Means are taken off where a background is learned.

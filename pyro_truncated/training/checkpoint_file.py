@@ -102,7 +102,7 @@ def claimed(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-class _Hashed:
+class _HashingFile:
     """A file that keeps a checksum and the first error of writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -127,7 +127,7 @@ class _Hashed:
 
 def _write_whole(path: Path, content: Any) -> None:
     with path.open("wb") as file:
-        hashed = _Hashed(file)
+        hashed = _HashingFile(file)
         try:
             torch.save(content, hashed)  # type: ignore[arg-type]
         except RuntimeError:

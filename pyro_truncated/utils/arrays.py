@@ -55,14 +55,14 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
     """
     if package_of(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
-        return tuple(Axis(*_named(dim, indexes.get(dim))) for dim in value.dims)
+        return tuple(Axis(*_label(dim, indexes.get(dim))) for dim in value.dims)
     if _is(value, "polars", "DataFrame"):
         return (Axis(None, None), Axis(None, _labels(value.columns)))
     if _is(value, "polars", "Series"):
         return (Axis(value.name or None, None),)
     if not hasattr(value, "axes"):
         return tuple(Axis(None, None) for _ in np.shape(value))
-    return tuple(Axis(*_named(index.name, index)) for index in value.axes)
+    return tuple(Axis(*_label(index.name, index)) for index in value.axes)
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -135,7 +135,7 @@ def _numbers(frame: Any) -> np.ndarray:
     return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
 
-def _named(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
+def _label(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
     named = None if name is None or _UNNAMED.fullmatch(str(name)) else str(name)
     return named, None if index is None else _labels(index)
 

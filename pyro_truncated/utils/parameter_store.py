@@ -208,7 +208,7 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
         if _was_used(stored) and (_differs(parameter.tensor, stored) or (training and not _may_go_on(parameter, stored)))
     ]
     if training:
-        shadowed += [name for module in program_modules(*programs) for name in _shared(module)]
+        shadowed += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
     if shadowed:
         raise ValueError(_complaint(shadowed))
     for module in program_modules(*programs):
@@ -278,7 +278,7 @@ def _was_used(stored: Tensor) -> bool:
     return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
 
 
-def _shared(module: torch.nn.Module) -> list[str]:
+def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
     """Parameters that another module had left in the store.
 
     They were found when a module created or first used them.
@@ -483,7 +483,7 @@ def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
 
     In its keys, names of parameters, they are otherwise counted within the process.
     """
-    return {_renamed(name, _ranked_names(*programs)): value for name, value in named.items()}
+    return {_translate(name, _ranked_names(*programs)): value for name, value in named.items()}
 
 
 def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
     The programs may have been made in another process.
     """
     names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
-    return {_renamed(name, names): value for name, value in named.items()}
+    return {_translate(name, names): value for name, value in named.items()}
 
 
 def _ranked_names(*programs: Any) -> dict[str, str]:
@@ -507,6 +507,6 @@ def _ranked_names(*programs: Any) -> dict[str, str]:
     return ranks
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def _translate(name: str, names: Mapping[str, str]) -> str:
     module, dot, rest = name.partition(".")
     return f"{names.get(module, module)}{dot}{rest}"

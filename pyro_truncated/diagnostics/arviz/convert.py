@@ -636,10 +636,10 @@ def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             stores = settings.stores
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_groups_of(its_model, one, args, kwargs, labelled, settings))
+                chains.append(_build_groups(its_model, one, args, kwargs, labelled, settings))
     datasets = _side_by_side(chains) if several else chains[0]
     _add_records(datasets, settings)
-    attrs = _attributes_of(guides, datasets, settings.seed)
+    attrs = _common_attributes(guides, datasets, settings.seed)
     return make_idata(**{name: data.assign_attrs(attrs) for name, data in datasets.items()})
 
 
@@ -684,7 +684,7 @@ def _seed(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _groups_of(
+def _build_groups(
     model: Callable[..., Any],
     guide: Any,
     args: tuple[Any, ...],
@@ -805,7 +805,7 @@ def _named_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Datase
     return xr.Dataset({name: (like.dims, values.reshape(like.shape)) for name, values in arrays.items()})
 
 
-def _attributes_of(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int | None) -> dict[str, Any]:
+def _common_attributes(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int | None) -> dict[str, Any]:
     """What every group says of where it comes from."""
     attributes: dict[str, Any] = {
         "created_at": datetime.now(UTC).isoformat(),

@@ -189,7 +189,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
         _begin(module, portion)
     elif portion != held:
         raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
-    for parameter in _latents_of(module) if portion is not None else ():
+    for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
     return portion
@@ -201,7 +201,7 @@ def gather_latents(module: torch.nn.Module) -> None:
 
     All processes call it.
     """
-    for parameter in _latents_of(module):
+    for parameter in _latent_parameters(module):
         parameter.data = torch.cat(world.gather(parameter.detach().clone()))
         parameter.grad = None
         take_from_owners(parameter)
@@ -209,7 +209,7 @@ def gather_latents(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _begin(module: torch.nn.Module, portion: Portion) -> None:
-    latents = _latents_of(module)
+    latents = _latent_parameters(module)
     for parameter in latents:
         parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
         parameter.grad = None
@@ -220,7 +220,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
     draw_alike(None)
 
 
-def _latents_of(module: torch.nn.Module) -> list[Tensor]:
+def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
     return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
 
 
@@ -277,7 +277,7 @@ class SharedSplit(Split):
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 
-class NormalOfRows(dist.Normal):
+class RowNormal(dist.Normal):
     """Normal distributions of some of many rows ``(..., b, Q)``.
 
     Their draws are those that all rows together would have.
@@ -293,9 +293,9 @@ class NormalOfRows(dist.Normal):
         super().__init__(loc, scale)
         self.rows, self.num_rows = rows, num_rows
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalOfRows:
+    def expand(self, batch_shape: Any, _instance: Any = None) -> RowNormal:
         """The same with further dimensions on the left."""
-        return NormalOfRows(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+        return RowNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws for all rows, and takes its own."""
@@ -592,11 +592,11 @@ class SASDecoder(UniqueModule):
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of the latents of the same minibatch."""
         split = self._split(x, split)
-        loc, scale = self._latents_of(x, split)
+        loc, scale = self._infer_latents(x, split)
         with self._plate(split):
             self._sample_latents(loc, scale, split)
 
-    def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
+    def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Returns means and standard deviations of q(z) of a minibatch.
 
         Call it before the minibatch's plate opens.
@@ -877,11 +877,11 @@ class SASDecoder(UniqueModule):
                 kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._kept = self._sealed(kept, x)
+            self._kept = self._seal_state(kept, x)
         self._training_data, self._candidates = x, None
         return self
 
-    def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+    def _seal_state(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
         """Returns the state with the encoder's needs and a checksum.
 
         The checksum is that of the parameters that it belongs to.
@@ -1018,7 +1018,7 @@ def _posterior(loc: Tensor, scale: Tensor | None, split: Split) -> Any:
     if scale is None:
         return dist.Delta(loc, event_dim=1)
     if isinstance(split, SharedSplit):
-        return dist.Independent(NormalOfRows(loc, scale, split.within, split.batch_size), 1)
+        return dist.Independent(RowNormal(loc, scale, split.within, split.batch_size), 1)
     return dist.Normal(loc, scale).to_event(1)
 
 

@@ -49,10 +49,10 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
     """
     is_small = are_few(words, weight.numel() + len(weight))
-    return (_statistics_of_all if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
+    return (_full_statistics if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
 
 
-def _statistics_of_all(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _full_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_latents = weight.shape[1]
     states = unpack_bits(words, num_latents, torch.float64)
     active = (weights.unsqueeze(-1) * states).sum(1)
