@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import device_of, names_arguments, some_rows, takes_arrays
+from pyro_truncated.extend import generator_device, names_arguments, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_prior
 from pyro_truncated.models.dictionary import LinearDictionary, shared_part
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -141,7 +141,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         if len(unused):
             guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _SEARCH_STEPS)
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
-            power = left.double().square().sum(1).to(device_of(generator))
+            power = left.double().square().sum(1).to(generator_device(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
             self.weight = self.weight.index_copy(1, unused, self._reduce_shared(left[chosen.to(left.device)].mT, left))
         return len(unused)

@@ -129,7 +129,7 @@ class CategoricalMixture(LinearMixture):
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, of the data points with each value,
             ``(K, D L)``. Both can be added and scaled.
         """
-        rows = _indicators(population.rows_of(check_data(y, self.num_observed)), self.num_values)
+        rows = _indicators(population.select_rows(check_data(y, self.num_observed)), self.num_values)
         shares = Shares(population, self.num_components, temperature)
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 

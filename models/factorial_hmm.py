@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
-from pyro_truncated.extend import UniqueModule, check_counts, device_of, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
@@ -52,7 +52,7 @@ def difference_dictionary(
     if not len(rows):
         rows = y.double().flatten(0, 1)
     if len(rows) > _MAX_ROWS:
-        order = torch.rand(len(rows), generator=generator, device=device_of(generator)).topk(_MAX_ROWS).indices
+        order = torch.rand(len(rows), generator=generator, device=generator_device(generator)).topk(_MAX_ROWS).indices
         rows = rows[order.to(rows.device)]
     is_seen = (~rows.isnan()).double()
     rows = rows.nan_to_num()
@@ -96,7 +96,7 @@ def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator
 
 
 def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    power = power.to(device_of(generator)) + torch.finfo(power.dtype).tiny
+    power = power.to(generator_device(generator)) + torch.finfo(power.dtype).tiny
     return torch.multinomial(power, number, replacement=len(power) < number, generator=generator)
 
 

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
+from pyro_truncated.extend import names_arguments, selected_rows, shard_sum, takes_arrays
 from pyro_truncated.models.binary_causes import NEVER_SEEN, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
@@ -261,7 +261,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, expected_errors, sums_of(y)), **draw_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, expected_errors, shard_sum(y)), **draw_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

@@ -132,7 +132,7 @@ class PoissonMixture(LinearMixture):
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
             ``(K, D)``. Both can be added and scaled.
         """
-        rows = population.rows_of(check_data(y, self.num_observed)).double()
+        rows = population.select_rows(check_data(y, self.num_observed)).double()
         shares = Shares(population, self.num_components, temperature)
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 

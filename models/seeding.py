@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.extend import device_of
+from pyro_truncated.extend import generator_device
 from pyro_truncated.search import MaxInnerProductIndex
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
@@ -114,7 +114,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
             return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
         size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
-        at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
+        at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
         taken = drawn[_taken(points[drawn], at_most)]
         nearest = taken[_find_nearest(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
@@ -232,7 +232,7 @@ def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Te
     """Positions drawn in proportion to weights; evenly if all are zero."""
     total = weight.double().cumsum(0)
     total = total if bool(total[-1] > 0) else torch.ones_like(total).cumsum(0)
-    at = torch.rand(number, dtype=torch.float64, generator=generator, device=device_of(generator))
+    at = torch.rand(number, dtype=torch.float64, generator=generator, device=generator_device(generator))
     return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
 
 
@@ -247,7 +247,7 @@ def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None
 
     It is a hundredth of the deviations of a covariance ``(D, D)``.
     """
-    noise = torch.randn(points.shape, generator=generator, device=device_of(generator)).to(points)
+    noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 

@@ -72,7 +72,7 @@ class SlabPrior(Protocol):
     def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
         """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """Returns the scale of slabs ``(H',)`` copied by an index.
 
         Slab ``i`` is like slab ``index[i]``.
@@ -122,7 +122,7 @@ class IndependentSlabs:
         """See :class:`SlabPrior`."""
         statistics["coefficient_squares"] = statistics["coefficient_squares"] * gain.square()
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`SlabPrior`."""
         return scale[index]
 
@@ -216,7 +216,7 @@ class CorrelatedSlabs:
         statistics["slab_means"] = statistics["slab_means"] * gain
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`SlabPrior`.
 
         All copies of a latent but the first are independent of everything.

@@ -129,7 +129,7 @@ class SuperposedCauses(UniqueModule):
         if not bool(is_new.any()):
             return population
         prior = self.prior.double().expand(self.num_latents)
-        scores = self.likelihood().packed_log_prob(population.words[is_new], population.rows_of(y)[is_new], prior.logit())
+        scores = self.likelihood().packed_log_prob(population.words[is_new], population.select_rows(y)[is_new], prior.logit())
         log_joint = population.log_joint.clone()
         log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
         return dataclasses.replace(population, log_joint=log_joint)

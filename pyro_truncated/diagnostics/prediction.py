@@ -256,7 +256,7 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     part = truncated_part(guide)
     others = {name: truth[name]["value"] for name in part.layout.other_latents}
     with poutine.block():
-        scorer = part.log_joint_of(*args, values=others, **kwargs)
+        scorer = part.make_scorer(*args, values=others, **kwargs)
         if scorer.num_data != scorer.full_size:
             raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
         states = {name: truth[name]["value"] for name in part.layout.sites}
@@ -286,7 +286,7 @@ def _state_transforms(
     equal: dict[str, Tensor] = {}
     true_levels = part.space.unpack(words, torch.int64)
     for draw in draws:
-        population = part.rescored(part.log_joint_of(*args, values=draw, **kwargs))
+        population = part.rescored(part.make_scorer(*args, values=draw, **kwargs))
         weights, levels = population.weights().double(), population.states(torch.int64)
         statistics = {"active": ((levels != 0).sum(-1), (true_levels != 0).sum(-1)), "log_joint": (population.log_joint.double(), truth)}
         statistics |= {f"latent[{i}]": (levels[..., i], true_levels[..., i]) for i in range(part.space.num_latents)}

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_truncated.distributed import world
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
@@ -164,12 +164,12 @@ def refuse_part(y: Any, why: str) -> None:
     Raises:
         NotImplementedError: saying why.
     """
-    portion = portion_of(y)
+    portion = find_portion(y)
     if portion is not None and portion.is_part:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
 
 
-def portion_of(arguments: Any) -> Portion | None:
+def find_portion(arguments: Any) -> Portion | None:
     """Returns the rows held by shards among a model's arguments, or ``None``.
 
     Raises:
@@ -183,7 +183,7 @@ def portion_of(arguments: Any) -> Portion | None:
 
 def is_spread(*arguments: Any) -> bool:
     """Whether other processes hold more rows of shards among arguments."""
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     return portion is not None and portion.is_part
 
 
@@ -197,11 +197,11 @@ def total_rows(y: Any) -> int:
     return y.portion.total if isinstance(y, Shard) else len(y)
 
 
-def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
+def global_positions(y: Tensor, indices: Tensor | None = None) -> Tensor:
     """Positions ``(n,)`` of data points among those of all processes.
 
     Example:
-        >>> positions_of(torch.zeros(3, 2))
+        >>> global_positions(torch.zeros(3, 2))
         tensor([0, 1, 2])
 
     Args:
@@ -212,12 +212,12 @@ def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
     return first + (torch.arange(len(y)) if indices is None else indices.cpu())
 
 
-def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def shard_sum(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Returns a function that sums results over shards, if there are any.
 
     Example:
         >>> y = torch.arange(6.0).reshape(3, 2)
-        >>> sums_of(y)([y.sum(), y.square().sum()])
+        >>> shard_sum(y)([y.sum(), y.square().sum()])
         [tensor(15.), tensor(55.)]
     """
     return world.add if isinstance(y, Shard) and y.portion.is_part else list
@@ -289,7 +289,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
 
 
 def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor:
-    return torch.randperm(total, generator=generator, device=device_of(generator))[:number]
+    return torch.randperm(total, generator=generator, device=generator_device(generator))[:number]
 
 
 def draw_alike(generator: torch.Generator | None) -> None:
@@ -429,7 +429,7 @@ class Batches:
     def __init__(self, y: Any, size: int, *, block: int = 64, seed: int = 0) -> None:
         size, block = check_counts(size=size, block=block)
         self._y = y if isinstance(y, Shard) else None
-        self._portion = portion_of(y) or Portion(0, len(y), len(y))
+        self._portion = find_portion(y) or Portion(0, len(y), len(y))
         self.size, self.block, self.seed = size, min(block, size), seed
         if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
             # Blocks are read as they are; otherwise the system reads megabytes around each of them.
@@ -543,7 +543,7 @@ class _OwnerRows(Function):
         return total.new_zeros(ctx.shape).index_add_(0, ctx.places, total[ctx.is_mine]), None, None
 
 
-def rows_of(state: Any) -> dict[str, Tensor]:
+def collect_rows(state: Any) -> dict[str, Tensor]:
     """Returns all tensors of rows in a nested state, by their path.
 
     Kept apart, any number of processes can share them. A state with rows is a dictionary. Its ``rows`` are tensors with a row for each

@@ -93,7 +93,7 @@ class MaximumSuperposition(GaussianSuperposition):
             ``num_data``; ``observed`` :math:`N_d`; ``sums`` and ``squares`` of the data, ``(D,)``.
             ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
         """
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         active, _, wins, won = self._explain(population, rows, temperature)
         return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
@@ -186,7 +186,7 @@ class MaximumSuperposition(GaussianSuperposition):
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
-        return self._explain(population, population.rows_of(value), 1.0)[1].to(value.dtype)
+        return self._explain(population, population.select_rows(value), 1.0)[1].to(value.dtype)
 
     def _explain(self, population: Population, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         check_binary(population, self.weight.shape[-1])
@@ -306,7 +306,7 @@ class FamilyMaximum(Superposition):
             added and scaled.
         """
         check_binary(population, self.weight.shape[-1])
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _round(self._means()))
         sums = data_sums(*without_missing(rows))
         return {**sums, "bases": self._elementwise_base(rows).sum(0), "states": active.sum(0), "wins": wins, "won": won}
@@ -328,7 +328,7 @@ class FamilyMaximum(Superposition):
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
         check_binary(population, self.weight.shape[-1])
-        return ops.maximum_wins(population.words, population.weights(1.0), population.rows_of(value), self._means())[1].to(value.dtype)
+        return ops.maximum_wins(population.words, population.weights(1.0), population.select_rows(value), self._means())[1].to(value.dtype)
 
     def _family(self, mean: Tensor) -> Distribution:
         """The distribution of single observations."""

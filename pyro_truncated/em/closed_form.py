@@ -17,7 +17,7 @@ from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.devices import brought, module_device
 
 Statistics = dict[str, Tensor]
 
@@ -249,7 +249,7 @@ class ClosedForm(Described, PyroOptim):
         """Restores :meth:`get_state`."""
         state_dict = copy.deepcopy(state_dict)
         # Files are read onto the CPU, whatever they were saved from.
-        device = device_of_module(self.model)
+        device = module_device(self.model)
         self.statistics, self.expected = (brought(one, device) for one in (state_dict["statistics"], state_dict.get("expected")))
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]

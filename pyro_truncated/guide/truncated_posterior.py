@@ -132,8 +132,8 @@ def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
     indicators = []
     for name, node in zip((first, second), nodes, strict=True):
         number, at = product.place[node]
-        words = scorer.nodes_of(sets[number], number)[at]
-        indicators.append(_with_plates(product.node_layouts[node], name, words, scorer.sizes_of(node)))
+        words = scorer.split_nodes(sets[number], number)[at]
+        indicators.append(_with_plates(product.node_layouts[node], name, words, scorer.plate_sizes(node)))
     if nodes[0] == nodes[1]:
         table = torch.einsum("s...,s...ev,s...fw->...efvw", _node_weights(batch, nodes[0]), *indicators)
     else:
@@ -148,8 +148,8 @@ def _node_weights(batch: ProductBatch, node: int) -> Tensor:
     """The posterior of the states of a node, ``(S, *plates)``."""
     scorer, product = batch.scorer, batch.scorer.product
     number, at = product.place[node]
-    weights = scorer.nodes_of(batch.rescored()[number].weights().double(), number)[at]
-    table = product.spread(node, weights, scorer.sizes_of(node)).movedim(product.tree.dim(node), 0)
+    weights = scorer.split_nodes(batch.rescored()[number].weights().double(), number)[at]
+    table = product.spread(node, weights, scorer.plate_sizes(node)).movedim(product.tree.dim(node), 0)
     return table.reshape(len(table), *table.shape[product.tree.num_dims - product.tree.depth :])
 
 
@@ -165,7 +165,7 @@ def _clique_weights(batch: ProductBatch, sets: Sequence[Tensor], nodes: tuple[in
     shape = [1] * tree.num_dims
     for node in nodes:
         shape[tree.dim(node)] = sets[product.place[node][0]].shape[1]
-        for dim, size in zip(product.node_layouts[node].dims, scorer.sizes_of(node), strict=True):
+        for dim, size in zip(product.node_layouts[node].dims, scorer.plate_sizes(node), strict=True):
             shape[dim] = size
     (table,) = scorer.messages(sets).posterior([nodes], [torch.Size(shape)])
     table = table.expand(shape).movedim((tree.dim(nodes[0]), tree.dim(nodes[1])), (0, 1))

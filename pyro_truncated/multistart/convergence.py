@@ -119,7 +119,7 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
-def of_restart(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
+def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
     """Returns the schedule of a restart.
 
     Args:

@@ -13,7 +13,7 @@ from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.convergence import to_convergence
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.recombination import Recombination, recombinations_of
+from pyro_truncated.multistart.recombination import Recombination, build_recombinations
 from pyro_truncated.multistart.solution import NOTHING, Solution, fit_likeliest_states, retrain, settle
 from pyro_truncated.multistart.solution_moves import (
     Complement,
@@ -207,7 +207,7 @@ class SolutionPool:
 
 def find_exchange(profile: Profile, solution: Solution) -> Recombination | None:
     """The exchange of latents of converged solutions, if there is one."""
-    groups = recombinations_of(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
+    groups = build_recombinations(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
     return groups[0] if groups else None
 
 
@@ -237,7 +237,7 @@ def have_found_the_same(profile: Profile, one: Solution, other: Solution) -> boo
     They must be active for the same data points. With few data points, or without most latents, free energies of different solutions are
     close to each other. Without states, or if latents cannot change places, nothing is known, and this is true.
     """
-    groups = recombinations_of(profile, 0.0, one.parameters)
+    groups = build_recombinations(profile, 0.0, one.parameters)
     if not groups or one.population is None or other.population is None:
         return True
     return groups[0].share_most(groups[0].rescore(one), groups[0].rescore(other), profile.config.max_unmatched)

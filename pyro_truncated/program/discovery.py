@@ -21,7 +21,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
-from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, possible_values, support_of, value_bounds
+from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 
@@ -368,7 +368,7 @@ class _StopAt(Messenger):
         Impossible values do not count.
         """
         fn, expected = self.fn, self.node["fn"]
-        if fn.event_shape != expected.event_shape or support_of(fn) is None:
+        if fn.event_shape != expected.event_shape or get_support(fn) is None:
             raise NotImplementedError(
                 f"the shape of discrete latent site '{self.node['name']}' depends on {sorted(self.values)}: {tuple(fn.event_shape)} for "
                 f"some values, {tuple(expected.event_shape)} for others. Make it as long as the longest and mask what is not used."

@@ -476,7 +476,7 @@ def stabilise(counts: Tensor) -> Tensor:
     return 2 * (counts + OFFSET).clamp(min=0.0).sqrt()
 
 
-def mean_of_stabilised(values: Tensor) -> Tensor:
+def unbiased_inverse(values: Tensor) -> Tensor:
     r"""Returns the exact unbiased inverse of :func:`stabilise`.
 
     The mean count :math:`\lambda` solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`. It is zero for
@@ -505,7 +505,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
     return means.numpy(), torch.cat(expected).numpy()
 
 
-def gain_of(counts: Tensor) -> float:
+def estimate_gain(counts: Tensor) -> float:
     """Returns the number that counts were multiplied with.
 
     It is one of whole numbers; else the least distance of values that are all its multiples, or one.
@@ -552,7 +552,7 @@ def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
         )
 
 
-def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
+def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
     """Warns if the noise grows with the brightness.
 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the

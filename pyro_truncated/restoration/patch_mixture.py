@@ -25,7 +25,7 @@ from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -116,7 +116,7 @@ class PatchMixture(torch.nn.Module):
             p_n, |p_n|^2)`.
         """
         components, weights = _shares(population, temperature)
-        x, places = population.rows_of(x), population.rows_of(places).double()
+        x, places = population.select_rows(x), population.select_rows(places).double()
         products = component_products(x, components, weights, self.num_components, self.loc)
         moments = torch.cat([torch.ones_like(places[:, :1]), places, places.square().sum(1, keepdim=True)], 1)
         of_places, sums = (self._sums(rows, components, weights) for rows in (moments, x))
@@ -175,7 +175,7 @@ class PatchMixture(torch.nn.Module):
         :math:`v_{nk}` given component :math:`k`, :math:`\sum_k r_{nk} (v_{nk} + (m_{nk} - \sum_l r_{nl} m_{nl})^2)`.
         """
         components, weights = _shares(population)
-        y = population.rows_of(y)
+        y = population.select_rows(y)
         mean, error, share = torch.zeros_like(y), torch.zeros_like(y), y.new_zeros(len(y), 1)
         # One after the other: all of them together are several times the data.
         for component, weight in zip(components.mT, weights.unsqueeze(-1).unbind(1), strict=True):
@@ -396,7 +396,7 @@ def _apply_mixture(image: Tensor, learned: Learned, mixture: PatchMixture) -> Te
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
+    chosen = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
     return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), _NEAREST)
 
 

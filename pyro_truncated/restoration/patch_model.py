@@ -170,7 +170,7 @@ _FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
-def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
+def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
     """Sides of patches for mixtures, none larger than the image."""
     wanted: tuple[int, ...]
     if len(shape) != 2:
@@ -197,7 +197,7 @@ def allows_stacking(image: Tensor, noise: float) -> bool:
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 
 
-def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
+def model_patch_side(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
     """Returns the side of patches that a finished model has.
 
     None if no such patch fits into the image.

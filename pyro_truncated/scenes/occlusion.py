@@ -346,7 +346,7 @@ class OccludedScene(TorchDistribution):
             (H,)`` :math:`n`. The first two are sums of the probability that an entry (or nothing) owns a pixel, times
             one, the colours and their squared length. All can be added and scaled.
         """
-        images = population.rows_of(value).flatten(1, 2)
+        images = population.select_rows(value).flatten(1, 2)
         places, rank = object_places(population, self.features.shape[0])
         weights = population.weights(temperature)
         # Most states of a population are lost beside the best; those of weight zero are skipped.
@@ -367,7 +367,7 @@ class OccludedScene(TorchDistribution):
         Returns:
             ``(N, height, width, F)`` for the population's data points, in float64.
         """
-        images = population.rows_of(value).flatten(1, 2)
+        images = population.select_rows(value).flatten(1, 2)
         places, rank = object_places(population, self.features.shape[0])
         means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
         return means.reshape(-1, *self.event_shape)

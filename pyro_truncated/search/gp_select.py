@@ -41,7 +41,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         regression: the Gaussian process regression, ``None`` before the first batch.
         learns: that it has to :meth:`meet` the data first where they are searched in blocks or on shards. What it
             keeps of this process's data points is in :meth:`state_dict` in the form of
-            :func:`pyro_truncated.distributed.shards.rows_of`.
+            :func:`pyro_truncated.distributed.shards.collect_rows`.
     """
 
     learns: ClassVar[bool] = True
@@ -181,7 +181,7 @@ class ReplayMemory:
         sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
         if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
             return False
-        rows = rows_of(inputs, indices)
+        rows = batch_rows(inputs, indices)
         met = (rows < len(self.visits)).nonzero().squeeze(-1)
         met = met[self.visits[rows[met]] > 0]
         known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
@@ -189,7 +189,7 @@ class ReplayMemory:
 
     def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
         """Takes in a batch; returns where its rows are."""
-        rows = rows_of(inputs, indices)
+        rows = batch_rows(inputs, indices)
         more = (int(rows.max()) + 1 if len(rows) else 0) - len(self.visits)
         if more > 0:
             self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
@@ -200,7 +200,7 @@ class ReplayMemory:
         return rows
 
 
-def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
+def batch_rows(inputs: Tensor, indices: Tensor | None) -> Tensor:
     """Returns positions of a batch's data points among this process's."""
     return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
 
@@ -380,7 +380,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._shared.take(self._memory.marginals[self._trained_on])
 
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> Tensor:
-        return self._predict(data, rows_of(data, batch.population.indices))
+        return self._predict(data, batch_rows(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:
         return self._predict(data, data.new_full((len(data),), -1, dtype=torch.int64))

@@ -23,7 +23,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 
 class ChainPosterior:
@@ -484,7 +484,7 @@ class BlockSearch(Described):
         return chances.topk(min(self.num_chains, num_latents), dim=1).indices
 
     def _uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=device_of(self.generator)).to(device)
+        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=generator_device(self.generator)).to(device)
 
 
 def _most_frequent(words: Tensor, size: int) -> Tensor:

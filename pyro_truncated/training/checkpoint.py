@@ -19,15 +19,15 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.launch import AllReduced, local_names
-from pyro_truncated.distributed.shards import Portion, portion_of, rows_of, with_rows, without_rows
+from pyro_truncated.distributed.shards import Portion, collect_rows, find_portion, with_rows, without_rows
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.store import PORTION
 from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
-from pyro_truncated.training.checkpoint_file import folder_of, read_rows, remove_others, write_rows
+from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
 from pyro_truncated.training.fingerprint import describe_run
-from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.devices import brought, module_device
 from pyro_truncated.utils.parameter_store import absolute_names, relative_names, replaced_parameters
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
@@ -91,7 +91,7 @@ def checkpoint_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | 
         "run": dict(describe_run(svi) if run is None else run),
         "settings": dict(settings or {}),
         "history": history,
-        **state_of(svi),
+        **run_state(svi),
     }
 
 
@@ -280,19 +280,19 @@ def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 _COUNTS = ("num_evaluations", "num_steps")
 
 
-def state_of(svi: SVI) -> dict[str, Any]:
+def run_state(svi: SVI) -> dict[str, Any]:
     """Returns the complete state of a run under portable names.
 
     It is made of tensors and plain Python values.
     """
-    elbo, search = elbo_of(svi), search_of(svi)
+    elbo, search = find_elbo(svi), find_search(svi)
     return {
         "modules": {name: module.state_dict() for name, module in run_modules(svi).items()},
         "params": relative_names({name: value.detach() for name, value in loose_parameters(svi).items()}, svi.model, svi.guide),
         "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
         "counts": {name: getattr(elbo, name) for name in _COUNTS if hasattr(elbo, name)},
         "search": {} if search is None else search.state_dict(),
-        "generators": {name: generator.get_state() for name, generator in generators_of(svi)},
+        "generators": {name: generator.get_state() for name, generator in find_generators(svi)},
     }
 
 
@@ -311,21 +311,21 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
             params[name].copy_(value)
     if "optimizer" not in leaves:
         _set_optimizer(svi.optim, state["optim"])
-    search = search_of(svi)
+    search = find_search(svi)
     if search is not None and "search" not in leaves:
         search.load_state_dict(brought(state["search"], _model_device(svi)))
-    for name, generator in generators_of(svi):
+    for name, generator in find_generators(svi):
         if name in state["generators"]:
             generator.set_state(state["generators"][name])
     for name, count in state["counts"].items():
-        if hasattr(elbo_of(svi), name):
-            setattr(elbo_of(svi), name, count)
+        if hasattr(find_elbo(svi), name):
+            setattr(find_elbo(svi), name, count)
 
 
 def _model_device(svi: SVI) -> torch.device:
     """Returns the model's device, which learned values are loaded to."""
     loose = next(iter(loose_parameters(svi).values()), None)
-    return device_of_module(run_modules(svi).get("model")) if loose is None else loose.device
+    return module_device(run_modules(svi).get("model")) if loose is None else loose.device
 
 
 def keep_state(svi: SVI) -> Callable[[], None]:
@@ -338,8 +338,8 @@ def keep_state(svi: SVI) -> Callable[[], None]:
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     optimizer = _innermost(svi.optim)
     optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
-    generators = [(generator, generator.get_state()) for _, generator in generators_of(svi)]
-    search, counts = search_of(svi), {name: getattr(elbo_of(svi), name) for name in _COUNTS if hasattr(elbo_of(svi), name)}
+    generators = [(generator, generator.get_state()) for _, generator in find_generators(svi)]
+    search, counts = find_search(svi), {name: getattr(find_elbo(svi), name) for name in _COUNTS if hasattr(find_elbo(svi), name)}
     learned = {} if search is None else search.state_dict()
 
     def undo() -> None:
@@ -355,7 +355,7 @@ def keep_state(svi: SVI) -> Callable[[], None]:
         for generator, drawn in generators:
             generator.set_state(drawn)
         for name, count in counts.items():
-            setattr(elbo_of(svi), name, count)
+            setattr(find_elbo(svi), name, count)
 
     return undo
 
@@ -402,18 +402,18 @@ def loose_parameters(svi: SVI) -> dict[str, Tensor]:
     return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
 
 
-def elbo_of(svi: SVI) -> Any:
+def find_elbo(svi: SVI) -> Any:
     """The ELBO, ``None`` where the loss is a function of its own."""
     return getattr(svi.loss, "__self__", None)
 
 
-def search_of(svi: SVI) -> Search | None:
+def find_search(svi: SVI) -> Search | None:
     """The search of the ELBO, if it has one."""
-    search = getattr(elbo_of(svi), "search", None)
+    search = getattr(find_elbo(svi), "search", None)
     return search if isinstance(search, Search) else None
 
 
-def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
+def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
     """Returns torch's global generators and that of the ELBO.
 
     Searches save their own.
@@ -423,7 +423,7 @@ def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
         torch.cuda.init()
         for index, generator in enumerate(torch.cuda.default_generators):
             yield f"cuda:{index}", generator
-    own: torch.Generator | None = getattr(elbo_of(svi), "generator", None)
+    own: torch.Generator | None = getattr(find_elbo(svi), "generator", None)
     if own is not None:
         yield "elbo", own
 
@@ -477,9 +477,9 @@ def save_shared(
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
-    rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in rows_of(content["search"]).items()}
+    rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in collect_rows(content["search"]).items()}
     content["search"] = without_rows(content["search"])
-    folder = folder_of(path) / str(number)
+    folder = rows_folder(path) / str(number)
     written = _by_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
     _by_all(lambda: write_checkpoint(path, content) if world.rank() == 0 else None)
@@ -507,7 +507,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     Raises:
         ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
     """
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     held = content.get("rows")
     if held is None and (portion is None or not portion.is_part):
         return content
@@ -520,13 +520,13 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         assert portion is not None
         every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
         total = len(next(iter(every.values())))
-        every |= {_SEARCH + name: value for name, value in rows_of(content["search"]).items()}
+        every |= {_SEARCH + name: value for name, value in collect_rows(content["search"]).items()}
         portion = _of_populations(portion, total, path)
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
         total = held["total"]
         portion = _of_populations(portion or Portion(0, total, total), total, path)
-        rows = {name: read_rows(folder_of(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
+        rows = {name: read_rows(rows_folder(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]

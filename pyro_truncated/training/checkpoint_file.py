@@ -202,7 +202,7 @@ def _lock(lock: Path, path: Path) -> int:
         os.close(descriptor)
 
 
-def folder_of(path: Path) -> Path:
+def rows_folder(path: Path) -> Path:
     """Where the files that belong to a checkpoint lie."""
     return path.with_name(f"{path.name}.rows")
 

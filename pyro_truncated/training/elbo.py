@@ -135,7 +135,7 @@ class Truncated_ELBO(Described, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), watched(guide, (args, kwargs)):
-                return total([guide], _check_loss(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles))))
+                return total([guide], _check_loss(-float(guide.make_batch(*args, **kwargs).mean_free_energy(self.num_particles))))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
         with watched(guide, (args, kwargs)), self._beside_others(call, guide):
@@ -151,7 +151,7 @@ class Truncated_ELBO(Described, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), watched(guide, (args, kwargs)):
-                batch = self._search_batch(call, guide) if torch.is_grad_enabled() else guide.batch_of(*args, **kwargs)
+                batch = self._search_batch(call, guide) if torch.is_grad_enabled() else guide.make_batch(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
                 return averaged_by_others([guide], loss)
@@ -188,7 +188,7 @@ class Truncated_ELBO(Described, ELBO):
         is_due = self._search_is_due()
         with defer_checks():
             with torch.enable_grad():
-                batch = guide.batch_of(*call.args, **call.kwargs)
+                batch = guide.make_batch(*call.args, **call.kwargs)
             if is_due and not (isinstance(batch, ProductBatch) and batch.is_full):
                 batch.search_(self.search, self.search_steps)
         return batch
@@ -202,7 +202,7 @@ class Truncated_ELBO(Described, ELBO):
         temperature = self._temperature()
         with defer_checks():
             with torch.no_grad(), poutine.block():
-                batch = guide.batch_of(*call.args, **call.kwargs)
+                batch = guide.make_batch(*call.args, **call.kwargs)
             if isinstance(batch, ChainBatch):
                 if temperature != 1.0:
                     raise NotImplementedError("sets of states of binary chains are trained at temperature one")

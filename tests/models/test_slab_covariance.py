@@ -253,7 +253,7 @@ def test_wrong_inputs_are_refused() -> None:
 
 def test_latents_on_a_device_are_chosen_by_positions_on_the_host() -> None:
     scale, index = torch.randn(4, 4, dtype=D64).tril(), torch.tensor([2, 0, 2])
-    expected = CorrelatedSlabs().of_latents(scale, index)
+    expected = CorrelatedSlabs().select_latents(scale, index)
     with PretendedDevice():
-        found = CorrelatedSlabs().of_latents(there(scale), index)
+        found = CorrelatedSlabs().select_latents(there(scale), index)
     torch.testing.assert_close(here(found), expected)

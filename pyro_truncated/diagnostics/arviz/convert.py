@@ -31,7 +31,7 @@ from pyro_truncated.diagnostics.truncation.coverage import gathered
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.utils.arrays import Axis, as_tensors, labelled_axes, module_number, package_of
+from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -169,12 +169,12 @@ def without_labels(
 
 
 def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
-    if package_of(value):
+    if find_package(value):
         found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
         return found[-1].value
-    if type(value) in (list, tuple) and any(map(package_of, value)):
+    if type(value) in (list, tuple) and any(map(find_package, value)):
         return type(value)(_bare(part, like, found) for part in value)
-    if isinstance(value, Mapping) and any(map(package_of, value.values())):
+    if isinstance(value, Mapping) and any(map(find_package, value.values())):
         return {name: _bare(part, like, found) for name, part in value.items()}
     return value
 

@@ -585,7 +585,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     The populations are scored once.
     """
     with poutine.block():
-        log_joint = guide.log_joint_of(*args, **kwargs)
+        log_joint = guide.make_scorer(*args, **kwargs)
     refuse_subsamples(log_joint.nodes)
     population = guide.rescored(log_joint)
     free_energy = population.free_energy()
@@ -637,7 +637,7 @@ def draw_jointly(
     for _ in range(num_draws):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
-        log_joint = part.log_joint_of(*args, values=others, **kwargs)
+        log_joint = part.make_scorer(*args, values=others, **kwargs)
         refuse_subsamples(log_joint.nodes)
         if gathered is None:
             gathered = _Accumulator(model, part, log_joint, args, kwargs, num_draws)

@@ -26,7 +26,7 @@ from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
@@ -285,7 +285,7 @@ class CandidateLatents:
         if not x.is_floating_point() or not bool((~x.isnan()).any()):
             raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
         latents = decoder.latents(x)
-        device = device_of(generator)
+        device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
         mean, variance = decoder.predict(self.latents, noiseless=True)

@@ -28,14 +28,14 @@ from pyro_truncated.distributed.shards import (
     as_shard_like,
     draw_alike,
     ending_together,
+    find_portion,
     gather_all_rows,
     gather_owned_rows,
     leave_to_owners,
     own_positions,
     own_rows,
-    portion_of,
     rows_at,
-    sums_of,
+    shard_sum,
     take_from_owners,
     total_rows,
 )
@@ -58,7 +58,7 @@ from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 _MAX_ROWS_KEPT = 2000
@@ -141,7 +141,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     if projected:
         own = outputs.isnan().sum(-1) == 0
         found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
-        gram, moment = sums_of(outputs)([found.gram, found.moment])
+        gram, moment = shard_sum(outputs)([found.gram, found.moment])
         return KeptPoints(found.latents, gram=gram, moment=moment)
     return KeptPoints(latents[rows], rows_at(outputs, rows))
 
@@ -183,7 +183,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     Raises:
         ValueError: if the latents are of another shard.
     """
-    portion = portion_of(x)
+    portion = find_portion(x)
     portion = None if portion is None or not portion.is_part else portion
     if held is None and portion is not None:
         _begin(module, portion)
@@ -447,7 +447,7 @@ class SASDecoder(UniqueModule):
             return self._start(x, steps, latents)
 
     def _start(self, x: Tensor, steps: int, latents: Tensor | None) -> Self:
-        observed, total = ~x.isnan(), sums_of(x)
+        observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
             raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
@@ -774,7 +774,7 @@ class SASDecoder(UniqueModule):
         num_active = check_count("num_active", num_active)
         self._kept = None
         self.portion = join_latents(self, self.portion, x)
-        order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
+        order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
         order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
@@ -788,7 +788,7 @@ class SASDecoder(UniqueModule):
                 z[rows[better]] = there[better]
                 moved += int(better.sum())
             self.z_loc = z
-        return int(sums_of(x)([moved])[0]) / self.num_data
+        return int(shard_sum(x)([moved])[0]) / self.num_data
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """Returns the posterior given data points at their latents.

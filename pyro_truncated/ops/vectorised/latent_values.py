@@ -123,7 +123,7 @@ class ActiveLatents(NamedTuple):
     latents: Tensor
     is_taken: Tensor
 
-    def of_states(self, values: Tensor) -> Tensor:
+    def select_block(self, values: Tensor) -> Tensor:
         """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
         return values[:, self.where] if isinstance(self.where, slice) else values.reshape(-1, 1)[self.where]
 

@@ -75,7 +75,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
     first = torch.arange(num_observed, device=weight.device) * (num_latents + 1)
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
     for block in by_number(words, num_latents, functools.partial(count_terms, num_observed)):
-        share = block.of_states(weights).unsqueeze(-1)
+        share = block.select_block(weights).unsqueeze(-1)
         block.add_rows_(active, share * block.is_taken)
         top, place = _terms(block, weight).max(2)
         prediction.index_add_(0, block.data.squeeze(1), (share * top.clamp(min=0.0)).squeeze(1))

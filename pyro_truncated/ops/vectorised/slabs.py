@@ -43,7 +43,7 @@ def moments(
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
     for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
         _, factor, solution = _collapse_active(block, gram, linear, mean, deviation)
-        weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
+        weight, index = block.select_block(weights).double().unsqueeze(-1), block.latents
         spread = block.is_taken * deviation[index]
         value = block.is_taken * (mean[index] + deviation[index] * solution)
         covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
@@ -110,7 +110,7 @@ def correlated_moments(
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
     for block in active_blocks(words, num_latents, _CORRELATED_MATRICES, is_final=True):
-        weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
+        weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
         block.add_rows_(active, weight * block.is_taken)
@@ -143,7 +143,7 @@ def expected_log_prior(
             factor, info = torch.linalg.cholesky_ex(_active_covariance(block, prior))
             trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
-            total[t] += (block.of_states(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
+            total[t] += (block.select_block(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
     return total
 
 
