@@ -29,7 +29,7 @@ _LEAST_SIZE = 0.2
 _OF_A_MODULE = "$$$"
 _MEDIAN = "median of "
 # Prefix of unconstrained medians in the state of an AutoNormal.
-_LOC = "locs.{}_to_unconstrained"
+_LOC = "locs.{}_unconstrained"
 # Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
 # five mixtures of three clusters lost a cluster silently, at a half none of eleven.
 _EQUAL = 0.5
