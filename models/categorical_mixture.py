@@ -112,7 +112,7 @@ class CategoricalMixture(LinearMixture):
         return torch.cat([self.probs.new_ones(len(y), 1), _indicators(y, self.num_values).to(self.probs)], 1)
 
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """The log joints."""
+        """Returns all components' log joints as linear functions of features of ``y``."""
         probs = self.probs.detach().flatten(1)
         coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
         features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)

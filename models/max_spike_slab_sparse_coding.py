@@ -128,7 +128,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
+        """Initialises from the data; slabs start with mean 1 and variance 0.5.
+
+        See :meth:`SparseCoding.initialize`.
+        """
         super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)

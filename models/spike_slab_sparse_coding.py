@@ -137,14 +137,20 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
+        """Initialises from the data; slabs start with mean 1.
+
+        See :meth:`SparseCoding.initialize`.
+        """
         super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
         return self
 
     def with_latents(self, index: Tensor) -> Self:
-        """See :meth:`SparseCoding.with_latents`."""
+        """Returns a copy with the latents of an index ``(H',)``.
+
+        See :meth:`SparseCoding.with_latents`.
+        """
         other: Self = super().with_latents(index)
         scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]

@@ -80,11 +80,11 @@ class AllReduced(Described, PyroOptim):
             param.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
-        """The optimiser's state."""
+        """Returns the state of the wrapped optimiser."""
         return self.optimizer.get_state()
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Restores the optimiser's state."""
+        """Restores the state of the wrapped optimiser."""
         self.optimizer.set_state(state_dict)
 
 

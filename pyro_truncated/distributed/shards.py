@@ -219,6 +219,12 @@ def shard_sum(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         >>> y = torch.arange(6.0).reshape(3, 2)
         >>> shard_sum(y)([y.sum(), y.square().sum()])
         [tensor(15.), tensor(55.)]
+
+    Args:
+        y: data, or a shard of them.
+
+    Returns:
+        A function from tensors to their sums over all processes; for data that are no shard, to a list of the tensors themselves.
     """
     return world.add if isinstance(y, Shard) and y.portion.is_part else list
 

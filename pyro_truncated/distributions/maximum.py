@@ -56,7 +56,7 @@ class MaximumSuperposition(GaussianSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``2 D H``."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 
@@ -259,13 +259,13 @@ class FamilyMaximum(Superposition):
         return variance
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations."""
+        """Draws observations ``(*sample_shape, *batch, D)``, without gradients."""
         with torch.no_grad():
             return self._family(self.mean).sample(torch.Size(sample_shape))
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``2 D H``."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 
@@ -380,15 +380,15 @@ class PoissonMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.nonnegative_integer), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`\log \mu` of means."""
         return mean.log()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`\mu` of means."""
         return mean
 
     def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log base measures :math:`-\log y!` of observations."""
         return -(value + 1).lgamma()
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -411,11 +411,11 @@ class BernoulliMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.boolean), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`\log \mu / (1 - \mu)` of means."""
         return mean.logit()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`-\log(1 - \mu)` of means."""
         return -torch.log1p(-mean)
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -434,11 +434,11 @@ class ExponentialMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.nonnegative), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`-1 / \mu` of means."""
         return -mean.reciprocal()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`\log \mu` of means."""
         return mean.log()
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -480,15 +480,15 @@ class GammaMaximum(FamilyMaximum):
         super().__init__(states, weight, background, validate_args, concentration=concentration)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`-k / \mu` of means."""
         return -self.concentration.double() / mean
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`k \log \mu` of means."""
         return self.concentration.double() * mean.log()
 
     def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log base measures :math:`k \log k - \log \Gamma(k) + (k - 1) \log y`."""
         k = self.concentration.double()
         return k * k.log() - k.lgamma() + (k - 1) * value.log()
 
@@ -556,7 +556,7 @@ class PiecewiseGaussian(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Mean, ``(*batch)``."""
+        """Mean of the normalised density, ``(*batch)``."""
         return self.segments.mean()
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> PiecewiseGaussian:
@@ -578,7 +578,11 @@ class PiecewiseGaussian(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density at ``value``."""
+        """Returns the normalised log density at values ``(*batch)``.
+
+        Raises:
+            ValueError: if validation is on and a value is NaN or infinite.
+        """
         if self._validate_args:
             self._validate_sample(value)
         return self.segments.log_density(value) - self.log_normalizer

@@ -162,7 +162,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``4 H^2``."""
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
 
@@ -341,7 +341,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``6 H^2``."""
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 

@@ -29,6 +29,8 @@ _drivers: weakref.WeakKeyDictionary[Any, weakref.ref[ClosedForm]] = weakref.Weak
 class ClosedFormModel(Protocol):
     """What a model offers to be trained by closed-form M-steps.
 
+    ``sufficient_statistics`` is for the E-step, ``maximize`` for the M-step.
+
     Example:
         >>> isinstance(BinarySparseCoding(16, 8), ClosedFormModel), isinstance(torch.nn.Linear(2, 1), ClosedFormModel)
         (True, False)
@@ -246,7 +248,10 @@ class ClosedForm(Described, PyroOptim):
         return copy.deepcopy({name: getattr(self, name) for name in names})
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`get_state`."""
+        """Restores statistics and visits that :meth:`get_state` returned.
+
+        Tensors go to the model's device.
+        """
         state_dict = copy.deepcopy(state_dict)
         # Files are read onto the CPU, whatever they were saved from.
         device = module_device(self.model)

@@ -66,7 +66,7 @@ class GibbsDraws:
 class GibbsModel(Protocol):
     """A model of ``y (N, D)`` for :class:`~pyro_truncated.GibbsEM`.
 
-    It also has ``num_latents`` and ``unit``.
+    It draws by ``gibbs``, and its M-step is ``sufficient_statistics`` and ``maximize``. It also has ``num_latents`` and ``unit``.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
@@ -100,10 +100,10 @@ class GibbsModel(Protocol):
         """Log joint averaged over the draws, summed over the data points."""
 
     def sufficient_statistics(self, draws: GibbsDraws, y: Tensor) -> Statistics:
-        """What ``maximize`` needs."""
+        """Returns what ``maximize`` needs of data ``(N, D)`` and draws."""
 
     def maximize(self, statistics: Statistics) -> None:
-        """The M-step."""
+        """Sets the parameters to their maximum given the statistics."""
 
 
 class GibbsGuide(PyroModule):
@@ -156,7 +156,7 @@ class GibbsGuide(PyroModule):
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The model whose posterior the sampler draws from."""
         return self._model[0]
 
     def marginals(self, indices: Tensor | None = None) -> Tensor:

@@ -45,12 +45,12 @@ class NoisyCovariance(abc.ABC):
     @property
     @abc.abstractmethod
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
 
     @property
     @abc.abstractmethod
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
 
     @abc.abstractmethod
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class NoisyCovariance(abc.ABC):
 
     @abc.abstractmethod
     def quadratic(self, targets: Tensor) -> Tensor:
-        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        r"""Returns :math:`\operatorname{tr}(R^\top C^{-1} R)` of targets ``(N, D)``, a scalar."""
 
     @takes_arrays
     def leave_one_out(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ class DenseCovariance(NoisyCovariance):
 
     @property
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
         return 2 * self.cholesky.diagonal().log().sum()
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class DenseCovariance(NoisyCovariance):
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
         return self.inverse.diagonal()
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -188,12 +188,12 @@ class LowRankCovariance(NoisyCovariance):
 
     @property
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
         return self.noise.log().sum() + 2 * self.cholesky.diagonal().log().sum()
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
         share: Tensor = 1 - self.basis.square().sum(0)
         return share.clamp(min=SMALLEST_SHARE) / self.noise
 
@@ -207,7 +207,7 @@ class LowRankCovariance(NoisyCovariance):
         return solution
 
     def quadratic(self, targets: Tensor) -> Tensor:
-        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        r"""Returns :math:`\operatorname{tr}(R^\top C^{-1} R)` of targets ``(N, D)``, a scalar."""
         self._check(targets)
         scaled = targets / self.noise.sqrt().unsqueeze(-1)
         explained: Tensor = (self.basis @ scaled).square().sum()

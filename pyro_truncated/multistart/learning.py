@@ -84,7 +84,7 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM converges to a local optimum. Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
+    Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
     Agreement, exchange and defaults: :doc:`/explanation/learn`.
 
     Args:
@@ -92,9 +92,9 @@ def learn(
         y: data, ``(N, ...)``. Join several arrays: ``torch.cat([x, y], 1)``.
         search: default: the model's own, else one that fits its states.
         num_states: states per data point. Default: 64, or 16 for more than 64 mixture components.
-        steps: training steps on all data. Default: 100. A maximum with closed-form M-steps, and beside continuous latents
-            (default there: 2000).
-        starts: most restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
+        steps: training steps on all data, at most so many with closed-form M-steps or continuous latents.
+            Default: 100; 2000 beside continuous latents.
+        starts: largest number of restarts. Default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
         short_steps: steps of a restart; more follow until convergence.
         temperature: first temperature. Default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
         tolerance: largest difference in nats per data point of restarts that agree. Default: 0.05; 0.01 for mixtures
@@ -115,7 +115,7 @@ def learn(
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
-        TypeError: if the search is none, as a second array of data.
+        TypeError: if ``search`` is none, such as a second array.
     """
     short_steps = check_count("short_steps", short_steps)
     steps = None if steps is None else check_count("steps", steps)

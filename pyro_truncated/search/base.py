@@ -88,7 +88,7 @@ class SearchBatch:
 
     @property
     def space(self) -> StateSpace:
-        """The state space."""
+        """The state space of the populations."""
         return self.population.space
 
     def scored(self, words: Tensor) -> Population:
@@ -285,7 +285,7 @@ class CombinedSearch(Search):
         return any(search.learns for search in self.searches)
 
     def max_proposals(self, num_states: int) -> int:
-        """What all propose."""
+        """Returns the sum of all searches' ``max_proposals``."""
         return sum(search.max_proposals(num_states) for search in self.searches)
 
     def check_space(self, space: StateSpace) -> None:
@@ -306,7 +306,7 @@ class CombinedSearch(Search):
         return " + ".join(map(repr, self.searches))
 
     def forget(self) -> None:
-        """All searches forget."""
+        """Makes all searches forget what they have learned."""
         for search in self.searches:
             search.forget()
 

@@ -629,7 +629,13 @@ class SurrogateSearch(Search):
         return not self._is_misled and all(len(known.variance) <= self.MAX_LATENTS for known in self.regressions.values())
 
     def propose(self, batch: SearchBatch) -> Population:
-        """Children ``(N, children)``."""
+        """Proposes children ``(N, children)`` with the highest predicted log joints.
+
+        The regression learns from the scores of all that are evaluated.
+
+        Raises:
+            NotImplementedError: if several processes share the data.
+        """
         self.check_space(batch.space)
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; got a shard: pass all data in one process")

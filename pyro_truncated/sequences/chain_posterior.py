@@ -92,7 +92,7 @@ class ChainPosterior:
 
     @property
     def messages(self) -> Messages:
-        """Messages along the sequences."""
+        """Forward and backward messages along the sequences, computed once."""
         if self._messages is None:
             self._messages = chains.messages(self.words, self.unary, self.transitions)
         return self._messages

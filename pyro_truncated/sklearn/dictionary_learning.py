@@ -199,13 +199,13 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     @property
     def components_(self) -> Any:
-        """The dictionary, ``(n_components, n_features)``."""
+        """The dictionary in the units of the data, ``(n_components, n_features)``."""
         weight = self.model_.weight.detach().mT
         return (weight * self._units.deviation.to(weight)).numpy()
 
     @property
     def offset_(self) -> Any:
-        """The background, ``(n_features,)``."""
+        """The background in the units of the data, ``(n_features,)``; zeros without one."""
         background = self.model_.leak if isinstance(self.model_, NoisyOr) else self.model_.bias
         zero = self.model_.weight.new_zeros(()) if background is None else background.detach()
         return self._units.restored(zero.expand(self.n_features_in_)).numpy().copy()

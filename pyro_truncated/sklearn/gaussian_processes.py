@@ -269,7 +269,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The mean of :meth:`score_samples`."""
+        """Returns the mean of :meth:`score_samples`, in nats per data point."""
         return float(np.mean(self.score_samples(X)))
 
     def _infer(self, X: Any) -> Latents:

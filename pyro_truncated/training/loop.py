@@ -67,7 +67,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Number of steps taken."""
+        """Number of steps taken so far."""
         return len(self.record["free_energy"])
 
     @property
@@ -326,7 +326,7 @@ class Restarts:
 
     @property
     def training(self) -> Training:
-        """The best run."""
+        """The record of the restart with the highest free energy."""
         return self.trainings[self.best]
 
     @property

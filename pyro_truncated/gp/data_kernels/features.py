@@ -646,7 +646,7 @@ class CountKernel(FixedKernel):
         return HashedCounts.from_matrix(features)
 
     def base_columns(self, index: Tensor) -> Tensor:
-        """Normalised products ``(n, b)``."""
+        """Returns normalised products of all rows with some, ``(n, b)``."""
         return self._normalise_rows(self._matrix, self._norms, index)
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
@@ -655,7 +655,7 @@ class CountKernel(FixedKernel):
         return self._normalise_rows(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
 
     def base_diag(self) -> Tensor:
-        """Variances ``(n,)``."""
+        """Returns normalised products of rows with themselves, ``(n,)``."""
         return self._own(self._norms)
 
     def base_diag_new(self, new: Any) -> Tensor:
@@ -752,7 +752,7 @@ class HistogramIntersectionKernel(FixedKernel):
         self.register_buffer("histograms", histograms / self._mass, persistent=False)
 
     def base_columns(self, index: Tensor) -> Tensor:
-        """Intersections ``(n, b)``."""
+        r"""Returns intersections :math:`\sum_j \min(h_{ij}, h_{kj})` of all rows with some, ``(n, b)``."""
         return _intersections(self.histograms, self.histograms[index])
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
@@ -760,7 +760,7 @@ class HistogramIntersectionKernel(FixedKernel):
         return _intersections(self._scale_histograms(new), self.histograms[index])
 
     def base_diag(self) -> Tensor:
-        """Variances ``(n,)``."""
+        """Returns intersections of rows with themselves, their sums, ``(n,)``."""
         return self.histograms.sum(1)
 
     def base_diag_new(self, new: Any) -> Tensor:

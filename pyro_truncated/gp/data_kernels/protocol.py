@@ -98,7 +98,7 @@ class DataKernel(UniqueModule, Parameterized):
 
     @property
     def device(self) -> torch.device:
-        """Where its numbers live."""
+        """The device of the kernel's tensors; the CPU if it has none."""
         for tensor in (*self.parameters(), *self.buffers()):
             return torch.device(tensor.device)
         return torch.device("cpu")
@@ -375,7 +375,7 @@ class IdentityKernel(DataKernel):
         return self.variance * (rows[:, None] == index).to(self.variance.dtype)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Zeros ``(n_new, b)``."""
+        """Returns zeros ``(n_new, b)``: new inputs are independent of all others."""
         return self.variance.new_zeros(len(new), len(index))
 
     def diag_new(self, new: Any) -> Tensor:

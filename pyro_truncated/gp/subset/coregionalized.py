@@ -166,7 +166,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs ``H``."""
+        """Number of correlated outputs, ``H``."""
         return len(self.target_mean)
 
     @property

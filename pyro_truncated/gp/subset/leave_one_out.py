@@ -299,7 +299,7 @@ class LeaveOneOutRegression:
 
     @property
     def noise(self) -> Tensor:
-        r"""Noise variance :math:`\lambda`."""
+        r"""Variance of the noise, :math:`\lambda`, a positive scalar."""
         return self.parameters[NOISE].exp()
 
     def standardize(self, inputs: Tensor) -> Tensor:

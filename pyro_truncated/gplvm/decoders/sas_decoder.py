@@ -1004,7 +1004,7 @@ class SASDecoder(UniqueModule):
         return {} if self._kept is None else self._kept.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Restores what :meth:`condition_` kept."""
+        """Restores the data points that :meth:`condition_` conditions on."""
         self._kept = KeptPoints(**state) if state else None
         self._training_data = self._candidates = None
 

@@ -346,7 +346,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @property
     def num_views(self) -> int:
-        """Number of views ``C``."""
+        """Number of observed views, ``C``."""
         return len(self.num_observed)
 
     @property
