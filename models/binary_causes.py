@@ -11,7 +11,7 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 
-from pyro_truncated.extend import device_of, some_rows
+from pyro_truncated.extend import generator_device, some_rows
 
 # The least probabilities and rates, and the least share of a mean square, that are learned: from zero no EM step comes back.
 FLOOR = 1e-6
@@ -85,7 +85,7 @@ def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> 
 
     They are distinct if there are as many. Missing entries become their dimension's mean.
     """
-    order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
+    order = torch.randperm(len(y), generator=generator, device=generator_device(generator)).to(y.device)
     rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
@@ -96,7 +96,7 @@ def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch
     It is a hundredth of the ``deviation``.
     """
     rows = random_rows(y, num_rows, generator)
-    noise = torch.randn(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
+    noise = torch.randn(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
     return rows + 0.01 * deviation * noise.to(rows)
 
 

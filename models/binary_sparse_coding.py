@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import device_of, names_arguments, some_rows, takes_arrays
+from pyro_truncated.extend import generator_device, names_arguments, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_prior
 from pyro_truncated.models.dictionary import LinearDictionary, shared_part
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -71,16 +71,16 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         self._make_offset(offset, dtype)
         self._set_ridge(ridge)
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.bias
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Returns what random data points share with others, and noise deviations."""
         weight, deviation = super()._first_dictionary(y, generator)
         above = y if self.bias is None else y - self.bias
-        return self._shared(weight, above), deviation
+        return self._reduce_shared(weight, above), deviation
 
-    def _shared(self, weight: Tensor, rows: Tensor) -> Tensor:
+    def _reduce_shared(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Reduces elements to the part that data points share.
 
         As many data points share it as have an element on at first.
@@ -141,9 +141,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         if len(unused):
             guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _SEARCH_STEPS)
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
-            power = left.double().square().sum(1).to(device_of(generator))
+            power = left.double().square().sum(1).to(generator_device(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
-            self.weight = self.weight.index_copy(1, unused, self._shared(left[chosen.to(left.device)].mT, left))
+            self.weight = self.weight.index_copy(1, unused, self._reduce_shared(left[chosen.to(left.device)].mT, left))
         return len(unused)
 
     @torch.no_grad()

@@ -102,7 +102,7 @@ class CategoricalMixture(LinearMixture):
         _, nearest = spread_rows(rows, self.num_components, generator)
         size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
         total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
-        self.probs = self._floored(total / size.unsqueeze(-1))
+        self.probs = self._floor_probabilities(total / size.unsqueeze(-1))
         self.weights = (size / size.sum()).to(self.weights)
         self.knows_data.fill_(True)
         return self
@@ -112,7 +112,7 @@ class CategoricalMixture(LinearMixture):
         return torch.cat([self.probs.new_ones(len(y), 1), _indicators(y, self.num_values).to(self.probs)], 1)
 
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """The log joints."""
+        """Returns all components' log joints as linear functions of features of ``y``."""
         probs = self.probs.detach().flatten(1)
         coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
         features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)
@@ -129,7 +129,7 @@ class CategoricalMixture(LinearMixture):
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, of the data points with each value,
             ``(K, D L)``. Both can be added and scaled.
         """
-        rows = _indicators(population.rows_of(check_data(y, self.num_observed)), self.num_values)
+        rows = _indicators(population.select_rows(check_data(y, self.num_observed)), self.num_values)
         shares = Shares(population, self.num_components, temperature)
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
@@ -146,7 +146,7 @@ class CategoricalMixture(LinearMixture):
         A class without data keeps its probabilities.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floored(statistics["sums"] / counts), self.probs)
+        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floor_probabilities(statistics["sums"] / counts), self.probs)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class CategoricalMixture(LinearMixture):
         probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
         return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
 
-    def _floored(self, probs: Tensor) -> Tensor:
+    def _floor_probabilities(self, probs: Tensor) -> Tensor:
         """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
         floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
         return (floored / floored.sum(-1, keepdim=True)).to(self.probs)

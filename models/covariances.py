@@ -26,7 +26,7 @@ def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tenso
     return variance.maximum(torch.finfo(dtype).eps * unit).mul(FLOOR)
 
 
-def floored(covariance: Tensor, floor: Tensor) -> Tensor:
+def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
     """Returns the likeliest covariance with no eigenvalue below one.
 
     The unit of every dimension is the root of its floor.
@@ -48,8 +48,8 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
     return floored
 
 
-def floored_cholesky(covariance: Tensor) -> Tensor:
-    """Returns the Cholesky factor of :func:`floored`, without checks.
+def floor_cholesky(covariance: Tensor) -> Tensor:
+    """Returns the Cholesky factor of :func:`floor_covariance`, without checks.
 
     A check would wait for a device.
     """
@@ -261,7 +261,7 @@ class Full(Covariances):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The factors of so many components."""
-        return {"scale": floored_cholesky(covariance).repeat(number, 1, 1)}
+        return {"scale": floor_cholesky(covariance).repeat(number, 1, 1)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
@@ -290,7 +290,7 @@ class Full(Covariances):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
-        return {"scale": floored_cholesky(floored(spread_around(statistics, loc), floor))}
+        return {"scale": floor_cholesky(floor_covariance(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """Products, of two dimensions once."""
@@ -306,7 +306,7 @@ class Full(Covariances):
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of full covariances."""
         precision, size = _invert(parameters["scale"])
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
 
     def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of full covariances."""
@@ -322,7 +322,7 @@ class Tied(Full):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""
-        return {"scale": floored_cholesky(covariance)}
+        return {"scale": floor_cholesky(covariance)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products of all data, ``(D, D)``."""
@@ -336,7 +336,7 @@ class Tied(Full):
         """The factor of the likeliest covariance."""
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
         spread = statistics["products"] - cross - cross.mT + (counts * loc).mT @ loc
-        return {"scale": floored_cholesky(floored(spread / counts.sum(), floor))}
+        return {"scale": floor_cholesky(floor_covariance(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """None: products count alike for all components."""
@@ -372,7 +372,7 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
     return (statistics["products"] - cross - cross.mT) / counts + loc.unsqueeze(-1) * loc.unsqueeze(-2)
 
 
-def of_pairs(precision: Tensor) -> Tensor:
+def pair_factors(precision: Tensor) -> Tensor:
     """Returns factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``.
 
     Each pair of dimensions occurs once.
@@ -424,7 +424,7 @@ class LowRank(Full):
         blocks = []
         # Numbers that are held at a time.
         for block in population.split(max(1, 2**22 // (population.num_states * loc.shape[1]))):
-            rows = block.rows_of(y).to(loc).unsqueeze(1)
+            rows = block.select_rows(y).to(loc).unsqueeze(1)
             means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
             blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))
         return torch.cat(blocks)
@@ -439,7 +439,7 @@ class LowRank(Full):
         """Of covariances of low rank."""
         likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
         precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
 
     def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of covariances of low rank."""
@@ -569,7 +569,7 @@ class Prior:
         """
         if not kind.is_own or self.covariance is None:
             return self.floor.new_zeros(())
-        highest = size_of(kind, self.covariance) if self.size is None else self.size
+        highest = half_log_det(kind, self.covariance) if self.size is None else self.size
         size, trace = self._terms(kind, spreads, self.covariance)
         # What the best unit adds to the trace it takes from its own density.
         return self.number * (highest - size) + (0.5 * self._size * (self.number + 1)) * self._units(trace).log()
@@ -600,12 +600,12 @@ def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict
     """These buffers with what is known from data ``(N, D)`` around their mean."""
     if not number:
         return unknown(kind, number, rows[0])
-    spread: Tensor = floored(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
-    size = size_of(kind, spread)
+    spread: Tensor = floor_covariance(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
+    size = half_log_det(kind, spread)
     return {"spread": spread, "pseudo": torch.stack([size.new_tensor(number), size])}
 
 
-def size_of(kind: Covariances, covariance: Tensor) -> Tensor:
+def half_log_det(kind: Covariances, covariance: Tensor) -> Tensor:
     r"""Returns :math:`\frac12 \log |S|` under the covariance type."""
     kind = Full() if kind.is_dense else kind
     sizes: Tensor = kind.beside(kind.start(covariance, 1), covariance)[0]

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
-from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
+from pyro_truncated.extend import check_observable, generator_device, names_arguments, shard_sum, takes_arrays
 from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SuperposedCauses
@@ -194,7 +194,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         if family == "gamma":
             self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
 
     @names_arguments
@@ -221,7 +221,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         check_observable(self, check_data(y, self.num_observed), or_missing(_SUPPORTS[self.family]))
         y = first_rows(y, generator).double()
         rows = random_rows(y, self.num_latents, generator)
-        noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(rows)
+        noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
         least = weight_floor({"squares": y.square().nansum(0), "observed": (~y.isnan()).sum(0)}).squeeze(-1)
         floor = 0.05 * mean.maximum(least)
@@ -251,7 +251,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             distributions they are those of concentration one, and ``logs`` are the sums of the
             logarithms of the data.
         """
-        rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
+        rows, own = population.select_rows(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
         def make_likelihood(means: Tensor) -> Any:
@@ -270,7 +270,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         statistics = {**apart, **{name: assign_to_background(apart[name], raised > means) for name in ("wins", "won")}}
         won, lost = _losses(likelihood, means, statistics)
         statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
-        total = sums_of(y)
+        total = shard_sum(y)
         names = ("won", "wins", "squares", "observed")
         won, wins, squares, observed = total([statistics[name] for name in names])
         floor = weight_floor({"squares": squares, "observed": observed})

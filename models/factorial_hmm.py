@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
-from pyro_truncated.extend import UniqueModule, check_counts, device_of, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
@@ -52,7 +52,7 @@ def difference_dictionary(
     if not len(rows):
         rows = y.double().flatten(0, 1)
     if len(rows) > _MAX_ROWS:
-        order = torch.rand(len(rows), generator=generator, device=device_of(generator)).topk(_MAX_ROWS).indices
+        order = torch.rand(len(rows), generator=generator, device=generator_device(generator)).topk(_MAX_ROWS).indices
         rows = rows[order.to(rows.device)]
     is_seen = (~rows.isnan()).double()
     rows = rows.nan_to_num()
@@ -96,7 +96,7 @@ def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator
 
 
 def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    power = power.to(device_of(generator)) + torch.finfo(power.dtype).tiny
+    power = power.to(generator_device(generator)) + torch.finfo(power.dtype).tiny
     return torch.multinomial(power, number, replacement=len(power) < number, generator=generator)
 
 
@@ -236,7 +236,7 @@ class FactorialHMM(UniqueModule):
             steps: sweeps, at most.
         """
         y = self._check(y)
-        observed = _observed(y)
+        observed = _find_observed_steps(y)
         likelihood, transitions = self._terms(y, observed)
         return ChainPosterior(likelihood, transitions, num_states).improve_(steps)
 
@@ -255,7 +255,9 @@ class FactorialHMM(UniqueModule):
             ``transitions (M, 2, 2)``; and ``power``, the sum of squares about the mean.
         """
         y = self._check(y) if posterior.indices is None else self._check(y)[posterior.indices]
-        observed = next((steps for steps in (_all_steps(y), _observed(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None)
+        observed = next(
+            (steps for steps in (_all_steps(y), _find_observed_steps(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None
+        )
         if observed is None:
             raise ValueError(f"posterior must be of these sequences, {tuple(y.shape)}; its steps are others: make it anew")
         is_part = (observed.kind >= 0).flatten()
@@ -296,7 +298,7 @@ class FactorialHMM(UniqueModule):
         Steps without observation are included.
         """
         y = self._check(y)
-        return _observed(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
+        return _find_observed_steps(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
     @torch.no_grad()
     @takes_arrays
@@ -340,7 +342,7 @@ def _all_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps(step, kind, (0,), (1,))
 
 
-def _observed(y: Tensor) -> ObservedSteps:
+def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.of(~y.isnan().all(-1))
 
 

@@ -250,7 +250,7 @@ class GatedDecoder(UniqueModule):
             ``(n, D)`` for the population's images.
         """
         check_real(y)
-        rows = population.rows_of(cast_like(y, y))
+        rows = population.select_rows(cast_like(y, y))
         active, switches = self.active_set(), population.states(rows.dtype)
         loc, scale = (part.unsqueeze(1) for part in self.infer_poses(rows))
         present = switches.unsqueeze(-1) > 0.5

@@ -312,7 +312,7 @@ class GaussianMixture(LinearMixture):
             ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added
             and scaled.
         """
-        rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
+        rows = population.select_rows(check_data(y, self.num_observed)).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
-from pyro_truncated.extend import device_of
+from pyro_truncated.extend import generator_device
 from pyro_truncated.models.binary_causes import random_rows
-from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floored
+from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
 from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
@@ -279,7 +279,7 @@ class Agglomeration:
         within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
         varies = bool((within.diagonal() > self.floor).any())
-        covariance: Tensor = floored(within / freedom if varies else self._products / len(self.x), self.floor)
+        covariance: Tensor = floor_covariance(within / freedom if varies else self._products / len(self.x), self.floor)
         return covariance
 
     def _seen(self) -> Agglomeration:
@@ -475,7 +475,7 @@ def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
 
     They are not kept yet.
     """
-    scorer = guide.log_joint_of(y)
+    scorer = guide.make_scorer(y)
     population = guide.rescored(scorer)
     words = moves.candidates(population)
     return population.merge(Population(population.space, words, scorer.score(words)))
@@ -614,7 +614,7 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
     The line goes through two of its data points. Log weights of the halves are ``(N, 2)``.
     """
     size = torch.bincount(owner, minlength=number)
-    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device_of(generator)).to(x.device)
+    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=generator_device(generator)).to(x.device)
     drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
     mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
     side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0

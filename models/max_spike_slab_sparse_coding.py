@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
+from pyro_truncated.extend import names_arguments, selected_rows, shard_sum, takes_arrays
 from pyro_truncated.models.binary_causes import NEVER_SEEN, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
@@ -128,7 +128,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
+        """Initialises from the data; slabs start with mean 1 and variance 0.5.
+
+        See :meth:`SparseCoding.initialize`.
+        """
         super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
@@ -213,7 +216,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
         The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
         """
-        rows = _rows_of(check_data(y, self.num_observed), draws)
+        rows = _select_rows(check_data(y, self.num_observed), draws)
         errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
         moments = draw_moments(draws, self.num_latents)
         parameters = self.scale, self.prior, self.slab_mean, self.slab_scale
@@ -252,7 +255,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             the wins times the entry of the dictionary that these data ask for. The ``errors`` of
             that dictionary. All can be added and scaled.
         """
-        rows = _rows_of(check_data(y, self.num_observed), draws)
+        rows = _select_rows(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
@@ -261,7 +264,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, expected_errors, sums_of(y)), **draw_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, expected_errors, shard_sum(y)), **draw_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -279,7 +282,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Positive slab means are then scaled to one. The ``statistics`` are scaled to the same units,
         so that they can be added to later ones.
         """
-        count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
+        count, first, second = (self._sum_shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
         gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics, gain), statistics, statistics["errors"])
@@ -289,7 +292,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         for name, factor in (("coefficients", gain), ("coefficient_squares", gain**2), ("wins", gain**2), ("claims", gain)):
             statistics[name] = statistics[name] * factor
 
-    def _shared(self, sums: Tensor) -> Tensor:
+    def _sum_shared(self, sums: Tensor) -> Tensor:
         """Sums over the latents, if they share their slab."""
         return sums.sum() if self.shared_slab else sums
 
@@ -315,5 +318,5 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         return mean.to(self.weight) if y is None else cast_like(mean, check_data(y, self.num_observed))
 
 
-def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:
+def _select_rows(y: Tensor, draws: GibbsDraws) -> Tensor:
     return y if draws.indices is None else y[draws.indices.to(y.device)]

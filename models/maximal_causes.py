@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.extend import names_arguments, sums_of, takes_arrays
+from pyro_truncated.extend import names_arguments, shard_sum, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -76,7 +76,7 @@ class MaximalCauses(SparseCoding):
         y, likelihood, scale = check_data(y, self.num_observed), self.likelihood(), self.scale
         statistics = likelihood.statistics(population, y, temperature)
         statistics["errors"] = likelihood.square_error(statistics)
-        rows, weights = population.rows_of(y), population.weights(temperature)
+        rows, weights = population.select_rows(y), population.weights(temperature)
 
         def expected_errors(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
@@ -84,7 +84,7 @@ class MaximalCauses(SparseCoding):
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, expected_errors, sums_of(y))
+        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, expected_errors, shard_sum(y))
         return claims
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.extend import check_observable, device_of, names_arguments, takes_arrays
+from pyro_truncated.extend import check_observable, generator_device, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -89,7 +89,7 @@ class NoisyOr(SuperposedCauses):
         else:
             self.register_buffer("leak", torch.tensor(leak, dtype=dtype))
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.leak,)
 
     @names_arguments
@@ -113,7 +113,7 @@ class NoisyOr(SuperposedCauses):
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
         rows = random_rows(first_rows(y, generator), self.num_latents, generator)
-        noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
+        noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self

@@ -18,7 +18,16 @@ from torch.nn.functional import conv2d, pad
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.extend import Renamed, UniqueModule, check_counts, device_of, names_arguments, raise_if, selected_rows, takes_arrays
+from pyro_truncated.extend import (
+    Renamed,
+    UniqueModule,
+    check_counts,
+    generator_device,
+    names_arguments,
+    raise_if,
+    selected_rows,
+    takes_arrays,
+)
 from pyro_truncated.models.binary_causes import activation, best_prior, cast_like, check_real, count_data, first_rows, random_rows
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
@@ -138,15 +147,17 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     these, in which there is hardly any noise, again those go that the others make up for best.
     """
     count = min(_CANDIDATES_PER_OBJECT * number, _MAX_CANDIDATES)
-    drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
+    drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = _parted(found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
+    found = _repeat_objects(
+        found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator
+    )
     for _ in range(_KMEANS_STEPS):
         found = _average(windows, found)
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
-def _parted(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
+def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
     """Returns objects beyond the first ``number``, which repeat these with noise.
 
     Equal objects would stay equal in learning.
@@ -468,7 +479,7 @@ class OcclusiveComponents(UniqueModule):
         Returns:
             Those of :meth:`.OccludedScene.statistics`.
         """
-        rows = self._check(population.rows_of(y))
+        rows = self._check(population.select_rows(y))
         statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
         return statistics
 
@@ -506,7 +517,7 @@ class OcclusiveComponents(UniqueModule):
             population: truncated posteriors; its ``indices`` select the data points among ``y``.
             y: all images, ``(N, height, width, F)``.
         """
-        rows = self._check(population.rows_of(y))
+        rows = self._check(population.select_rows(y))
         mean: Tensor = cast_like(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
         return mean
 

@@ -116,7 +116,7 @@ class PoissonMixture(LinearMixture):
         return torch.cat([torch.ones_like(counts[:, :1]), counts], 1)
 
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """The log joints."""
+        """Returns all components' log joints as linear functions of features of ``y``."""
         constant = self.weights.log() - self.rate.sum(1)
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
         return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
@@ -132,7 +132,7 @@ class PoissonMixture(LinearMixture):
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
             ``(K, D)``. Both can be added and scaled.
         """
-        rows = population.rows_of(check_data(y, self.num_observed)).double()
+        rows = population.select_rows(check_data(y, self.num_observed)).double()
         shares = Shares(population, self.num_components, temperature)
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 

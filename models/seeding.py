@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.extend import device_of
+from pyro_truncated.extend import generator_device
 from pyro_truncated.search import MaxInnerProductIndex
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
@@ -107,16 +107,16 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     """
     power = points.square().sum(1)
     chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
-    cell = _nearest_of(points, power, chosen)
+    cell = _find_nearest(points, power, chosen)
     distance = (points - points[chosen[cell]]).square().sum(1)
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
             return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
         size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
-        at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
+        at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
         taken = drawn[_taken(points[drawn], at_most)]
-        nearest = taken[_nearest_of(points, power, taken)]
+        nearest = taken[_find_nearest(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
     return chosen
 
@@ -175,7 +175,7 @@ def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
     return taken
 
 
-def _nearest_of(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
+def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
     """Which of some rows ``(R,)`` is nearest to each point, ``(N,)``."""
     functions = torch.cat([points[rows], -0.5 * power[rows].unsqueeze(1)], 1)
     features = torch.cat([points, torch.ones_like(points[:, :1])], 1)
@@ -232,7 +232,7 @@ def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Te
     """Positions drawn in proportion to weights; evenly if all are zero."""
     total = weight.double().cumsum(0)
     total = total if bool(total[-1] > 0) else torch.ones_like(total).cumsum(0)
-    at = torch.rand(number, dtype=torch.float64, generator=generator, device=device_of(generator))
+    at = torch.rand(number, dtype=torch.float64, generator=generator, device=generator_device(generator))
     return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
 
 
@@ -247,7 +247,7 @@ def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None
 
     It is a hundredth of the deviations of a covariance ``(D, D)``.
     """
-    noise = torch.randn(points.shape, generator=generator, device=device_of(generator)).to(points)
+    noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 

@@ -72,7 +72,7 @@ class SlabPrior(Protocol):
     def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
         """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """Returns the scale of slabs ``(H',)`` copied by an index.
 
         Slab ``i`` is like slab ``index[i]``.
@@ -122,7 +122,7 @@ class IndependentSlabs:
         """See :class:`SlabPrior`."""
         statistics["coefficient_squares"] = statistics["coefficient_squares"] * gain.square()
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`SlabPrior`."""
         return scale[index]
 
@@ -181,7 +181,7 @@ class CorrelatedSlabs:
         if stays_independent and not bool(root.tril(-1).any()):
             # The last is the maximiser among independent slabs.
             means, covariances = means[-1:], covariances[-1:].diagonal(dim1=-2, dim2=-1).diag_embed()
-        covariances = _floored(covariances, means.square() + prior.diagonal())
+        covariances = _floor_covariances(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
             """Which gain most, ``(1,)``."""
@@ -216,7 +216,7 @@ class CorrelatedSlabs:
         statistics["slab_means"] = statistics["slab_means"] * gain
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
 
-    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+    def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`SlabPrior`.
 
         All copies of a latent but the first are independent of everything.
@@ -270,7 +270,7 @@ def _part(population: Population, chosen: Tensor) -> Population:
     return Population(population.space, words, log_joint, indices)
 
 
-def _floored(covariance: Tensor, power: Tensor) -> Tensor:
+def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     """Returns the nearest covariances above a floor.
 
     Variances, and eigenvalues relative to them, are then no tiny part of the slabs' mean squares.

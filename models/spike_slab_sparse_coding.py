@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
+from pyro_truncated.extend import global_positions, names_arguments, selected_rows, shard_sum, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, count_data
 from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
@@ -103,7 +103,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(self._slabs.first_scale(num_latents, dtype), self._slabs.constraint)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.slab_mean, self.slab_scale, self.bias
 
     @pyro_method
@@ -130,23 +130,29 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
         It is a ``conditional`` for :meth:`with_slabs`.
         """
-        likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
+        likelihood = self._slabs.superposition(states["s"], self.weight, *self._likelihood_parameters())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
+        """Initialises from the data; slabs start with mean 1.
+
+        See :meth:`SparseCoding.initialize`.
+        """
         super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
         return self
 
     def with_latents(self, index: Tensor) -> Self:
-        """See :meth:`SparseCoding.with_latents`."""
+        """Returns a copy with the latents of an index ``(H',)``.
+
+        See :meth:`SparseCoding.with_latents`.
+        """
         other: Self = super().with_latents(index)
-        scale = self._slabs.of_latents(self.slab_scale.detach(), index)
+        scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
         other.is_starting = self.is_starting
         return other
@@ -164,7 +170,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
             the place of ``coefficient_squares``. They are the number of data points times the mean
             ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
         """
-        shared = sums_of(y), positions_of(y, population.indices)
+        shared = shard_sum(y), global_positions(y, population.indices)
         population, y = self._above_center(population, check_data(y, self.num_observed))
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)

@@ -78,7 +78,7 @@ class SuperposedCauses(UniqueModule):
         size = count_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
-        prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
+        prior, weight, others = self.prior, self.weight, self._likelihood_parameters()
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             return pyro.sample("y", self.superposition(states, weight, *others), obs=selected_rows(y, index))
@@ -90,13 +90,13 @@ class SuperposedCauses(UniqueModule):
             states: states ``(*batch, H)``. Default: any, for what is the same for all of them.
             weight: another dictionary.
         """
-        weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
+        weight, others = self.weight if weight is None else weight, self._likelihood_parameters()
         if states is None:
             # Parameters satisfy their constraints by the way they are kept.
             return self.superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
         return self.superposition(states, weight, *others)
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
         return ()
 
@@ -116,11 +116,11 @@ class SuperposedCauses(UniqueModule):
         Returns:
             ``(N, D)`` for the population's data points, in the type of the data; of integers in torch's default type.
         """
-        population = self._scored(population, check_data(y, self.num_observed))
+        population = self._rescore(population, check_data(y, self.num_observed))
         y = cast_like(y, y)
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
-    def _scored(self, population: Population, y: Tensor) -> Population:
+    def _rescore(self, population: Population, y: Tensor) -> Population:
         """Returns the population with new data points scored.
 
         They are scored under the current model if never before.
@@ -129,7 +129,7 @@ class SuperposedCauses(UniqueModule):
         if not bool(is_new.any()):
             return population
         prior = self.prior.double().expand(self.num_latents)
-        scores = self.likelihood().packed_log_prob(population.words[is_new], population.rows_of(y)[is_new], prior.logit())
+        scores = self.likelihood().packed_log_prob(population.words[is_new], population.select_rows(y)[is_new], prior.logit())
         log_joint = population.log_joint.clone()
         log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
         return dataclasses.replace(population, log_joint=log_joint)
@@ -178,7 +178,7 @@ class SparseCoding(SuperposedCauses):
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, weight=support, dtype=dtype)
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
         return (self.scale,)
 

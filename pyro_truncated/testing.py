@@ -143,7 +143,7 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
         values = {**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}
         guide = AutoTruncated(guide.model, 1, max_count=guide.max_count, whole_states=True)
         guide.setup(*args, **kwargs)
-    return guide.log_joint_of(*args, values={**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}, **kwargs)
+    return guide.make_scorer(*args, values={**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}, **kwargs)
 
 
 def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def run(model: type, free: int | None, monkeypatch: pytest.MonkeyPatch, **option
         guide = AutoTruncated(made, 16, **options)
         svi = SVI(made, guide, ClosedForm(made), Truncated_ELBO(EvolutionarySearch(3, 2, 1)))
         losses = [svi.step(y) for _ in range(2)]
-        return losses, here(guide.words), guide.log_joint_of(y).memory_budget, sum(device.launches.values())
+        return losses, here(guide.words), guide.make_scorer(y).memory_budget, sum(device.launches.values())
 
 
 @pytest.mark.nightly

@@ -193,7 +193,7 @@ def test_searches_find_the_same_states(name: str, both: tuple[Place, Place]) -> 
         with at(place) as there:
             model, y = map(there, bsc(num_latents=10))
             guide, search = AutoTruncated(model, 32), SEARCHES[name]()
-            log_joint, before = guide.log_joint_of(y), guide.posterior(y).free_energy()
+            log_joint, before = guide.make_scorer(y), guide.posterior(y).free_energy()
             for _ in range(3):
                 population = guide.search_(search, log_joint)
                 population.assert_distinct()
@@ -218,7 +218,7 @@ def test_latents_of_several_values_are_searched_alike(sizes: list[int], both: tu
                     pyro.sample("y", pyro.distributions.Normal(sum(w * s for w, s in zip(weights, values, strict=True)), 0.5), obs=y)
 
             guide, y = AutoTruncated(model, 9), place.brought(table[:, 0])
-            log_joint = guide.log_joint_of(y)
+            log_joint = guide.make_scorer(y)
             for search in (ConditionalSearch(30), EvolutionarySearch(3, 3, 2, mutation="sparseflips"), SampledSearch(6)):
                 guide.search_(search, log_joint)
             found.append(guide.words.cpu())

@@ -256,17 +256,17 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     part = truncated_part(guide)
     others = {name: truth[name]["value"] for name in part.layout.other_latents}
     with poutine.block():
-        scorer = part.log_joint_of(*args, values=others, **kwargs)
+        scorer = part.make_scorer(*args, values=others, **kwargs)
         if scorer.num_data != scorer.full_size:
             raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
         states = {name: truth[name]["value"] for name in part.layout.sites}
         words = part.space.pack(part.layout.encode_values(states, part.layout.full_sizes)).unsqueeze(1)
-        draws = [_draw_of_others(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
+        draws = [_draw_companions(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
         transforms = _state_transforms(part, words, scorer.score(words).double(), args, kwargs, draws)
     return transforms | _global_transforms(scorer, others, draws)
 
 
-def _draw_of_others(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+def _draw_companions(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """One joint draw of the latents of the guide's other parts."""
     part = truncated_part(guide)
     if part is guide:
@@ -286,7 +286,7 @@ def _state_transforms(
     equal: dict[str, Tensor] = {}
     true_levels = part.space.unpack(words, torch.int64)
     for draw in draws:
-        population = part.rescored(part.log_joint_of(*args, values=draw, **kwargs))
+        population = part.rescored(part.make_scorer(*args, values=draw, **kwargs))
         weights, levels = population.weights().double(), population.states(torch.int64)
         statistics = {"active": ((levels != 0).sum(-1), (true_levels != 0).sum(-1)), "log_joint": (population.log_joint.double(), truth)}
         statistics |= {f"latent[{i}]": (levels[..., i], true_levels[..., i]) for i in range(part.space.num_latents)}
@@ -468,7 +468,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     sizes = {model: len(result.pointwise) for model, result in results.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the models are of different data: {sizes} observations")
-    table = compat.compare({model: _as_judged(idata, names[model], results[model]) for model, idata in idatas.items()}, names)
+    table = compat.compare({model: _convert_for_arviz(idata, names[model], results[model]) for model, idata in idatas.items()}, names)
     table["missing_nats"] = [missing_nats(idatas[model]) for model in table.index]
     table["plug_in"] = [results[model].is_plug_in for model in table.index]
     every = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
@@ -482,7 +482,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     return table
 
 
-def _as_judged(idata: Any, name: str, result: CrossValidation) -> Any:
+def _convert_for_arviz(idata: Any, name: str, result: CrossValidation) -> Any:
     """Returns data for ArviZ, plug-in estimates as a chain of equal draws."""
     if not result.is_plug_in or result.conditional_on:
         return idata

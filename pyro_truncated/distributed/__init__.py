@@ -11,17 +11,20 @@ The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and
     training = fit(SVI(model, guide, ClosedForm(model), Truncated_ELBO(search)), y, steps=200)
 """
 
+import warnings
+from typing import Any
+
 from pyro_truncated.distributed.launch import AllReduced, SummedELBO, UnsharedDataWarning, start
 from pyro_truncated.distributed.shards import (
     Batches,
     Portion,
     RowBatch,
     Shard,
-    positions_of,
+    global_positions,
     rows_at,
     shard,
+    shard_sum,
     some_rows,
-    sums_of,
     total_rows,
 )
 from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
@@ -38,13 +41,22 @@ __all__ = [
     "add",
     "agree",
     "gather",
-    "positions_of",
+    "global_positions",
     "rank",
     "rows_at",
     "shard",
+    "shard_sum",
     "size",
     "some_rows",
     "start",
-    "sums_of",
     "total_rows",
 ]
+
+_RENAMED = {"positions_of": "global_positions", "sums_of": "shard_sum"}  # until version 0.4
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"distributed.{name} has a new name: use distributed.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

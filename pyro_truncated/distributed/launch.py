@@ -18,7 +18,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.shards import draw_alike, ending_together, is_owned, is_spread, rows_of
+from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, is_owned, is_spread
 from pyro_truncated.distributed.world import agree
 from pyro_truncated.utils.console import Described
 
@@ -80,11 +80,11 @@ class AllReduced(Described, PyroOptim):
             param.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
-        """The optimiser's state."""
+        """Returns the state of the wrapped optimiser."""
         return self.optimizer.get_state()
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Restores the optimiser's state."""
+        """Restores the state of the wrapped optimiser."""
         self.optimizer.set_state(state_dict)
 
 
@@ -245,6 +245,6 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
         tensor.copy_(value)
     learned = search.state_dict()
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
-    if not all(world.gather(bool(rows_of(learned)))):
+    if not all(world.gather(bool(collect_rows(learned)))):
         search.load_state_dict(world.agree(learned))
     draw_alike(None)

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_truncated.distributed import world
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
@@ -134,7 +134,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < world.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {world.size()} processes")
-    return Shard.of(_tensor(array), portion, file_of(array))
+    return Shard.of(_tensor(array), portion, find_memory_map(array))
 
 
 def _tensor(array: Any) -> Tensor:
@@ -164,12 +164,12 @@ def refuse_part(y: Any, why: str) -> None:
     Raises:
         NotImplementedError: saying why.
     """
-    portion = portion_of(y)
+    portion = find_portion(y)
     if portion is not None and portion.is_part:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
 
 
-def portion_of(arguments: Any) -> Portion | None:
+def find_portion(arguments: Any) -> Portion | None:
     """Returns the rows held by shards among a model's arguments, or ``None``.
 
     Raises:
@@ -183,7 +183,7 @@ def portion_of(arguments: Any) -> Portion | None:
 
 def is_spread(*arguments: Any) -> bool:
     """Whether other processes hold more rows of shards among arguments."""
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     return portion is not None and portion.is_part
 
 
@@ -197,11 +197,11 @@ def total_rows(y: Any) -> int:
     return y.portion.total if isinstance(y, Shard) else len(y)
 
 
-def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
+def global_positions(y: Tensor, indices: Tensor | None = None) -> Tensor:
     """Positions ``(n,)`` of data points among those of all processes.
 
     Example:
-        >>> positions_of(torch.zeros(3, 2))
+        >>> global_positions(torch.zeros(3, 2))
         tensor([0, 1, 2])
 
     Args:
@@ -212,13 +212,19 @@ def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
     return first + (torch.arange(len(y)) if indices is None else indices.cpu())
 
 
-def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def shard_sum(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Returns a function that sums results over shards, if there are any.
 
     Example:
         >>> y = torch.arange(6.0).reshape(3, 2)
-        >>> sums_of(y)([y.sum(), y.square().sum()])
+        >>> shard_sum(y)([y.sum(), y.square().sum()])
         [tensor(15.), tensor(55.)]
+
+    Args:
+        y: data, or a shard of them.
+
+    Returns:
+        A function from tensors to their sums over all processes; for data that are no shard, to a list of the tensors themselves.
     """
     return world.add if isinstance(y, Shard) and y.portion.is_part else list
 
@@ -289,7 +295,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
 
 
 def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor:
-    return torch.randperm(total, generator=generator, device=device_of(generator))[:number]
+    return torch.randperm(total, generator=generator, device=generator_device(generator))[:number]
 
 
 def draw_alike(generator: torch.Generator | None) -> None:
@@ -308,7 +314,7 @@ def whole(rows: Tensor) -> Shard:
     return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))
 
 
-def file_of(array: Any) -> mmap.mmap | None:
+def find_memory_map(array: Any) -> mmap.mmap | None:
     """Returns the shared memory map that an array lies in, or ``None``."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap) and array.mode == "c":
@@ -338,12 +344,12 @@ def fingerprint(shard: Shard) -> int:
     rows = max(1, 2**22 // width)
     total = 0
     for start in range(0, len(shard), rows):
-        total += _sum_of_hashes(shard[start : start + rows], shard.portion.first + start)
+        total += _hash_rows(shard[start : start + rows], shard.portion.first + start)
     parts = world.gather(total) if shard.portion.is_part else [total]
     return sum(parts) % 2**64
 
 
-def _sum_of_hashes(rows: torch.Tensor, first: int) -> int:
+def _hash_rows(rows: torch.Tensor, first: int) -> int:
     entries = rows.detach().cpu().contiguous().reshape(len(rows), -1).numpy()
     bits = entries.view(f"u{entries.itemsize}").astype(np.uint64)
     # Of every entry, mixed with its column; of every data point, mixed with its position.
@@ -429,7 +435,7 @@ class Batches:
     def __init__(self, y: Any, size: int, *, block: int = 64, seed: int = 0) -> None:
         size, block = check_counts(size=size, block=block)
         self._y = y if isinstance(y, Shard) else None
-        self._portion = portion_of(y) or Portion(0, len(y), len(y))
+        self._portion = find_portion(y) or Portion(0, len(y), len(y))
         self.size, self.block, self.seed = size, min(block, size), seed
         if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
             # Blocks are read as they are; otherwise the system reads megabytes around each of them.
@@ -497,7 +503,7 @@ def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tenso
         portion: which these are.
         positions: the same on every process.
     """
-    rows: Tensor = _RowsOfOwners.apply(own, portion, positions)  # type: ignore[no-untyped-call]
+    rows: Tensor = _OwnerRows.apply(own, portion, positions)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -526,7 +532,7 @@ def ending_together(arguments: Any) -> AbstractContextManager[None]:
     return world.failing_together() if is_spread(arguments) else nullcontext()
 
 
-class _RowsOfOwners(Function):
+class _OwnerRows(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
         """Sends what is here, and zeros for what is elsewhere."""
@@ -543,7 +549,7 @@ class _RowsOfOwners(Function):
         return total.new_zeros(ctx.shape).index_add_(0, ctx.places, total[ctx.is_mine]), None, None
 
 
-def rows_of(state: Any) -> dict[str, Tensor]:
+def collect_rows(state: Any) -> dict[str, Tensor]:
     """Returns all tensors of rows in a nested state, by their path.
 
     Kept apart, any number of processes can share them. A state with rows is a dictionary. Its ``rows`` are tensors with a row for each

@@ -37,7 +37,10 @@ class Component(Categorical):
         return larger
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws values."""
+        """Draws components ``(*sample_shape, *batch)``, without gradients.
+
+        On a device they are drawn by inversion of the cumulative probabilities.
+        """
         probs = self.probs
         if not probs.is_cpu:
             return self._sample_by_inversion(torch.Size(sample_shape) + self.batch_shape)
@@ -167,7 +170,7 @@ class ComponentNormal(ComponentGaussian):
 
     @property
     def variance(self) -> Tensor:
-        """Variances ``(*batch, D)``."""
+        """Variances of the chosen components, ``(*batch, D)``."""
         return self.scale.square()[self.component].expand(self.batch_shape + self.event_shape)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
@@ -230,7 +233,7 @@ class ComponentMultivariateNormal(ComponentGaussian):
 
     @property
     def variance(self) -> Tensor:
-        """Variances ``(*batch, D)``."""
+        """Diagonals of the chosen components' covariances, ``(*batch, D)``."""
         return self._factors().square().sum(-1)[self.component]
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
@@ -312,7 +315,7 @@ class ComponentLowRankNormal(ComponentGaussian):
 
     @property
     def variance(self) -> Tensor:
-        """Variances ``(*batch, D)``."""
+        r"""Diagonals of the chosen components' covariances :math:`F F^\top + \sigma^2 I`, ``(*batch, D)``."""
         noise = self._scales().square().unsqueeze(-1)
         return (self.factor.square().sum(-1) + noise)[self.component]
 

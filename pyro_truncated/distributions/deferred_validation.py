@@ -43,7 +43,7 @@ def defer_validation(kind: Any) -> Any:
 def defer_constraints(arg_constraints: dict[str, Any]) -> dict[str, Any]:
     """The constraints of a distribution's parameters, looked at with other checks."""
     return {
-        name: constraint if constraints.is_dependent(constraint) else _of_parameter(name, constraint)
+        name: constraint if constraints.is_dependent(constraint) else _parameter_check(name, constraint)
         for name, constraint in arg_constraints.items()
     }
 
@@ -108,7 +108,7 @@ class _Later(constraints.Constraint):
         return torch.ones((), dtype=torch.bool, device="cpu")
 
 
-def _of_parameter(name: str, constraint: Any) -> _Later:
+def _parameter_check(name: str, constraint: Any) -> _Later:
     def complain(value: Tensor) -> None:
         raise ValueError(f"expected parameter {name} of shape {tuple(value.shape)} to satisfy the constraint {constraint!r}; got\n{value}")
 

@@ -155,7 +155,7 @@ class LinearSuperposition(GaussianSuperposition):
             :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and
             scaled; pairs of the two shapes add up by broadcasting.
         """
-        rows, is_observed = without_missing(population.rows_of(value))
+        rows, is_observed = without_missing(population.select_rows(value))
         seen = None if is_observed is None else is_observed.double()
         if levels is None and population.space.is_binary:
             active, pairs = _binary_moments(population, temperature, seen)

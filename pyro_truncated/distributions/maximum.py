@@ -56,7 +56,7 @@ class MaximumSuperposition(GaussianSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``2 D H``."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 
@@ -93,7 +93,7 @@ class MaximumSuperposition(GaussianSuperposition):
             ``num_data``; ``observed`` :math:`N_d`; ``sums`` and ``squares`` of the data, ``(D,)``.
             ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``. ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
         """
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         active, _, wins, won = self._explain(population, rows, temperature)
         return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
@@ -186,7 +186,7 @@ class MaximumSuperposition(GaussianSuperposition):
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
-        return self._explain(population, population.rows_of(value), 1.0)[1].to(value.dtype)
+        return self._explain(population, population.select_rows(value), 1.0)[1].to(value.dtype)
 
     def _explain(self, population: Population, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         check_binary(population, self.weight.shape[-1])
@@ -259,13 +259,13 @@ class FamilyMaximum(Superposition):
         return variance
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations."""
+        """Draws observations ``(*sample_shape, *batch, D)``, without gradients."""
         with torch.no_grad():
             return self._family(self.mean).sample(torch.Size(sample_shape))
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``2 D H``."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 
@@ -306,7 +306,7 @@ class FamilyMaximum(Superposition):
             added and scaled.
         """
         check_binary(population, self.weight.shape[-1])
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _round(self._means()))
         sums = data_sums(*without_missing(rows))
         return {**sums, "bases": self._elementwise_base(rows).sum(0), "states": active.sum(0), "wins": wins, "won": won}
@@ -328,7 +328,7 @@ class FamilyMaximum(Superposition):
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
         check_binary(population, self.weight.shape[-1])
-        return ops.maximum_wins(population.words, population.weights(1.0), population.rows_of(value), self._means())[1].to(value.dtype)
+        return ops.maximum_wins(population.words, population.weights(1.0), population.select_rows(value), self._means())[1].to(value.dtype)
 
     def _family(self, mean: Tensor) -> Distribution:
         """The distribution of single observations."""
@@ -380,15 +380,15 @@ class PoissonMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.nonnegative_integer), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`\log \mu` of means."""
         return mean.log()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`\mu` of means."""
         return mean
 
     def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log base measures :math:`-\log y!` of observations."""
         return -(value + 1).lgamma()
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -411,11 +411,11 @@ class BernoulliMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.boolean), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`\log \mu / (1 - \mu)` of means."""
         return mean.logit()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`-\log(1 - \mu)` of means."""
         return -torch.log1p(-mean)
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -434,11 +434,11 @@ class ExponentialMaximum(FamilyMaximum):
     support = constraints.independent(or_missing(constraints.nonnegative), 1)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`-1 / \mu` of means."""
         return -mean.reciprocal()
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`\log \mu` of means."""
         return mean.log()
 
     def _family(self, mean: Tensor) -> Distribution:
@@ -480,15 +480,15 @@ class GammaMaximum(FamilyMaximum):
         super().__init__(states, weight, background, validate_args, concentration=concentration)
 
     def natural(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns natural parameters :math:`-k / \mu` of means."""
         return -self.concentration.double() / mean
 
     def partition(self, mean: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log partition functions :math:`k \log \mu` of means."""
         return self.concentration.double() * mean.log()
 
     def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
+        r"""Returns log base measures :math:`k \log k - \log \Gamma(k) + (k - 1) \log y`."""
         k = self.concentration.double()
         return k * k.log() - k.lgamma() + (k - 1) * value.log()
 
@@ -543,7 +543,7 @@ class PiecewiseGaussian(TorchDistribution):
         Raises:
             ValueError: if an offer or an element is negative.
         """
-        raise_if(~((others >= 0).all() & (element >= 0).all()), _complain_of_negative)
+        raise_if(~((others >= 0).all() & (element >= 0).all()), _raise_negative)
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )
@@ -556,7 +556,7 @@ class PiecewiseGaussian(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Mean, ``(*batch)``."""
+        """Mean of the normalised density, ``(*batch)``."""
         return self.segments.mean()
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> PiecewiseGaussian:
@@ -578,7 +578,11 @@ class PiecewiseGaussian(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density at ``value``."""
+        """Returns the normalised log density at values ``(*batch)``.
+
+        Raises:
+            ValueError: if validation is on and a value is NaN or infinite.
+        """
         if self._validate_args:
             self._validate_sample(value)
         return self.segments.log_density(value) - self.log_normalizer
@@ -682,5 +686,5 @@ class MaximumSlabs(TorchDistribution):
         return PiecewiseGaussian.of_maximum(self.value, others, element, self.scale, mean, scale)
 
 
-def _complain_of_negative() -> None:
+def _raise_negative() -> None:
     raise ValueError("others and element must not be negative: the cause would win below a threshold instead of above it")

@@ -100,7 +100,7 @@ class NoisyOrSuperposition(Superposition):
             added and scaled.
         """
         check_binary(population, self.weight.shape[-1])
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         complements = self._log_complements()
         active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, population.weights(temperature), rows, *complements)
         rows, is_observed = without_missing(rows)

@@ -162,7 +162,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``4 H^2``."""
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
 
@@ -223,7 +223,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
             the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be
             added and scaled; pairs of the two shapes add up by broadcasting.
         """
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         arguments = self._posterior_arguments(population, rows, temperature)
         rows, is_observed = without_missing(rows)
         if is_observed is None:
@@ -249,7 +249,7 @@ class SpikeSlabSuperposition(SlabSuperposition):
             population: truncated posteriors over the ``H`` indicators.
             value: all data, ``(N, D)``. NaN where missing.
         """
-        moments = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))
+        moments = ops.spike_slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))
         return moments[1]
 
     @torch.no_grad()
@@ -341,7 +341,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
     @property
     def numbers_per_state(self) -> int:
-        """See :class:`.Superposition`."""
+        """Intermediate numbers that scoring one state takes: ``6 H^2``."""
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
@@ -400,7 +400,7 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
             ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
             broadcasting.
         """
-        rows = population.rows_of(value)
+        rows = population.select_rows(value)
         arguments = self._posterior_arguments(population, rows, temperature)
         rows, is_observed = without_missing(rows)
         moments = ops.correlated_slab_moments if is_observed is None else ops.correlated_slab_moments_by_dimension
@@ -439,13 +439,13 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         Returns:
             ``(T,)``, in float64.
         """
-        arguments = self._posterior_arguments(population, population.rows_of(value), temperature)
+        arguments = self._posterior_arguments(population, population.select_rows(value), temperature)
         return ops.expected_log_slab_prior(*arguments, means, covariances)
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
-        coefficients = ops.correlated_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))[1]
+        coefficients = ops.correlated_slab_moments(*self._posterior_arguments(population, population.select_rows(value), 1.0))[1]
         return self._reconstruction(coefficients, value)
 
     def _slabs(self) -> tuple[Tensor, Tensor]:

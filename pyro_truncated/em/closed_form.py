@@ -17,7 +17,7 @@ from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.devices import brought, module_device
 
 Statistics = dict[str, Tensor]
 
@@ -28,6 +28,8 @@ _drivers: weakref.WeakKeyDictionary[Any, weakref.ref[ClosedForm]] = weakref.Weak
 @runtime_checkable
 class ClosedFormModel(Protocol):
     """What a model offers to be trained by closed-form M-steps.
+
+    ``sufficient_statistics`` is for the E-step, ``maximize`` for the M-step.
 
     Example:
         >>> isinstance(BinarySparseCoding(16, 8), ClosedFormModel), isinstance(torch.nn.Linear(2, 1), ClosedFormModel)
@@ -194,7 +196,7 @@ class ClosedForm(Described, PyroOptim):
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
             change = new if old is None else {name: value - old[name] for name, value in new.items()}
-            change, held = total(self._instead_of_expected(change, indices, num_data)), self.statistics
+            change, held = total(self._replace_expected(change, indices, num_data)), self.statistics
             self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
@@ -212,7 +214,7 @@ class ClosedForm(Described, PyroOptim):
         expected = _plus(visited, self.expected, int((~self.visited).sum()))
         self.statistics = summed(expected) if is_part else expected
 
-    def _instead_of_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
+    def _replace_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
         is_beginning = self.statistics is None
         if is_beginning and hasattr(self.model, "expected_statistics"):
@@ -246,10 +248,13 @@ class ClosedForm(Described, PyroOptim):
         return copy.deepcopy({name: getattr(self, name) for name in names})
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`get_state`."""
+        """Restores statistics and visits that :meth:`get_state` returned.
+
+        Tensors go to the model's device.
+        """
         state_dict = copy.deepcopy(state_dict)
         # Files are read onto the CPU, whatever they were saved from.
-        device = device_of_module(self.model)
+        device = module_device(self.model)
         self.statistics, self.expected = (brought(one, device) for one in (state_dict["statistics"], state_dict.get("expected")))
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed.launch import start_as_first
-from pyro_truncated.distributed.shards import draw_alike, ending_together, is_spread, portion_of, positions_of, sums_of, total_rows
+from pyro_truncated.distributed.shards import draw_alike, ending_together, find_portion, global_positions, is_spread, shard_sum, total_rows
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.ops import defer_checks, draw_seed, lazy_values
 from pyro_truncated.search.base import SearchBatch
@@ -28,7 +28,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_count, names_arguments
-from pyro_truncated.utils.devices import device_of_module
+from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -66,7 +66,7 @@ class GibbsDraws:
 class GibbsModel(Protocol):
     """A model of ``y (N, D)`` for :class:`~pyro_truncated.GibbsEM`.
 
-    It also has ``num_latents`` and ``unit``.
+    It draws by ``gibbs``, and its M-step is ``sufficient_statistics`` and ``maximize``. It also has ``num_latents`` and ``unit``.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
@@ -100,10 +100,10 @@ class GibbsModel(Protocol):
         """Log joint averaged over the draws, summed over the data points."""
 
     def sufficient_statistics(self, draws: GibbsDraws, y: Tensor) -> Statistics:
-        """What ``maximize`` needs."""
+        """Returns what ``maximize`` needs of data ``(N, D)`` and draws."""
 
     def maximize(self, statistics: Statistics) -> None:
-        """The M-step."""
+        """Sets the parameters to their maximum given the statistics."""
 
 
 class GibbsGuide(PyroModule):
@@ -156,7 +156,7 @@ class GibbsGuide(PyroModule):
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The model whose posterior the sampler draws from."""
         return self._model[0]
 
     def marginals(self, indices: Tensor | None = None) -> Tensor:
@@ -206,7 +206,7 @@ class GibbsGuide(PyroModule):
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
         batch = self._batch(y, rows, indices, is_new)
-        if search.learns and portion_of(y) is not None:
+        if search.learns and find_portion(y) is not None:
             search.meet(batch)
             batch = dataclasses.replace(batch, is_met=True)
         selected = search.select(batch)
@@ -216,7 +216,7 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
+        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _raise_nonfinite_draws)
         ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
@@ -248,7 +248,7 @@ class GibbsGuide(PyroModule):
         return coefficients
 
     def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None, is_new: bool) -> SearchBatch:
-        portion = portion_of(y)
+        portion = find_portion(y)
         words = self._space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
         population = Population(self._space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
         return SearchBatch(
@@ -284,7 +284,7 @@ class GibbsGuide(PyroModule):
         else:
             selected = torch.arange(num_selected, device=device).repeat(size, 1)
             coefficients = torch.zeros(shape, **options)
-            start = ops.uniform(positions_of(y).to(device), (num_latents,), generator=generator)
+            start = ops.uniform(global_positions(y).to(device), (num_latents,), generator=generator)
             self.register_buffer("probabilities", start)
             self.register_buffer("unit", torch.zeros_like(self.model.unit, **options).repeat(size, 1))
         self.register_buffer("selected", selected)
@@ -299,11 +299,11 @@ class GibbsGuide(PyroModule):
         for name in self.ROWS:
             value, held = state_dict.get(prefix + name), self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape):
-                self.register_buffer(name, torch.empty_like(value, device=device_of_module(self.model)))
+                self.register_buffer(name, torch.empty_like(value, device=module_device(self.model)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _complain_of_draws() -> None:
+def _raise_nonfinite_draws() -> None:
     raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
 
 
@@ -443,7 +443,7 @@ class GibbsEM(ELBO):
     def _update(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> GibbsDraws:
         temperature = temperature_at(self.temperature, self.num_steps)
         budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
-        with _keyed(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
+        with _draw_key(self.generator) if find_portion(y) is not None else nullcontext(self.generator) as generator:
             return guide.update_(self.search, y, indices, generator=generator, **budget)
 
     def _settle(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
@@ -453,7 +453,7 @@ class GibbsEM(ELBO):
         new = _not_begun(guide, y)
         given = new if indices is None else new[indices]
         # Processes take as many steps, those too whose chains have all begun.
-        num_new, num_given = (int(value) for value in sums_of(y)([new.sum(), given.sum()]))
+        num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), given.sum()]))
         rows = given.nonzero().squeeze(-1) if indices is None else indices[given]
         for _ in range(self.settling if num_given else 0):
             self._update(guide, y, None if len(rows) == len(y) else rows)
@@ -473,7 +473,7 @@ class GibbsEM(ELBO):
             return None, 1.0
         device = None if self.generator is None else self.generator.device
         chosen = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
-        first = int(positions_of(y)[0])
+        first = int(global_positions(y)[0])
         return chosen[(chosen >= first) & (chosen < first + len(y))] - first, total / self.batch_size
 
 
@@ -485,7 +485,7 @@ def _not_begun(guide: GibbsGuide, y: Tensor) -> Tensor:
 
 
 @contextmanager
-def _keyed(generator: torch.Generator | None) -> Iterator[None]:
+def _draw_key(generator: torch.Generator | None) -> Iterator[None]:
     """Takes one random number on every process, whatever they draw next."""
     seed = draw_seed(generator)
     with spare_random_numbers():
@@ -495,7 +495,7 @@ def _keyed(generator: torch.Generator | None) -> Iterator[None]:
 
 def _total(value: Tensor, y: Tensor) -> Tensor:
     """Sums what each process has computed of its data."""
-    return sums_of(y)([value])[0]
+    return shard_sum(y)([value])[0]
 
 
 def _check(guide: Any, model: Any) -> GibbsGuide:

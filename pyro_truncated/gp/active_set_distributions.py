@@ -147,7 +147,7 @@ class GivenActiveSet(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Predictive mean ``(*batch, D)``."""
+        """Predictive means given the active set, ``(*batch, D)``."""
         return self._mean
 
     @property
@@ -387,7 +387,10 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         self.targets, self.width = targets, torch.as_tensor(width, dtype=latents.dtype, device=latents.device).reshape(())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetPosterior:
-        """As for :class:`ActiveSetGaussianProcess`."""
+        """Returns the same distribution with another batch shape.
+
+        See :meth:`ActiveSetGaussianProcess.expand`.
+        """
         prior = super().expand(batch_shape)
         if prior is self:
             return self

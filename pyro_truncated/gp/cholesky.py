@@ -208,7 +208,7 @@ class PivotedCholesky:
 
     @property
     def rank(self) -> int:
-        """Number of pivots ``Q``."""
+        """Number of pivots, ``Q``: columns of the factor."""
         return self.factor.shape[1]
 
     def features(self, cross: Tensor) -> Tensor:

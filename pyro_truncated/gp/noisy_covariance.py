@@ -45,12 +45,12 @@ class NoisyCovariance(abc.ABC):
     @property
     @abc.abstractmethod
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
 
     @property
     @abc.abstractmethod
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
 
     @abc.abstractmethod
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class NoisyCovariance(abc.ABC):
 
     @abc.abstractmethod
     def quadratic(self, targets: Tensor) -> Tensor:
-        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        r"""Returns :math:`\operatorname{tr}(R^\top C^{-1} R)` of targets ``(N, D)``, a scalar."""
 
     @takes_arrays
     def leave_one_out(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -122,11 +122,11 @@ class DenseCovariance(NoisyCovariance):
             raise ValueError(f"kernel_matrix must have shape (N, N); got {tuple(kernel_matrix.shape)}")
         self.num_data, noise = len(kernel_matrix), _on(kernel_matrix, noise)
         matrix = kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix)))
-        self.cholesky = _factor_of(matrix, noise, kernel_matrix=kernel_matrix)
+        self.cholesky = _factorise(matrix, noise, kernel_matrix=kernel_matrix)
 
     @property
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
         return 2 * self.cholesky.diagonal().log().sum()
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class DenseCovariance(NoisyCovariance):
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
         return self.inverse.diagonal()
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -183,17 +183,17 @@ class LowRankCovariance(NoisyCovariance):
         self.noise = noise.expand(len(factor))
         scaled = factor / self.noise.sqrt().unsqueeze(-1)
         identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
-        self.cholesky = _factor_of(identity + scaled.mT @ scaled, noise, factor=factor)
+        self.cholesky = _factorise(identity + scaled.mT @ scaled, noise, factor=factor)
         self.basis = torch.linalg.solve_triangular(self.cholesky, scaled.mT, upper=False)
 
     @property
     def log_determinant(self) -> Tensor:
-        r""":math:`\log |C|`."""
+        r"""Log determinant :math:`\log |C|`, a scalar."""
         return self.noise.log().sum() + 2 * self.cholesky.diagonal().log().sum()
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        """Diagonal of the inverse, :math:`(C^{-1})_{nn}`, ``(N,)``."""
         share: Tensor = 1 - self.basis.square().sum(0)
         return share.clamp(min=SMALLEST_SHARE) / self.noise
 
@@ -207,7 +207,7 @@ class LowRankCovariance(NoisyCovariance):
         return solution
 
     def quadratic(self, targets: Tensor) -> Tensor:
-        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        r"""Returns :math:`\operatorname{tr}(R^\top C^{-1} R)` of targets ``(N, D)``, a scalar."""
         self._check(targets)
         scaled = targets / self.noise.sqrt().unsqueeze(-1)
         explained: Tensor = (self.basis @ scaled).square().sum()
@@ -239,7 +239,7 @@ def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:
     return noise if isinstance(noise, Tensor) else matrix.new_tensor(noise)
 
 
-def _factor_of(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
+def _factorise(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
     """Returns a matrix's Cholesky factor, or raises an error about its inputs.
 
     The inputs are checked only on failure, as a fit takes many steps.

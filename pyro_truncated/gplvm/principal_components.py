@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import gather_all_rows, own_rows, sums_of, total_rows
+from pyro_truncated.distributed.shards import gather_all_rows, own_rows, shard_sum, total_rows
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 
@@ -42,7 +42,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     """
     data = as_tensors(data)
     joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
-    number, total = total_rows(joint), sums_of(joint)
+    number, total = total_rows(joint), shard_sum(joint)
     size = _checked_norm(joint, num)
     centred = joint.double() - total([joint.sum(0, dtype=torch.float64)])[0] / number
     kept = min(num, number, joint.shape[1])
@@ -72,7 +72,7 @@ def _checked_norm(data: Tensor, num: int) -> Tensor:
     """
     if not data.is_floating_point():
         raise TypeError(f"data must be floating point; got {data.dtype}")
-    size: Tensor = sums_of(data)([torch.linalg.vector_norm(data, dtype=torch.float64).square()])[0].sqrt()
+    size: Tensor = shard_sum(data)([torch.linalg.vector_norm(data, dtype=torch.float64).square()])[0].sqrt()
     if data.ndim != 2 or data.numel() == 0 or not bool(size.isfinite()):
         raise ValueError(f"data must be a finite matrix (N, D) that is not empty; got shape {tuple(data.shape)} and norm {float(size)}")
     check_count("num", num)

@@ -33,7 +33,7 @@ from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.parameter_store import TakesPrefixed, spare_random_numbers
 
 
@@ -212,7 +212,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
         return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
 
-    def batch_of(self, *args: Any, **kwargs: Any) -> Any:
+    def make_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the populations of the data points that a call selects.
 
         They come with a scorer of their states.
@@ -223,7 +223,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.batch(call, self.fresh_subsamples(call))
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Any:
-        """Returns the batch of a call of the model, see :meth:`batch_of`.
+        """Returns the batch of a call of the model, see :meth:`make_batch`.
 
         Other latents and subsamples of plates may be given by name.
         """
@@ -233,9 +233,12 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         self._last_call = call
         return batch
 
-    def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
+    def make_scorer(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """The scorer of a batch, see :meth:`batch`."""
         return self.batch(Call(self.model, args, kwargs), values).scorer  # type: ignore[no-any-return]
+
+    batch_of = Renamed("make_batch")
+    log_joint_of = Renamed("make_scorer")
 
     def posterior(self, *args: Any, **kwargs: Any) -> Any:
         """Returns populations with log joints under the current model.
@@ -347,9 +350,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         with torch.no_grad(), spare_random_numbers():
-            return _reader(list(self._batches_of_draws(self._last_call)))
+            return _reader(list(self._draw_batches(self._last_call)))
 
-    def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
+    def _draw_batches(self, call: Call) -> Iterator[ProductBatch | ChainBatch]:
         """Returns batches under draws of the latents of other guides.
 
         There are up to :attr:`num_draws`, or one where the draws do not differ.

@@ -85,7 +85,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
         values = guide.other_values(call, subsamples=subsamples)
         if not values:
             has_draws = guide.conditional is not None and not guide.is_conditional_exact
-            return _mean_of_weights(guide, guide.batch(call, subsamples)) if has_draws else None
+            return _average_weights(guide, guide.batch(call, subsamples)) if has_draws else None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
             batch = guide.batch(call, {**values, **(subsamples or {})})
@@ -106,11 +106,11 @@ def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
 
     One draw is enough where they do not differ.
     """
-    averaged = _mean_of_weights(guide, batch)
+    averaged = _average_weights(guide, batch)
     return batch.rescored() if averaged is None else averaged
 
 
-def _mean_of_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
+def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
     """Returns populations with averaged log joints, or ``None``.
 
     ``None`` means that the draws of a conditional do not differ.

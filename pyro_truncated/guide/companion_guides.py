@@ -43,7 +43,7 @@ class Siblings:
     def of(cls, guide: Any) -> Siblings:
         """The siblings of a guide in its list."""
         guide_list = guide.master()
-        parts = list(parts_of(guide_list))
+        parts = list(flatten_guides(guide_list))
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
@@ -156,7 +156,7 @@ def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
 
     Otherwise functions, above all, open plates of their own.
     """
-    for part in parts_of(guide_list):
+    for part in flatten_guides(guide_list):
         opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
         if part is not truncated and opens_its_own and "forward" not in vars(part):
             part.forward = SharedPlates()(part.forward)
@@ -171,7 +171,7 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
         ValueError: naming the guide, the latents and the plate.
     """
     partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
-    for part in parts_of(guide_list):
+    for part in flatten_guides(guide_list):
         if not partial or not isinstance(part, AutoContinuous) or part.prototype_trace is None:
             continue
         for name, site in part.prototype_trace.iter_stochastic_nodes():
@@ -196,11 +196,11 @@ def refuse_uncovered(names: Sequence[str]) -> None:
         )
 
 
-def parts_of(guide_list: Any) -> Iterator[Any]:
+def flatten_guides(guide_list: Any) -> Iterator[Any]:
     """The guides in a list and in the lists in it."""
     for part in guide_list:
         if isinstance(part, AutoGuideList):
-            yield from parts_of(part)
+            yield from flatten_guides(part)
         else:
             yield part
 

@@ -149,7 +149,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                     f"the populations of {group.sites[:4]} have {len(own.words)} rows, the model's plates {list(group.plates)} now the "
                     f"sizes {sizes}. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
                 )
-            own.check_indices(self.scorer.rows_of(number))
+            own.check_indices(self.scorer.population_rows(number))
         seen, scorer = self.populations.seen, self.scorer
         if scorer.is_plain or seen.knows(scorer.call):
             seen.compare(scorer)
@@ -165,7 +165,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         return [self.scorer.insert_known(population.words, number) for number, population in enumerate(stored)]
 
     def _take_stored(self) -> list[Population]:
-        return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
+        return [store.take(self.scorer.population_rows(number)) for number, store in enumerate(self.populations.stores)]
 
     # --- reading ---
 
@@ -184,7 +184,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
         for number, (population, words) in enumerate(zip(self._take_stored(), sets, strict=True)):
             nodes = product.groups[number].nodes
-            sizes = scorer.sizes_of(nodes[0])
+            sizes = scorer.plate_sizes(nodes[0])
             added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
             log_q = added + weights - total
             # The nodes that are the last of their components.

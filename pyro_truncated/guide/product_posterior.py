@@ -151,12 +151,12 @@ class ProductPosterior(SetReadings):
         product, scorer = self.batch.scorer.product, self.batch.scorer
         found: dict[str, tuple[str, Any, Tensor]] = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
-            for node, rows in zip(group.nodes, scorer.nodes_of(read(population), number), strict=True):
+            for node, rows in zip(group.nodes, scorer.split_nodes(read(population), number), strict=True):
                 own, start = product.node_layouts[node], 0
                 for name, site in own.sites.items():
                     part = rows[:, start : start + site.num_latents]
                     start += site.num_latents
-                    table = part.reshape(*scorer.sizes_of(node), *site.shape, *part.shape[2:])
+                    table = part.reshape(*scorer.plate_sizes(node), *site.shape, *part.shape[2:])
                     found[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
         return [found[name] for name in self.batch.scorer.layout.sites]
 
@@ -164,8 +164,8 @@ class ProductPosterior(SetReadings):
         product, scorer = self.batch.scorer.product, self.batch.scorer
         found = {}
         for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
-            for node, words in zip(group.nodes, scorer.nodes_of(population.words, number), strict=True):
-                own, sizes = product.node_layouts[node], scorer.sizes_of(node)
+            for node, words in zip(group.nodes, scorer.split_nodes(population.words, number), strict=True):
+                own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
                 position = torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in drawn[node][0]])
                 for name, value in own.split(own.space.unpack(pick(words, position))).items():
                     site = own.sites[name]
@@ -217,7 +217,7 @@ def product_evidence(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
     for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(sets)), strict=True):
         dims = scorer.product.node_layouts[root].dims
         beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
-        own = rows.reshape(scorer.sizes_of(root))
+        own = rows.reshape(scorer.plate_sizes(root))
         total = total + (own.sum(beyond) if beyond else own)
     return total.flatten()
 
@@ -271,11 +271,11 @@ class ProductProgramRun(ProgramRun):
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}
         for number, group in enumerate(product.groups):
-            for node, words in zip(group.nodes, scorer.nodes_of(sets[number], number), strict=True):
-                own, sizes = product.node_layouts[node], scorer.sizes_of(node)
+            for node, words in zip(group.nodes, scorer.split_nodes(sets[number], number), strict=True):
+                own, sizes = product.node_layouts[node], scorer.plate_sizes(node)
                 position, log_prob = (self._rows(product, node, table, sizes) for table in drawn[node])
                 levels = own.space.unpack(pick(words, position))
-                shape = _left_of(particles, layout.depth)
+                shape = _draw_shape(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
                 states |= own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
                 self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
@@ -317,7 +317,7 @@ class ProductProgramRun(ProgramRun):
             return pyro.sample(site.name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
 
 
-def _left_of(particles: list[Any], depth: int) -> tuple[int, ...]:
+def _draw_shape(particles: list[Any], depth: int) -> tuple[int, ...]:
     """Returns the shape of the plates of parallel draws.
 
     They lie left of all plates of the model.

@@ -77,8 +77,8 @@ class ScoredSets:
         sets, spread = list(self.sets), {}
         for number, own in positions.items():
             sets[number] = ops.gather_states(self.sets[number], own)
-            for node, rows in zip(product.groups[number].nodes, scorer.nodes_of(own, number), strict=True):
-                spread[node] = product.spread(node, rows, scorer.sizes_of(node))
+            for node, rows in zip(product.groups[number].nodes, scorer.split_nodes(own, number), strict=True):
+                spread[node] = product.spread(node, rows, scorer.plate_sizes(node))
         tables = []
         for scope, table in self.tables:
             for node in spread.keys() & set(scope):
@@ -93,7 +93,7 @@ class ScoredSets:
 
     def rows(self, tables: Mapping[int, Tensor], number: int) -> Tensor:
         """The rows of the tables of a group's nodes."""
-        return self.scorer.product.group_rows(number, tables, self.scorer.sizes_of(self.scorer.product.groups[number].nodes[0]))
+        return self.scorer.product.group_rows(number, tables, self.scorer.plate_sizes(self.scorer.product.groups[number].nodes[0]))
 
     def _place(self, number: int) -> tuple[int, set[int]]:
         nodes = self.scorer.product.groups[number].nodes
@@ -156,7 +156,7 @@ class SetSearch:
         beliefs = messages.beliefs()
         # What is impossible adds nothing.
         adds = scored.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
-        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, scorer.rows_of(number))
+        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, scorer.population_rows(number))
         scores = NodeScores(scored, number)
         proposed = search.propose(SearchBatch(known, scores, {}, is_new=self.is_new, random=self.random))
         places, is_free = _best_new(known, proposed)
@@ -208,12 +208,12 @@ class SetSearch:
             size = scored.sets[number].shape[1]
             allowed = joined.log_weights(number)
             allowed[:, size:].masked_fill_(~own, -math.inf)
-            for node, rows in zip(product.groups[number].nodes, scorer.nodes_of(allowed, number), strict=True):
+            for node, rows in zip(product.groups[number].nodes, scorer.split_nodes(allowed, number), strict=True):
                 limits[node] = rows
                 start = rows.clamp(min=IMPOSSIBLE)
                 if not look_ahead:
                     start[:, size:] = IMPOSSIBLE
-                weights[node] = product.spread(node, start, scorer.sizes_of(node))
+                weights[node] = product.spread(node, start, scorer.plate_sizes(node))
         messages = joined.collect(weights)
         chosen: dict[int, Tensor] = {}
 
@@ -222,10 +222,10 @@ class SetSearch:
                 return None
             limit = limits[node]
             size = scored.sets[product.place[node][0]].shape[1]
-            scores = product.rows(node, belief, scorer.sizes_of(node)) + limit
+            scores = product.rows(node, belief, scorer.plate_sizes(node)) + limit
             best = chosen[node] = scores.topk(size, -1).indices
             kept = torch.full_like(limit, IMPOSSIBLE).scatter(1, best, limit.gather(1, best).clamp(min=IMPOSSIBLE))
-            return product.spread(node, kept, scorer.sizes_of(node))
+            return product.spread(node, kept, scorer.plate_sizes(node))
 
         messages.select(choose)
         positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in is_free}

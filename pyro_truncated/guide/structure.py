@@ -16,7 +16,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 
-from pyro_truncated.distributed.shards import Portion, portion_of
+from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
@@ -144,7 +144,7 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     Raises:
         NotImplementedError: if the shard is one of several, but its rows are not the members of that plate.
     """
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     if portion is None or not portion.is_part:
         return portion
     if not layout.full_sizes or layout.full_sizes[0] != portion.size:
@@ -196,7 +196,7 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if others := _of_other_shapes(call):
+        if others := _find_shape_mismatches(call):
             reason = str(error).partition("\n")[0]  # Pyro adds the shapes of all sites
             raise ValueError(
                 f"the model fails ({reason}), as Pyro's parameter store holds parameters of an earlier model under the same names: "
@@ -206,7 +206,7 @@ def naming_earlier_parameters(call: Call) -> Iterator[None]:
         raise
 
 
-def _of_other_shapes(call: Call) -> list[str]:
+def _find_shape_mismatches(call: Call) -> list[str]:
     """Returns parameters whose shapes would differ with an empty store.
 
     There are none if the model does not run then either.

@@ -115,7 +115,7 @@ def population_pairs(population: Population, layout: SiteLayout, first: str, sec
     for block in population.split(rows_per_block(16 * population.num_states * entries)):
         parts = [_indicators(layout, name, block.words) for name in (first, second)]
         blocks.append(torch.einsum("ns,ns...ev,ns...fw->n...efvw", block.weights().double(), *parts))
-    return _shaped(layout, first, second, torch.cat(blocks))
+    return _restore_shapes(layout, first, second, torch.cat(blocks))
 
 
 @torch.no_grad()
@@ -132,8 +132,8 @@ def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
     indicators = []
     for name, node in zip((first, second), nodes, strict=True):
         number, at = product.place[node]
-        words = scorer.nodes_of(sets[number], number)[at]
-        indicators.append(_with_plates(product.node_layouts[node], name, words, scorer.sizes_of(node)))
+        words = scorer.split_nodes(sets[number], number)[at]
+        indicators.append(_with_plates(product.node_layouts[node], name, words, scorer.plate_sizes(node)))
     if nodes[0] == nodes[1]:
         table = torch.einsum("s...,s...ev,s...fw->...efvw", _node_weights(batch, nodes[0]), *indicators)
     else:
@@ -141,15 +141,15 @@ def product_pairs(batch: ProductBatch, first: str, second: str) -> Tensor:
     data = [layout.depth + dim for dim in layout.dims]
     plates = [1 if slot in data else size for slot, size in enumerate(table.shape[: layout.depth])]
     table = table.movedim(data, list(range(len(data)))) if data else table
-    return _shaped(layout, first, second, table.reshape(scorer.num_data, *plates, *table.shape[layout.depth :]))
+    return _restore_shapes(layout, first, second, table.reshape(scorer.num_data, *plates, *table.shape[layout.depth :]))
 
 
 def _node_weights(batch: ProductBatch, node: int) -> Tensor:
     """The posterior of the states of a node, ``(S, *plates)``."""
     scorer, product = batch.scorer, batch.scorer.product
     number, at = product.place[node]
-    weights = scorer.nodes_of(batch.rescored()[number].weights().double(), number)[at]
-    table = product.spread(node, weights, scorer.sizes_of(node)).movedim(product.tree.dim(node), 0)
+    weights = scorer.split_nodes(batch.rescored()[number].weights().double(), number)[at]
+    table = product.spread(node, weights, scorer.plate_sizes(node)).movedim(product.tree.dim(node), 0)
     return table.reshape(len(table), *table.shape[product.tree.num_dims - product.tree.depth :])
 
 
@@ -165,7 +165,7 @@ def _clique_weights(batch: ProductBatch, sets: Sequence[Tensor], nodes: tuple[in
     shape = [1] * tree.num_dims
     for node in nodes:
         shape[tree.dim(node)] = sets[product.place[node][0]].shape[1]
-        for dim, size in zip(product.node_layouts[node].dims, scorer.sizes_of(node), strict=True):
+        for dim, size in zip(product.node_layouts[node].dims, scorer.plate_sizes(node), strict=True):
             shape[dim] = size
     (table,) = scorer.messages(sets).posterior([nodes], [torch.Size(shape)])
     table = table.expand(shape).movedim((tree.dim(nodes[0]), tree.dim(nodes[1])), (0, 1))
@@ -213,7 +213,7 @@ def _with_plates(layout: SiteLayout, name: str, words: Tensor, sizes: Sequence[i
     return found.permute(0, *paired, -2, -1).reshape(found.shape[0], *merged, *found.shape[-2:])
 
 
-def _shaped(layout: SiteLayout, first: str, second: str, table: Tensor) -> Tensor:
+def _restore_shapes(layout: SiteLayout, first: str, second: str, table: Tensor) -> Tensor:
     """Drops plates without the sites; restores the shapes of events."""
     sites = layout.sites[first], layout.sites[second]
     plates = {dim for site in sites for dim, _ in site.plates}

@@ -331,13 +331,13 @@ class WholeModelGuide(AutoGuide):
     def _update_master(self, master_ref: Callable[[], Any]) -> None:
         share_plates(master_ref(), self)
         old = self.master() if self.master is not None else None
-        if old is not None and old.create_plates == self._plates_of_list:
+        if old is not None and old.create_plates == self._list_plates:
             old.create_plates = None
         super()._update_master(master_ref)  # type: ignore[no-untyped-call]
         if master_ref().create_plates is None:
-            master_ref().create_plates = self._plates_of_list
+            master_ref().create_plates = self._list_plates
 
-    def _plates_of_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def _list_plates(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the plates of a guide list.
 
         The model opens them for these arguments, as its first run may have had another size.

@@ -37,14 +37,14 @@ def remaining_gain(values: Sequence[float], window: int) -> float:
     what this window has gained beside the one before; one that approaches it exponentially will gain less. One standard error of the
     gain does not count.
     """
-    number = _window_of(values, window)
+    number = _window_length(values, window)
     if len(values) < 2 * number:
         return math.inf
     before, last = (estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:]))
     return 2 * max(0.0, last.free_energy - before.free_energy - _error(before, last))
 
 
-def _window_of(values: Sequence[float], window: int) -> int:
+def _window_length(values: Sequence[float], window: int) -> int:
     """Returns how many steps are compared: a quarter, or a window."""
     return max(window, int(_WINDOW_SHARE * len(values)))
 
@@ -119,7 +119,7 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
-def of_restart(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
+def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
     """Returns the schedule of a restart.
 
     Args:
@@ -180,7 +180,7 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstima
         values = _until_convergence(trainer, some)
         steps, before = steps + len(values), reached
         if values:
-            reached = estimate_on_trend(values[-_window_of(values, schedule.window) :])
+            reached = estimate_on_trend(values[-_window_length(values, schedule.window) :])
         gain = max(0.0, reached.free_energy - before.free_energy - _error(before, reached))
         remaining = remaining_gain(values, schedule.window) + gain * _RATE_FACTOR / (1 - _RATE_FACTOR)
         reached = reached._replace(remaining=remaining, steps=steps)

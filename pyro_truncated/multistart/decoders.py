@@ -80,7 +80,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         if not _is_decoded(arguments, decoded, state, mean):
             continue
         decoder = _decoder_in(network, decoded, calls[:position])
-        if decoder is None or not (unit := _unit_of(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
+        if decoder is None or not (unit := _output_scale(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
             continue
         means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
         before = snapshot(network.parameters())
@@ -146,7 +146,7 @@ def _is_decoded(arguments: Any, decoded: Any, state: Tensor, mean: Tensor) -> bo
     return given.is_floating_point() and given.shape == state.shape and decoded.shape == mean.shape and torch.equal(given, state.to(given))
 
 
-def _unit_of(mean: Tensor, decoded: Tensor) -> float:
+def _output_scale(mean: Tensor, decoded: Tensor) -> float:
     """Returns the factor ``b`` of means ``a + b f(s)``, else zero."""
     parts = decoded - decoded.mean(0), mean - mean.mean(0)
     square = float(parts[0].square().sum())
@@ -247,7 +247,7 @@ class FittedUnits:
         self._weighted = self._root * targets.means
         last = set(self._last.parameters(recurse=False))
         self._incoming = list(self._hidden.parameters(recurse=False))
-        self.learned = self._used([value for value in self._network.parameters() if value.requires_grad and value not in last])
+        self.learned = self._used_parameters([value for value in self._network.parameters() if value.requires_grad and value not in last])
         noise = self.square_error() / (float(targets.weights.sum()) * targets.means.shape[1])
         self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last.weight, *self.learned))
 
@@ -338,7 +338,7 @@ class FittedUnits:
         return torch.linalg.solve(moments, design.mT @ self._weighted), moments
 
     @torch.enable_grad()
-    def _used(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    def _used_parameters(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         hidden = self._design().sum()
         gradients = torch.autograd.grad(hidden, parameters, allow_unused=True) if parameters and hidden.requires_grad else ()
         return [value for value, gradient in zip(parameters, gradients, strict=False) if gradient is not None]

@@ -83,7 +83,7 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM converges to a local optimum. Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
+    Restarts are annealed (:func:`cooling`) and exchange latents. The best one is trained on all data.
     Agreement, exchange and defaults: :doc:`/explanation/learn`.
 
     Args:
@@ -110,7 +110,7 @@ def learn(
 
     Raises:
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
-        TypeError: if the search is none, as a second array of data.
+        TypeError: if ``search`` is none, such as a second array.
     """
     config, restarts = _with_former_arguments(config or LearnConfig(), restarts, former)
     steps = None if steps is None else check_count("steps", steps)
@@ -135,7 +135,7 @@ def learn(
     if disagreement is not None:
         _warn(disagreement)
     if last.remaining > profile.tolerance:
-        _warn_of_gain(last.steps, last.remaining)
+        _warn_not_converged(last.steps, last.remaining)
     guide.steps, guide.starts = last.steps, pool.energies
     chosen = {"search": type(trainer.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
     chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": total_rows(restart.y)}
@@ -185,7 +185,7 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
     return trainer, finish(trainer, steps, best.estimate.noise / 2 if profile.is_informed else min_gain)
 
 
-def _warn_of_gain(steps: int, remaining: float) -> None:
+def _warn_not_converged(steps: int, remaining: float) -> None:
     gain = "" if math.isinf(remaining) else f": more may raise the free energy per data point by {remaining:.2g}"
     warnings.warn(
         f"training has not converged in {steps} steps{gain}. Try more steps, or LearnConfig(lr=...) with a larger one.",

@@ -20,7 +20,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import log_density
 from pyro_truncated.utils.constraints import signed
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Least size of a parameter: from near zero, steps in its own unit would be too small.
@@ -35,27 +35,27 @@ _LOC = "locs.{}_unconstrained"
 _EQUAL = 0.5
 
 
-def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
+def learned_tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
     """The tensors that hold what a model has learned, by name."""
     if isinstance(model, torch.nn.Module):
         return model.state_dict()
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
-    return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+    return {name: _to_unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
 
 
-def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
+def learned_parameters(model: Any, y: Tensor) -> dict[str, Tensor]:
     """Returns learned parameters by name, without buffers."""
-    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
+    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else learned_tensors(model, y)
 
 
-def layers_of(model: Any, y: Tensor) -> set[str]:
+def layer_parameters(model: Any, y: Tensor) -> set[str]:
     """Returns names of weights and biases of torch's own layers.
 
     Of functions they are those of all their modules.
     """
     if not isinstance(model, torch.nn.Module):
-        return {name for name in tensors_of(model, y) if _OF_A_MODULE in name}
+        return {name for name in learned_tensors(model, y) if _OF_A_MODULE in name}
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
     return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own in _names_in(part)}
 
@@ -65,19 +65,19 @@ def is_a_network(model: Any, y: Tensor) -> bool:
 
     A function behind them is no sum of latents.
     """
-    tensors = tensors_of(model, y)
-    return sum(tensors[name].dim() > 1 for name in layers_of(model, y)) > 1
+    tensors = learned_tensors(model, y)
+    return sum(tensors[name].dim() > 1 for name in layer_parameters(model, y)) > 1
 
 
 def snapshot(model: Any, y: Tensor) -> dict[str, Tensor]:
     """What a model has learned, by name, apart from the model."""
-    return {name: value.clone() for name, value in tensors_of(model, y).items()}
+    return {name: value.clone() for name, value in learned_tensors(model, y).items()}
 
 
 @torch.no_grad()
 def load_snapshot(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
     """Writes values in place, so that stores and optimisers keep their tensors."""
-    for name, value in tensors_of(model, y).items():
+    for name, value in learned_tensors(model, y).items():
         value.copy_(state[name])
 
 
@@ -91,9 +91,9 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
         reached: what its parameters were elsewhere: where these are larger, their root mean square counts.
         generator: source of randomness.
     """
-    for name, value in parameters_of(model, y).items():
+    for name, value in learned_parameters(model, y).items():
         size = max(_size(value), _size(reached[name]))
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=device_of(generator))
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=generator_device(generator))
         value.add_((size or 1.0) * noise.to(value.device))
 
 
@@ -109,7 +109,7 @@ def least_size(y: Tensor) -> float:
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 
-def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
+def optimiser_options(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
     """Returns optimiser options: steps relative to a parameter's size.
 
     They hold for parameters that may be any number.
@@ -121,7 +121,7 @@ def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -
     # Optimisers get a plain module's own parameter names, not those of the store.
     key = next(key for key in store if normalize_param_name(key) == name)
     value: Any = store[key]
-    free = _unconstrained(value)
+    free = _to_unconstrained(value)
     clipping = {"clip_norm": math.inf} if is_in_parts else {}
     # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
@@ -139,7 +139,7 @@ def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in set(store) - before - tensors_of(model, y).keys():
+        for name in set(store) - before - learned_tensors(model, y).keys():
             del store[name]
 
 
@@ -154,7 +154,7 @@ def _size(value: Tensor) -> float:
     return float(value.detach().square().mean().sqrt())
 
 
-def _unconstrained(value: Any) -> Tensor:
+def _to_unconstrained(value: Any) -> Tensor:
     return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
 
 
@@ -183,7 +183,7 @@ class Medians:
         """The scorer of states under a model that has learned this."""
         self.load_snapshot(state)
         values = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
-        return self.guide.log_joint_of(self.y, values=values)
+        return self.guide.make_scorer(self.y, values=values)
 
     def beyond(self, scorer: LogJoint) -> float:
         """Returns the log density per data point of global medians."""
@@ -199,7 +199,7 @@ class Medians:
 
     def learned(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What may change places: parameters and medians, but no buffers."""
-        names = [*parameters_of(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
+        names = [*learned_parameters(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
         return {name: state[name] for name in names}
 
     def companion(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:

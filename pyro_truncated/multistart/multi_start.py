@@ -21,12 +21,12 @@ from pyro_truncated.em.closed_form import undriven
 from pyro_truncated.multistart.agreement import are_alike, have_agreed, is_gain_below_error, share_most
 from pyro_truncated.multistart.convergence import to_convergence, train
 from pyro_truncated.multistart.learn_report import Restart
-from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot, tensors_of
+from pyro_truncated.multistart.model_parameters import disturb, learned_tensors, load_snapshot, snapshot
 from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same, resolve_difference_codes
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.recombination import recombinations_of
+from pyro_truncated.multistart.recombination import build_recombinations
 from pyro_truncated.multistart.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
-from pyro_truncated.multistart.solution import NOTHING, Solution, converge, run_restart, solution_of
+from pyro_truncated.multistart.solution import NOTHING, Solution, converge, record_solution, run_restart
 from pyro_truncated.multistart.solution_moves import improve, revive_dead_latents
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
@@ -116,7 +116,7 @@ class MultiStart:
         profile, pool = self._profile, self.pool
         self._disturb(first)
         state = {**pool.best.parameters, **snapshot(profile.model, profile.y)}
-        pool.exchange(recombinations_of(profile, profile.tolerance, state))
+        pool.exchange(build_recombinations(profile, profile.tolerance, state))
         pool.is_network = not pool.groups and bool(profile.layers)
         pool.decoded = decoded_values(profile) if pool.is_network else None
 
@@ -282,7 +282,7 @@ def start_overcomplete(profile: Profile) -> Solution:
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
-        asked = solution_of(pruner.trainer, NOTHING.estimate)
+        asked = record_solution(pruner.trainer, NOTHING.estimate)
         if not profile.is_matched:
             found = pruner.converge(steps)
             noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
@@ -301,7 +301,7 @@ class _Pruner:
 
     def converge(self, steps: int) -> Solution:
         """Trains to convergence; returns what was learned."""
-        return solution_of(self.trainer, train(self.trainer, to_convergence(self.trainer, steps)))
+        return record_solution(self.trainer, train(self.trainer, to_convergence(self.trainer, steps)))
 
     def take(self, steps: int) -> None:
         """Takes steps of training."""
@@ -387,4 +387,4 @@ def num_parameters_per_latent(profile: Profile) -> int:
 
 
 def _num_parameters(model: Any, y: Tensor) -> int:
-    return sum(value.numel() for value in tensors_of(model, y).values())
+    return sum(value.numel() for value in learned_tensors(model, y).values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.recombination import Recombination, recombinations_of
+from pyro_truncated.multistart.recombination import Recombination, build_recombinations
 from pyro_truncated.multistart.solution import NOTHING, Solution, converge, fit_likeliest_states, settle
 from pyro_truncated.multistart.solution_moves import (
     Complement,
@@ -86,7 +86,7 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            complement = Complement(groups, lambda solution: self._populated(self._fit(self._profile, solution), solution))
+            complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._resolve = [DifferenceCodes(groups), complement]
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
             if self.best.parameters:
@@ -181,10 +181,10 @@ class SolutionPool:
         Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
         children count.
         """
-        settled = self._populated(self._refine(self._profile, child), child)
+        settled = self._populate(self._refine(self._profile, child), child)
         return settled if child.companion else max(child, settled, key=attrgetter("free_energy"))
 
-    def _populated(self, found: Solution, near: Solution) -> Solution:
+    def _populate(self, found: Solution, near: Solution) -> Solution:
         return self.groups[0].populated(found, near)
 
     def _num_singletons(self, group: Recombination) -> int:
@@ -207,7 +207,7 @@ class SolutionPool:
 
 def find_exchange(profile: Profile, solution: Solution) -> Recombination | None:
     """The exchange of latents of converged solutions, if there is one."""
-    groups = recombinations_of(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
+    groups = build_recombinations(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
     return groups[0] if groups else None
 
 
@@ -233,7 +233,7 @@ def have_found_the_same(profile: Profile, one: Solution, other: Solution) -> boo
     They must be active for the same data points. With few data points, or without most latents, free energies of different solutions are
     close to each other. Without states, or if latents cannot change places, nothing is known, and this is true.
     """
-    groups = recombinations_of(profile, 0.0, one.parameters)
+    groups = build_recombinations(profile, 0.0, one.parameters)
     if not groups or one.population is None or other.population is None:
         return True
     return groups[0].share_most(groups[0].rescore(one), groups[0].rescore(other), profile.config.max_unmatched)

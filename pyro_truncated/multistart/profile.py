@@ -17,7 +17,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.config import Initializer, LearnConfig
-from pyro_truncated.multistart.model_parameters import is_a_network, layers_of, parameters_of
+from pyro_truncated.multistart.model_parameters import is_a_network, layer_parameters, learned_parameters
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
@@ -224,7 +224,7 @@ class Profile:
         number = max(self.config.min_data, self.config.data_per_latent * num_causes)
         if not self.is_mixture:
             return number
-        num_parameters = sum(value.numel() for value in parameters_of(self.model, self.y).values())
+        num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
         return max(number, self.config.mixture_min_data, self.config.mixture_data_per_parameter * num_parameters)
 
     def _num_restart_states(self) -> int:
@@ -323,7 +323,7 @@ def _with_latents(profile: Profile) -> Profile:
         # Models of a single binary cause have no search of their own.
         is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
         is_network=is_a_network(model, y),
-        layers=frozenset(layers_of(model, y)),
+        layers=frozenset(layer_parameters(model, y)),
         has_companion=bool(guide.layout.other_latents) and not profile.is_conditional,
     )
 

@@ -18,11 +18,11 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
 from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.redundancy import deletion_losses, deletion_losses_of_values, is_redundant
+from pyro_truncated.multistart.redundancy import deletion_losses, is_redundant, value_deletion_losses
 from pyro_truncated.multistart.solution import Solution, copy_population
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
@@ -202,7 +202,7 @@ class Recombination:
     def _losses(self, member: Solution) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
         if self.latents.num_values:
-            return deletion_losses_of_values(_population(member), self.latents.latents.start, self.latents.num_values)
+            return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._learned.scorer(member.parameters))[self.latents.latents]
 
     def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ def _words(solution: Solution) -> Tensor:
     return _population(solution).words
 
 
-def recombinations_of(profile: Profile, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
     """Returns recombinations for each group of exchangeable latents.
 
     Args:
@@ -359,7 +359,7 @@ class Exchangeable(NamedTuple):
         for name, axis in self.axes.items():
             value, to = state[name], here.to(state[name].device)
             chosen = value.index_select(axis, to)
-            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=device_of(generator)).to(value.device)
+            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
             moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
         return {**state, **moved}
 

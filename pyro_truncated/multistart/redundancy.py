@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.conditional import Moves, moves_of
+from pyro_truncated.search.conditional import Moves, single_changes
 from pyro_truncated.states.population import Population
 
 # Share of a latent's data points above which another one is its substitute.
@@ -58,7 +58,9 @@ def losses_with_substitutes(population: Population, log_joint: LogJoint, depth: 
         reached[places[counts]] = log_joint.score(states[places], rows).double()[counts]
     may_rise = torch.arange(len(row), device=words.device)
     for _ in range(depth):
-        best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], moves_of(space, words.device))
+        best, improved = _best_with_one_more(
+            log_joint, row[may_rise], latent[may_rise], states[may_rise], single_changes(space, words.device)
+        )
         # A row that no single latent raises is final.
         rises = best > reached[may_rise]
         may_rise = may_rise[rises]
@@ -92,7 +94,7 @@ def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tens
     return torch.tensor(chosen, device=losses.device)
 
 
-def deletion_losses_of_values(population: Population, latent: int, num_values: int) -> Tensor:
+def value_deletion_losses(population: Population, latent: int, num_values: int) -> Tensor:
     """Returns deletion losses of a latent's values, ``(V,)`` in float64.
 
     Other states are those of the populations; of a data point that holds none without the value the loss is infinite.

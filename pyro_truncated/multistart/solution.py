@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.multistart.convergence import Schedule, fixed, of_restart, to_convergence, train
+from pyro_truncated.multistart.convergence import Schedule, fixed, restart_schedule, to_convergence, train
 from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
@@ -67,7 +67,7 @@ class FixedStates(Search):
         return batch.population
 
 
-def solution_of(trainer: Trainer, estimate: FreeEnergyEstimate, *, has_states: bool = True) -> Solution:
+def record_solution(trainer: Trainer, estimate: FreeEnergyEstimate, *, has_states: bool = True) -> Solution:
     """What a run has learned."""
     profile, truncated = trainer.profile, trainer.truncated
     population = copy_population(truncated.population()) if truncated is not None and has_states and not profile.is_product else None
@@ -96,7 +96,7 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         trainer = Trainer(profile, temperature)
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
-        found = solution_of(trainer, train(trainer, of_restart(trainer, temperature, profile.config.restart_steps)))
+        found = record_solution(trainer, train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
     is_told = profile.is_by_gradients and profile.is_network and not profile.is_shared and found.population is not None
     if not is_told or not found.population.space.is_binary:  # type: ignore[union-attr]
         return found
@@ -121,7 +121,7 @@ def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], 
         trainer = trainer_at(profile, solution)
         if solution.population is not None:
             trainer.insert_states(solution.states)
-        return solution_of(trainer, train(trainer, schedule(trainer)))
+        return record_solution(trainer, train(trainer, schedule(trainer)))
 
 
 def converge(profile: Profile, solution: Solution) -> Solution:
@@ -149,4 +149,4 @@ def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solutio
     assert guide is not None
     chosen = words(scorer)
     guide.populations.store_(scorer.score(chosen), None, chosen)
-    return solution_of(trainer, train(trainer, fixed(trainer.profile.config.restart_steps)))
+    return record_solution(trainer, train(trainer, fixed(trainer.profile.config.restart_steps)))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pyro_truncated.multistart.convergence import by_gradients, train
 from pyro_truncated.multistart.learn_report import MoveCounts
-from pyro_truncated.multistart.model_parameters import forgetting_guides, load_snapshot, parameters_of
+from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters, load_snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.recombination import Recombination
-from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, solution_of, trainer_at
+from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, record_solution, trainer_at
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
@@ -213,7 +213,7 @@ def revive_dead_latents(profile: Profile, found: Solution, counts: MoveCounts | 
             trainer = Trainer(profile)
             trainer.insert_states(child.states)
             trainer.find_states()
-            return solution_of(trainer, train(trainer, by_gradients(trainer, profile.config.restart_steps)))
+            return record_solution(trainer, train(trainer, by_gradients(trainer, profile.config.restart_steps)))
 
     return improve(found, DeadLatents(profile), search_and_train, profile.tolerance, counts)
 
@@ -233,7 +233,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
         # Probabilities and gradients that count as zero.
         is_off = (population.marginals().amax(0) < 1e-8).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
-        parameters = parameters_of(profile.model, profile.y)
+        parameters = learned_parameters(profile.model, profile.y)
         is_taught = all(_have_moved(value, solution.parameters[name]) for name, value in parameters.items())
     if is_taught:
         return latents[:0]

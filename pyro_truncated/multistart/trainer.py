@@ -16,12 +16,12 @@ from pyro.optim import ClippedAdam
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed.shards import sums_of, total_rows
+from pyro_truncated.distributed.shards import shard_sum, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.decoders import fit_decoder
-from pyro_truncated.multistart.model_parameters import least_size, prior_draw, rate_of
+from pyro_truncated.multistart.model_parameters import least_size, optimiser_options, prior_draw
 from pyro_truncated.multistart.profile import Profile, num_posteriors
 from pyro_truncated.multistart.relocation import Relocations
 from pyro_truncated.program.call import Call
@@ -73,7 +73,7 @@ class Trainer:
         self._rate = 1.0
 
         def options(name: str) -> dict[str, float]:
-            return rate_of(profile.lr * self._rate, lrd, least_size(profile.y), self.is_in_parts, name)
+            return optimiser_options(profile.lr * self._rate, lrd, least_size(profile.y), self.is_in_parts, name)
 
         optim = self._driver or ClippedAdam(cast("Any", options))
         self._svi = SVI(profile.model, self.guide, optim, elbo)
@@ -118,7 +118,7 @@ class Trainer:
         self.set_up()
         with spare_random_numbers(), poutine.block():
             values = self.truncated.other_values(Call(self.truncated.model, (self.profile.y,)), median=True)
-            return self.truncated.log_joint_of(self.profile.y, values=values)
+            return self.truncated.make_scorer(self.profile.y, values=values)
 
     def step(self) -> float:
         """Takes a training step; returns the free energy before it."""
@@ -179,8 +179,8 @@ class Trainer:
                 self._elbo.search = CombinedFlips()
             with torch.no_grad(), poutine.block():
                 for _ in range(_MAX_SEARCH_ROUNDS):
-                    each = self.truncated.batch_of(y).search_(self._elbo.search).free_energy().double()
-                    last, reached = reached, float(sums_of(y)([each.sum()])[0]) / total_rows(y)
+                    each = self.truncated.make_batch(y).search_(self._elbo.search).free_energy().double()
+                    last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / total_rows(y)
                     if reached - last < least:
                         break
             self._elbo.search = before
@@ -319,7 +319,7 @@ def split_data(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
         return None
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         guide.populations.seed_()
-        whole = guide.batch_of(y)
+        whole = guide.make_batch(y)
         words = whole.population().words[:, :1]
         scores = whole.scorer.score(words)
         if float(whole.outside().detach()) != 0.0:
@@ -350,5 +350,5 @@ def _make_part_guide(guide: AutoTruncated, rows: Tensor, first: int, profile: Pr
 
 def _are_as_among_all(guide: AutoTruncated, rows: Tensor, words: Tensor, scores: Tensor) -> bool:
     """Whether a part's states keep their log joints ``scores``."""
-    own = guide.log_joint_of(rows).score(words)
+    own = guide.make_scorer(rows).score(words)
     return own.shape == scores.shape and torch.allclose(own, scores, rtol=_SCORE_RTOL, atol=_SCORE_RTOL)

@@ -15,12 +15,12 @@ from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
-from pyro_truncated.multistart.model_parameters import forgetting_guides, parameters_of
+from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, trainer_at
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Least noise in units of the data, least probability, and relative ridge of the M-step.
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
@@ -43,7 +43,7 @@ def decoded_values(profile: Profile) -> Tensor | None:
         or profile.has_companion
     ):
         return None
-    parameters = parameters_of(model, y)
+    parameters = learned_parameters(model, y)
     if not any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys()):
         return None
     layout = profile.set_up_guide().layout
@@ -84,13 +84,13 @@ def shuffle(profile: Profile) -> None:
     Weights that are all equal get noise instead, since any order leaves them and their units equal.
     """
     model, generator = profile.model, profile.generator
-    for value in parameters_of(model, profile.y).values():
+    for value in learned_parameters(model, profile.y).values():
         if not takes_gradients(model, value):
             continue
-        order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
+        order = torch.randperm(value.numel(), generator=generator, device=generator_device(generator)).to(value.device)
         values = value.flatten()[order]
         if value.dim() > 1 and bool((values == values[0]).all()):
-            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=device_of(generator)).to(values.device)
+            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=generator_device(generator)).to(values.device)
             values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * noise
         value.copy_(values.view_as(value))
 
@@ -147,7 +147,7 @@ class LinearCauses(torch.nn.Module):
         A whole one may explain that data point, and no other one.
         """
         prior = min(0.5, 2 / self.num_latents)
-        order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
+        order = torch.randperm(len(y), generator=generator, device=generator_device(generator)).to(y.device)
         rows = y[order.repeat(-(-self.num_latents // len(y)))[: self.num_latents]]
         parts = y @ rows.mT / rows.square().sum(1).clamp(min=torch.finfo(y.dtype).tiny)
         # Not of the first one: that may be the data point itself.

@@ -55,7 +55,7 @@ class Canvas:
 
     @property
     def num_places(self) -> int:
-        """Number of places ``L``."""
+        """Number of places of the grid, ``L``."""
         return self.grid[0] * self.grid[1]
 
     @property

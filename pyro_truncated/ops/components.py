@@ -76,10 +76,10 @@ def check_below(component: Tensor, number: int) -> None:
     """
     if component.numel():
         lowest, highest = component.aminmax()
-        raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+        raise_if((lowest < 0) | (highest >= number), lambda: _raise_component_range(lowest, highest, number))
 
 
-def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:
+def _raise_component_range(lowest: Tensor, highest: Tensor, number: int) -> None:
     raise ValueError(f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
 
 
@@ -245,9 +245,9 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
         # noise, is added to.
         if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > 0.1 * scale.square()).any()):
             # The identity would be lost beside the square of the directions.
-            found = _means_of_what_is_seen(*(array.double() if array.is_floating_point() else array for array in given))
+            found = _observed_means(*(array.double() if array.is_floating_point() else array for array in given))
             return found[0].to(rows.dtype), found[1].to(rows.dtype)
-        return _means_of_what_is_seen(*given)
+        return _observed_means(*given)
     whitened, _ = whiten(factor, scale)
     root = scale[:, None, None] * whitened
     variances = scale.square().unsqueeze(1) * root.square().sum(2)
@@ -258,9 +258,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     return grouped.gather(means), variances[component]
 
 
-def _means_of_what_is_seen(
-    rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
+def _observed_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The same with missing entries.
 
     Every row has a posterior covariance of its own.
@@ -384,7 +382,7 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
-    raise_if(~(weight >= 0).all(), _complain_of_weights)
+    raise_if(~(weight >= 0).all(), _raise_negative_weights)
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = Grouped.of(component.flatten(), num_components)
@@ -397,7 +395,7 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
     return products
 
 
-def _complain_of_weights() -> None:
+def _raise_negative_weights() -> None:
     raise ValueError("weight must not be negative or NaN")
 
 

@@ -168,9 +168,9 @@ def cholesky(matrix: Tensor) -> Tensor:
     if not is_vectorised(matrix):
         return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
     factor, info = torch.linalg.cholesky_ex(matrix)
-    raise_if((info != 0).any(), lambda: _complain_of(matrix))
+    raise_if((info != 0).any(), lambda: _raise_not_positive_definite(matrix))
     return factor  # type: ignore[no-any-return]
 
 
-def _complain_of(matrix: Tensor) -> None:
+def _raise_not_positive_definite(matrix: Tensor) -> None:
     torch.linalg.cholesky(matrix)

@@ -25,7 +25,7 @@ def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> t
         Their values and their numbers, ``(N, number)``, the largest first; of equal ones, any. NaN counts as the largest, as in
         ``torch.topk``. Types that are not compiled are computed with in single precision.
     """
-    features, coefficients = _computed(features, coefficients)
+    features, coefficients = _compute(features, coefficients)
     found: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
     return found
 
@@ -48,7 +48,7 @@ def max_inner_products_in_groups(
         visited: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
         number: how many functions.
     """
-    features, coefficients = _computed(features, coefficients)
+    features, coefficients = _compute(features, coefficients)
     found: tuple[Tensor, Tensor]
     found = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, visited, number)
     return found
@@ -79,7 +79,7 @@ def follow_neighbours(
     Returns:
         The values and the numbers of the largest functions now known, ``(N, S)``, the largest first.
     """
-    features, coefficients = _computed(features, coefficients)
+    features, coefficients = _compute(features, coefficients)
     depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also
     found: tuple[Tensor, Tensor] = backend("max_inner_products", features).follow_neighbours(
         features, coefficients, neighbours, value.to(features), index, depth, also
@@ -87,6 +87,6 @@ def follow_neighbours(
     return found
 
 
-def _computed(features: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+def _compute(features: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
     dtype = features.dtype if features.dtype in _TYPES else torch.float32
     return features.detach().to(dtype), coefficients.detach().to(dtype)

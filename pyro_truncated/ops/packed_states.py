@@ -155,7 +155,7 @@ def pack(values: Tensor, fields: Fields) -> Tensor:
     size = rows_per_block(32 * fields.num_latents)
     for start in range(0, len(rows), size):
         block = rows[start : start + size].long()
-        raise_if(((block < 0) | (block >= cardinality)).any(), _complain_of_values)
+        raise_if(((block < 0) | (block >= cardinality)).any(), _raise_values_range)
         # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
         words[start : start + size].index_add_(1, word, block << shift)
     return words.view(*values.shape[:-1], fields.num_words)
@@ -191,7 +191,7 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
     return latent, value, words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))
 
 
-def _complain_of_values() -> None:
+def _raise_values_range() -> None:
     raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
 
 
@@ -244,7 +244,7 @@ def most_active(words: Tensor, most_flips: int = 2) -> int | None:
         words: packed states, ``(..., W)``.
         most_flips: how many flips it may be too large by.
     """
-    count = _count_of(words)
+    count = _cached_count(words)
     return None if count is None or count.flips_unseen > most_flips else count.most
 
 
@@ -254,7 +254,7 @@ def note_most_active(words: Tensor, number: int) -> None:
     It holds for all states in the same memory.
     """
     if not words.is_cpu:
-        count = _count_of(words) or _keep(words, _Count())
+        count = _cached_count(words) or _keep(words, _Count())
         count.see(number)
 
 
@@ -272,7 +272,7 @@ def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Ten
         The states.
     """
     if not words.is_cpu:
-        counts = [_count_of(source) for source in sources]
+        counts = [_cached_count(source) for source in sources]
         known = [count for count in counts if count is not None]
         if len(known) == len(counts):
             _keep(words, _Count(known, flips))
@@ -283,7 +283,7 @@ def _owner(words: Tensor) -> Tensor:
     return words if words._base is None else words._base
 
 
-def _count_of(words: Tensor) -> _Count | None:
+def _cached_count(words: Tensor) -> _Count | None:
     version, count = _counts.get(_owner(words), (None, None))
     return count if version == _owner(words)._version else None
 

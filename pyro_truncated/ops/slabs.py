@@ -37,7 +37,7 @@ def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor
     return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
 
 
-def log_density_of_noise(value: Tensor, precision: Tensor) -> Tensor:
+def noise_log_density(value: Tensor, precision: Tensor) -> Tensor:
     """Returns log densities ``(N, 1)`` of observed entries without active latents."""
     rows, is_observed = without_missing(value)
     precision = precision.double()
@@ -332,7 +332,7 @@ class _LogProb(torch.autograd.Function):
         kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
         log_prob = kernels.log_prob if spread.dim() == 1 else kernels.correlated_log_prob
         energy: Tensor = log_prob(words, *terms, slab_mean, spread)
-        return energy + log_density_of_noise(value, precision)
+        return energy + noise_log_density(value, precision)
 
     @staticmethod
     @gradient

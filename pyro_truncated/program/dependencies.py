@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import is_delta
-from pyro_truncated.program.supports import elementwise, support_of, value_bounds
+from pyro_truncated.program.supports import elementwise, get_support, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Dependencies:
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
-            support = support_of(node["fn"])
+            support = get_support(node["fn"])
             self.parents[name] = constraint_sites(support) & latents
             self.leaked[name] = leaked & latents
             if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
@@ -88,7 +88,7 @@ class Dependencies:
         before: set[str] = set()
         for name, node in runs[0].items():
             other = runs[1].get(name)
-            bounds = [value_bounds(one["fn"]) for one in (node, other) if one is not None and support_of(one["fn"]) is not None]
+            bounds = [value_bounds(one["fn"]) for one in (node, other) if one is not None and get_support(one["fn"]) is not None]
             same = len(bounds) < 2 or all(torch.equal(*pair) for pair in zip(*bounds, strict=True))
             self.parents[name], self.leaked[name] = frozenset() if same else frozenset(before), frozenset()
             self.observed[name] = frozenset()

@@ -21,7 +21,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
-from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, possible_values, support_of, value_bounds
+from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
 
 
@@ -192,7 +192,7 @@ def reachable_bounds(
         if widest is not None:
             low, high = widest
         elif dependencies.parents[name]:
-            low, high = _limited(node, dependencies, limit)
+            low, high = _limit_bounds(node, dependencies, limit)
     if kind != "integer":
         return low, high
     if int(high.max()) >= HUGE and limit is None:
@@ -203,7 +203,7 @@ def reachable_bounds(
     return low, high if limit is None else high.clamp(max=limit)
 
 
-def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
+def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
     """Returns bounds up to a limit, for sites with many dependencies.
 
     Not all of these can be enumerated.
@@ -264,7 +264,7 @@ class _Runs:
         """
         joint = self.joint
         try:
-            found = self._stopped(joint.together()).bounds(joint.depth)
+            found = self._run_to_node(joint.together()).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
         for number in range(0, joint.number, math.ceil(joint.number / _VERIFIED_RUNS)):
@@ -278,11 +278,11 @@ class _Runs:
         """Bounds over the chosen joint values, one after the other."""
         low, high = torch.tensor(HUGE), torch.tensor(-HUGE)
         for number in chosen:
-            bounds = self._stopped(self.joint.single(number)).bounds()
+            bounds = self._run_to_node(self.joint.single(number)).bounds()
             low, high = torch.minimum(low, bounds[0]), torch.maximum(high, bounds[1])
         return low, high
 
-    def _stopped(self, values: Mapping[str, Tensor]) -> _StopAt:
+    def _run_to_node(self, values: Mapping[str, Tensor]) -> _StopAt:
         stop = _StopAt(self.node, values)
         try:
             with stop, Assign(values):
@@ -368,7 +368,7 @@ class _StopAt(Messenger):
         Impossible values do not count.
         """
         fn, expected = self.fn, self.node["fn"]
-        if fn.event_shape != expected.event_shape or support_of(fn) is None:
+        if fn.event_shape != expected.event_shape or get_support(fn) is None:
             raise NotImplementedError(
                 f"the shape of discrete latent site '{self.node['name']}' depends on {sorted(self.values)}: {tuple(fn.event_shape)} for "
                 f"some values, {tuple(expected.event_shape)} for others. Make it as long as the longest and mask what is not used."

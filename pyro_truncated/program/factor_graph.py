@@ -100,7 +100,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
     """
     # What follows from other sites has no density of its own.
     plates = {
-        name: _plates_of(node)
+        name: _node_plates(node)
         for name, node in sample_nodes(trace).items()
         if not node["infer"].get("_deterministic", False) and (node["is_observed"] or not is_delta(node))
     }
@@ -114,7 +114,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
     return _Builder(scopes, places, sizes, num_states).build()
 
 
-def _plates_of(node: Mapping[str, Any]) -> set[Plate]:
+def _node_plates(node: Mapping[str, Any]) -> set[Plate]:
     return {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
 
 
@@ -135,8 +135,8 @@ class _Builder:
     def build(self) -> FactorGraph:
         for group in self._decisions():
             if (
-                self._size_of(group) <= self._num_states
-                or math.prod(self._limit_of(self._nodes[site]) for site in group) > self._density_limit
+                self._node_size(group) <= self._num_states
+                or math.prod(self._node_limit(self._nodes[site]) for site in group) > self._density_limit
             ):
                 self._merge(group)
         for component in self._components():
@@ -201,7 +201,7 @@ class _Builder:
 
     def _eliminate(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
         members = self._current(component)
-        return eliminate(members, self._cliques(members), self._plates, self._limit_of)
+        return eliminate(members, self._cliques(members), self._plates, self._node_limit)
 
     def _merge_at_one_place(self, scope: Collection[str]) -> bool:
         """Merges the nodes of a density that lie at one place.
@@ -225,7 +225,7 @@ class _Builder:
         for name, scope in self._scopes.items():
             if scope <= component:
                 nodes = {self._nodes[site] for site in scope}
-                if len(nodes) > 2 and math.prod(map(self._limit_of, nodes)) > self._density_limit:
+                if len(nodes) > 2 and math.prod(map(self._node_limit, nodes)) > self._density_limit:
                     own = {name} & self._sizes.keys()
                     if len({self._nodes[site] for site in scope - own}) > 1:
                         return scope - own
@@ -234,7 +234,7 @@ class _Builder:
     def _keep_whole(self, component: frozenset[str]) -> None:
         names = [name for name in self._sizes if name in component]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        size = readable_count(self._size_of(component))
+        size = readable_count(self._node_size(component))
         self._whole.append(
             f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
             f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
@@ -246,7 +246,7 @@ class _Builder:
     def _plates(self, node: frozenset[str]) -> frozenset[Plate]:
         return frozenset(set.intersection(*(self._places[site] for site in node)))
 
-    def _size_of(self, node: frozenset[str]) -> int:
+    def _node_size(self, node: frozenset[str]) -> int:
         """Returns how many states a node has.
 
         Sites in further plates count once for each member.
@@ -254,9 +254,9 @@ class _Builder:
         common = self._plates(node)
         return math.prod(self._sizes[site] ** math.prod(size for _, _, size in self._places[site] - common) for site in node)
 
-    def _limit_of(self, node: frozenset[str]) -> int:
+    def _node_limit(self, node: frozenset[str]) -> int:
         """The most states that a node keeps."""
-        return min(self._num_states, self._size_of(node))
+        return min(self._num_states, self._node_size(node))
 
     def _components(self) -> list[frozenset[str]]:
         """Sites that are connected, in the order of the program."""

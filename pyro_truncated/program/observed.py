@@ -60,12 +60,12 @@ class ObservedValues:
             if checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version:
                 continue
             invalid = _invalid(node)
-            if invalid is not None and bool(invalid.any()) and not self._says_something_of_latents(name, probe):
+            if invalid is not None and bool(invalid.any()) and not self._depends_on_latents(name, probe):
                 raise ValueError(_complaint(probe, node, invalid))
             if not value.is_inference():
                 self._checked[name] = weakref.ref(value), value._version
 
-    def _says_something_of_latents(self, name: str, probe: Probe) -> bool:
+    def _depends_on_latents(self, name: str, probe: Probe) -> bool:
         """Whether an observation or its support is computed from latents."""
         with poutine.block():
             found = Dependencies(probe.call)

@@ -135,7 +135,7 @@ class PackedModel:
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
         total: Tensor | None = None
         for fn, value in self.observations:
-            gains = _flip_gains_of(fn)(words, value[rows], logits)
+            gains = _flip_gains_method(fn)(words, value[rows], logits)
             if gains is None:
                 return None
             total, logits = gains if total is None else total + gains, None
@@ -147,7 +147,7 @@ class PackedModel:
         return total.masked_fill((never | always) & ~is_wrong, -math.inf).masked_fill(is_wrong, math.inf)
 
 
-def _flip_gains_of(distribution: Any) -> Callable[..., Tensor | None]:
+def _flip_gains_method(distribution: Any) -> Callable[..., Tensor | None]:
     """Returns its method, if gains are those of its own scores.
 
     A class that overrides the inherited scores has none.

@@ -117,7 +117,7 @@ class ProductScorer(Probe):
 
         if self._first_sets is not None:
             self._has_graph = torch.is_grad_enabled()
-            self._first_tables = self._tables_of(self.nodes)
+            self._first_tables = self._build_tables(self.nodes)
 
     @classmethod
     def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, sets: Sets) -> ProductScorer:
@@ -150,7 +150,8 @@ class ProductScorer(Probe):
     def _selects(self, sets: Sets) -> bool:
         """Whether the first run is one of these sets, in all rows."""
         return not self.uncovered and all(
-            self.rows_of(number) is None and torch.equal(self.insert_known(words, number), words) for number, words in enumerate(sets)
+            self.population_rows(number) is None and torch.equal(self.insert_known(words, number), words)
+            for number, words in enumerate(sets)
         )
 
     def _refuse_shared_subsamples(self) -> None:
@@ -168,7 +169,7 @@ class ProductScorer(Probe):
 
     # --- rows of the populations ---
 
-    def sizes_of(self, node: int) -> tuple[int, ...]:
+    def plate_sizes(self, node: int) -> tuple[int, ...]:
         """Sizes of a node's plates in this run."""
         return tuple(int(self._frames[name].size) for name in self.product.node_layouts[node].plates)
 
@@ -177,7 +178,7 @@ class ProductScorer(Probe):
         frame = self._frames[plate]
         return int(frame.full_size or frame.size)
 
-    def rows_of(self, group: int) -> Tensor | None:
+    def population_rows(self, group: int) -> Tensor | None:
         """Returns which rows of a group's population this run selects.
 
         It is ``None`` for all in order.
@@ -198,9 +199,9 @@ class ProductScorer(Probe):
     def num_rows(self, group: int) -> int:
         """How many rows of a group's population this run selects."""
         nodes = self.product.groups[group].nodes
-        return len(nodes) * math.prod(self.sizes_of(nodes[0]))
+        return len(nodes) * math.prod(self.plate_sizes(nodes[0]))
 
-    def nodes_of(self, rows: Tensor, group: int) -> list[Tensor]:
+    def split_nodes(self, rows: Tensor, group: int) -> list[Tensor]:
         """Rows of a group, cut into those of its nodes."""
         return list(rows.chunk(len(self.product.groups[group].nodes)))
 
@@ -226,7 +227,7 @@ class ProductScorer(Probe):
         observed = {name: self.nodes[name]["value"] for name in self.observed}
         return [
             [
-                KnownLevels.of(layout, self.sizes_of(node), observed, self.idle, self.device)
+                KnownLevels.of(layout, self.plate_sizes(node), observed, self.idle, self.device)
                 for node, layout in zip(group.nodes, group.layouts, strict=True)
             ]
             for group in self.product.groups
@@ -237,7 +238,7 @@ class ProductScorer(Probe):
         known = self.known_sets[group]
         if all(levels is None for levels in known):
             return words
-        parts = self.nodes_of(words, group)
+        parts = self.split_nodes(words, group)
         return torch.cat([part if levels is None else levels.put_into(part) for part, levels in zip(parts, known, strict=True)])
 
     def log_weights(self, words: Tensor, group: int) -> Tensor:
@@ -246,7 +247,7 @@ class ProductScorer(Probe):
         They are zero, or impossible where states contradict what is known.
         """
         weights = torch.zeros(words.shape[:2], dtype=torch.float64, device=self.device)
-        for part, own, levels in zip(self.nodes_of(words, group), self.nodes_of(weights, group), self.known_sets[group], strict=True):
+        for part, own, levels in zip(self.split_nodes(words, group), self.split_nodes(weights, group), self.known_sets[group], strict=True):
             if levels is not None:
                 own.masked_fill_(levels.contradicts(part), IMPOSSIBLE)
         return weights
@@ -263,7 +264,7 @@ class ProductScorer(Probe):
         """
         if (first := self._taken_from_first_run(sets)) is not None:
             return first
-        states = self._values(sets, [self.sizes_of(group.nodes[0]) for group in self.product.groups], self.dtypes)
+        states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
         return self._run_tables({**self.values, **states})
 
     def _taken_from_first_run(self, sets: Sets) -> Tables | None:
@@ -286,9 +287,9 @@ class ProductScorer(Probe):
 
     def _run_tables(self, values: Mapping[str, Any]) -> Tables:
         with pyro.validation_enabled(False):
-            return self._tables_of(sample_nodes(self.run(values)))
+            return self._build_tables(sample_nodes(self.run(values)))
 
-    def _tables_of(self, nodes: Mapping[str, Any]) -> Tables:
+    def _build_tables(self, nodes: Mapping[str, Any]) -> Tables:
         factors = self.product.graph.factors
         names = [name for name in factors if name in nodes and name not in self.uncovered]
         with pyro.validation_enabled(False):
@@ -315,7 +316,7 @@ class ProductScorer(Probe):
     def _table(self, node: Any, scope: tuple[int, ...], log_prob: Any) -> Tensor:
         product = self.product
         is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
-        scale = node["scale"] / self.scale_of(scope[0])
+        scale = node["scale"] / self.evidence_scale(scope[0])
         log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
         if product.layout.checked:
             # What depends on an impossible value may be anything.
@@ -334,7 +335,7 @@ class ProductScorer(Probe):
         found |= _by_name([node for node in others if node["name"] not in found], log_density)
         return [found[node["name"]] for node in nodes]
 
-    def scale_of(self, node: int) -> float | Tensor:
+    def evidence_scale(self, node: int) -> float | Tensor:
         """What the evidence of a node's component is scaled by."""
         scale: float | Tensor = self.nodes[self.product.graph.nodes[node].sites[0]]["scale"]
         return scale
@@ -360,8 +361,8 @@ class ProductScorer(Probe):
                 shape[product.tree.dim(group.nodes[0])] = words.shape[1]
                 found.update(dict.fromkeys(group.nodes, torch.zeros(shape, dtype=torch.float64, device=words.device)))
                 continue
-            for node, rows in zip(group.nodes, self.nodes_of(self.log_weights(words, number), number), strict=True):
-                found[node] = product.spread(node, rows, self.sizes_of(node))
+            for node, rows in zip(group.nodes, self.split_nodes(self.log_weights(words, number), number), strict=True):
+                found[node] = product.spread(node, rows, self.plate_sizes(node))
         return found
 
     @torch.no_grad()
@@ -376,7 +377,7 @@ class ProductScorer(Probe):
         """
         found = []
         for root in self.product.roots:
-            rows = self.product.rows(root, messages.evidence(root), self.sizes_of(root)).squeeze(-1)
+            rows = self.product.rows(root, messages.evidence(root), self.plate_sizes(root)).squeeze(-1)
             found.append(rows.masked_fill(rows < IMPOSSIBLE / 2, -math.inf))
         return found
 
@@ -399,7 +400,7 @@ class ProductScorer(Probe):
             if not tables.entries.requires_grad:
                 return value, messages
             posterior = messages.posterior(tables.scopes, tables.shapes)
-            scales = [self.scale_of(scope[0]) for scope in tables.scopes]
+            scales = [self.evidence_scale(scope[0]) for scope in tables.scopes]
             if any(scale is not scales[0] and bool(scale != scales[0]) for scale in scales):
                 posterior = [scale * table for scale, table in zip(scales, posterior, strict=True)]
                 scales = [1.0]
@@ -411,7 +412,7 @@ class ProductScorer(Probe):
 
         Each is scaled as its plates are subsampled.
         """
-        return torch.stack([self.scale_of(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
+        return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
     def takes_sets(self) -> bool:
@@ -427,11 +428,11 @@ class ProductScorer(Probe):
         for number, group in enumerate(product.groups):
             words = group.space.random((self.num_rows(number), _STATES_TRIED), 0.5, generator).to(self.device)
             sets.append(words)
-            for node, own in zip(group.nodes, self.nodes_of(words, number), strict=True):
+            for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
                 chosen = torch.randint(_STATES_TRIED, (len(own), 1), generator=generator).to(self.device)
-                places[node] = product.spread(node, chosen, self.sizes_of(node))
+                places[node] = product.spread(node, chosen, self.plate_sizes(node))
                 single = own.gather(1, chosen.unsqueeze(-1).expand(-1, -1, own.shape[-1])).squeeze(1)
-                levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.sizes_of(node), self.dtypes)
+                levels |= product.node_layouts[node].site_values(group.space.unpack(single), self.plate_sizes(node), self.dtypes)
         try:
             together, singly = self.tables(sets), self._run_tables({**self.values, **levels})
         except (RuntimeError, IndexError, ValueError):

@@ -28,7 +28,7 @@ def value_bounds(fn: Any) -> Bounds:
 
     They are int64. Without a highest value it is huge.
     """
-    support = elementwise(support_of(fn))
+    support = elementwise(get_support(fn))
     if support is constraints.boolean:
         return torch.tensor(0), torch.tensor(1)
     if support is constraints.one_hot:
@@ -75,7 +75,7 @@ def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
     Outside of the support it is ``-inf``, whatever the formula says.
     """
     possible = possible_values(fn, value)
-    low = getattr(elementwise(support_of(fn)), "lower_bound", None)
+    low = getattr(elementwise(get_support(fn)), "lower_bound", None)
     if low is not None:
         # A value that is possible, so that nothing infinite gets into gradients.
         inside = possible.reshape(possible.shape + (1,) * fn.event_dim)
@@ -86,7 +86,7 @@ def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
     return torch.where(possible, log_prob, -math.inf)
 
 
-def support_of(fn: Any) -> Any:
+def get_support(fn: Any) -> Any:
     """The support of a distribution, ``None`` where it says nothing."""
     try:
         return fn.support

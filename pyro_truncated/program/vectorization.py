@@ -94,7 +94,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     if log_joint.layout.space.size == 1:
         return "together", True
     if log_joint.packed is not None:
-        is_enumerable = _takes_what_it_scores_packed(log_joint, log_joint.packed)
+        is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolated():
         words = _candidates(log_joint)
@@ -115,12 +115,12 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
         scoring: Scoring = "vmap" if is_mapped else "singly"
         if isinstance(together, Exception):
-            where, problem = _line_of_error(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
+            where, problem = _error_line(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
         elif culprit is not None:
-            where = _line_of_site(log_joint, culprit)
+            where = _site_line(log_joint, culprit)
             problem = f"no error, but site '{culprit}' gets other log probabilities than for one state at a time"
         else:
-            where, problem = _line_of_read(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
+            where, problem = _read_line(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
     _warn(scoring, where, problem)
     return scoring, False
 
@@ -139,7 +139,7 @@ def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor]
     return name is not None
 
 
-def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bool:
+def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
     """Whether Pyro's own ELBOs could run the model on many states.
 
     The model is not run if its states are scored packed.
@@ -207,7 +207,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 # --- saying where ---
 
 
-class _WhereSampled(Messenger):
+class _SiteLines(Messenger):
     """Notes the line of the user's code that samples each site."""
 
     def __init__(self) -> None:
@@ -218,13 +218,13 @@ class _WhereSampled(Messenger):
         self.lines[msg["name"]] = _user_frame(traceback.extract_stack())
 
 
-def _line_of_site(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
-    with _WhereSampled() as where:
+def _site_line(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
+    with _SiteLines() as where:
         log_joint.call()
     return where.lines.get(name)
 
 
-def _line_of_read(log_joint: LogJoint) -> traceback.FrameSummary | None:
+def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
     call = log_joint.call
     with isolated(), pyro.validation_enabled(False), PythonReads() as reader:
@@ -232,7 +232,7 @@ def _line_of_read(log_joint: LogJoint) -> traceback.FrameSummary | None:
     return _user_frame(reader.stack)
 
 
-def _line_of_error(error: Exception) -> traceback.FrameSummary | None:
+def _error_line(error: Exception) -> traceback.FrameSummary | None:
     while error.__traceback__ is None and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
     return _user_frame(traceback.extract_tb(error.__traceback__))

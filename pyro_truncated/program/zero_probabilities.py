@@ -61,10 +61,10 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
     Returns:
         One number for each entry of the batch, or ``None``.
     """
-    return _through_wrappers(fn, value, _of_one_entry)
+    return _through_wrappers(fn, value, _entry_log_prob)
 
 
-def _of_one_entry(fn: Any, value: Tensor) -> Tensor | None:
+def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     formula = next((formula for kind, formula in _FORMULAS.items() if isinstance(fn, kind)), None)
     return None if formula is None or _has_own_density(fn) else formula(fn, value)
 

@@ -365,7 +365,7 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
         ) from error
-    found = _size_of(written)
+    found = _picture_size(written)
     # Icons have certain sizes, and Pillow makes others fit without a word.
     if found not in (size, None):
         raise ValueError(
@@ -376,7 +376,7 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
 
 
-def _size_of(written: io.BytesIO) -> str | None:
+def _picture_size(written: io.BytesIO) -> str | None:
     """Returns width and height of a picture.
 
     None stands for a format that Pillow writes and does not read.

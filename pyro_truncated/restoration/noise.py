@@ -61,23 +61,23 @@ def floating(image: Tensor) -> Tensor:
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:
-    """Estimates the noise from windows without texture, see :func:`_level_of_windows`.
+    """Estimates the noise from windows without texture, see :func:`_window_noise`.
 
-    Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_level_of_differences`.
+    Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_difference_noise`.
     Those of a photograph are several percent above the noise, as fine texture counts for them. What is constant - a border, what a mask
     hides - says nothing of the noise elsewhere, see :func:`_without_constant_windows`.
     """
     least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
     image = _without_constant_windows(image, num_dims)
-    differences = _level_of_differences(image, num_dims)
+    differences = _difference_noise(image, num_dims)
     windows = whole_windows(image, num_dims)
     if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return max(differences, least)
-    return max(_level_of_windows(windows, differences), least)
+    return max(_window_noise(windows, differences), least)
 
 
 def windows_are_enough(image: Tensor, num_dims: int) -> bool:
-    """Whether an array without channels has enough whole windows for :func:`_level_of_windows`."""
+    """Whether an array without channels has enough whole windows for :func:`_window_noise`."""
     windows = whole_windows(image, num_dims)
     return len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel()
 
@@ -130,7 +130,7 @@ def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
     return covered.bool()
 
 
-def _level_of_windows(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
+def _window_noise(windows: Tensor, level: float, *, max_noise_steps: int = 8) -> float:
     r"""Returns the noise level of windows without texture.
 
     It is the root of the mean of the lower half of their principal variances.
@@ -148,7 +148,7 @@ def _level_of_windows(windows: Tensor, level: float, *, max_noise_steps: int = 8
         Liu, Tanaka and Okutomi, "Single-image noise level estimation for blind denoising", IEEE Transactions on Image Processing 22, 2013.
     """
     points = windows.flatten(1).double()
-    texture, limit = texture_of(windows).double(), _limit(windows)
+    texture, limit = texture_energy(windows).double(), _limit(windows)
     for _ in range(max_noise_steps):
         flat = points[texture < limit * level**2]
         if len(flat) < _WINDOWS_PER_ENTRY * points.shape[1]:
@@ -158,7 +158,7 @@ def _level_of_windows(windows: Tensor, level: float, *, max_noise_steps: int = 8
     return level
 
 
-def texture_of(windows: Tensor) -> Tensor:
+def texture_energy(windows: Tensor) -> Tensor:
     """The squared differences of neighbours in windows ``(N, *sides)``, added up."""
     differences = (windows.diff(dim=dim).square().flatten(1).sum(1) for dim in range(1, windows.dim()))
     return torch.stack(list(differences)).sum(0)
@@ -175,7 +175,7 @@ def _limit(windows: Tensor) -> float:
     return float(mean * (1 - part + 2.33 * part.sqrt()) ** 3)
 
 
-def _level_of_differences(image: Tensor, num_dims: int) -> float:
+def _difference_noise(image: Tensor, num_dims: int) -> float:
     """Estimates the noise by the median of third differences along all dimensions.
 
     Edges affect it little, and slopes not at all.
@@ -476,7 +476,7 @@ def stabilise(counts: Tensor) -> Tensor:
     return 2 * (counts + OFFSET).clamp(min=0.0).sqrt()
 
 
-def mean_of_stabilised(values: Tensor) -> Tensor:
+def unbiased_inverse(values: Tensor) -> Tensor:
     r"""Returns the exact unbiased inverse of :func:`stabilise`.
 
     The mean count :math:`\lambda` solves :math:`\mathbb E[2 \sqrt{n + 3/8} \mid n \sim \mathrm{Poisson}(\lambda)] = v`. It is zero for
@@ -505,7 +505,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
     return means.numpy(), torch.cat(expected).numpy()
 
 
-def gain_of(counts: Tensor) -> float:
+def estimate_gain(counts: Tensor) -> float:
     """Returns the number that counts were multiplied with.
 
     It is one of whole numbers; else the least distance of values that are all its multiples, or one.
@@ -552,7 +552,7 @@ def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
         )
 
 
-def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
+def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -> None:
     """Warns if the noise grows with the brightness.
 
     Four classes of equally many windows lie around evenly spaced brightnesses. The noise of a class has two estimates: the root of the
@@ -564,7 +564,7 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
-    found = _classes_of_brightness(image / levels, num_dims)
+    found = _brightness_classes(image / levels, num_dims)
     if found is None:
         return
     noise, texture = (torch.stack([estimate(part) for part in found]) for estimate in (_principal_noise, _lower_texture))
@@ -583,7 +583,7 @@ def warn_of_varying_noise(image: Tensor, num_dims: int, levels: float | Tensor) 
     )
 
 
-def _classes_of_brightness(image: Tensor, num_dims: int) -> list[Tensor] | None:
+def _brightness_classes(image: Tensor, num_dims: int) -> list[Tensor] | None:
     """Returns windows ``(N, *sides)`` by evenly spaced brightness, darkest first.
 
     ``None`` if there are too few.
@@ -608,7 +608,7 @@ def _principal_noise(windows: Tensor) -> Tensor:
 
 def _lower_texture(windows: Tensor) -> Tensor:
     """Returns the root of the lowest tenth of squared differences."""
-    return texture_of(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
+    return texture_energy(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
 
 
 def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
@@ -620,7 +620,7 @@ def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
     if gain is None or float(image.nan_to_num(0.0).min()) < 0:
         return False
     counts = image / gain
-    classes = _classes_of_brightness(counts, num_dims)
+    classes = _brightness_classes(counts, num_dims)
     if classes is None or not MIN_STABLE < noise_level(stabilise(counts), num_dims) < MAX_STABLE:
         return False
     dark, bright = classes[0], classes[-1]

@@ -25,7 +25,7 @@ from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -116,7 +116,7 @@ class PatchMixture(torch.nn.Module):
             p_n, |p_n|^2)`.
         """
         components, weights = _shares(population, temperature)
-        x, places = population.rows_of(x), population.rows_of(places).double()
+        x, places = population.select_rows(x), population.select_rows(places).double()
         products = component_products(x, components, weights, self.num_components, self.loc)
         moments = torch.cat([torch.ones_like(places[:, :1]), places, places.square().sum(1, keepdim=True)], 1)
         of_places, sums = (self._sums(rows, components, weights) for rows in (moments, x))
@@ -175,7 +175,7 @@ class PatchMixture(torch.nn.Module):
         :math:`v_{nk}` given component :math:`k`, :math:`\sum_k r_{nk} (v_{nk} + (m_{nk} - \sum_l r_{nl} m_{nl})^2)`.
         """
         components, weights = _shares(population)
-        y = population.rows_of(y)
+        y = population.select_rows(y)
         mean, error, share = torch.zeros_like(y), torch.zeros_like(y), y.new_zeros(len(y), 1)
         # One after the other: all of them together are several times the data.
         for component, weight in zip(components.mT, weights.unsqueeze(-1).unbind(1), strict=True):
@@ -270,7 +270,7 @@ def run_rounds(
     """
     counts: list[int] = []
     is_missing = bool(image.isnan().any())
-    means = [filled if is_missing else weighted_mean([_thresholded(filled, windows, noise) for windows in per_round[0]])]
+    means = [filled if is_missing else weighted_mean([_threshold_cosines(filled, windows, noise) for windows in per_round[0]])]
     numbers = sum(len(windows) * windows.num_observed for of_round in per_round for windows in of_round)
     with progress_bar(progress, total=_ITERATIONS * numbers, desc=desc, bar_format=_BAR) as bar:
         for number, of_round in enumerate(per_round):
@@ -307,7 +307,7 @@ def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
     return math.ceil(growth[min(number, len(growth) - 1)] * first)
 
 
-def _thresholded(image: Tensor, patches: Patches, noise: float, *, threshold: float = 2.0) -> Tensor:
+def _threshold_cosines(image: Tensor, patches: Patches, noise: float, *, threshold: float = 2.0) -> Tensor:
     """Returns a first estimate: discrete cosines below twice the noise are dropped.
 
     Reference:
@@ -346,15 +346,15 @@ def _fit_mixture(
     # How near in place patches of a first cluster are, in deviations of the noise per entry.
     nearest = _clusters(torch.cat([x, 0.08 * noise * places], 1), num_components, generator)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
-    guide = _learned(mixture, nearest, (filled, x, places), bar)
+    guide = _run_em(mixture, nearest, (filled, x, places), bar)
     population = guide.population()
     means, errors = mixture.posterior_means(population, y)
     variance = ((y - means).square() + errors).nanmean()
-    array, expected = (_assembled(mixture, what, errors, y, patches) for what in (means, errors))
+    array, expected = (_assemble(mixture, what, errors, y, patches) for what in (means, errors))
     return Learned(patches, array, expected, math.sqrt(variance), mixture, guide)
 
 
-def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches, *, least_error: float = 0.03) -> Tensor:
+def _assemble(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches, *, least_error: float = 0.03) -> Tensor:
     if bool(y.isnan().any()):
         # What is expected of single entries that were not seen says less than what is expected of their patch.
         errors = errors.mean(1, keepdim=True)
@@ -391,16 +391,16 @@ def _apply_mixture(image: Tensor, learned: Learned, mixture: PatchMixture) -> Te
     """Applies a mixture to another array, with its most probable components."""
     y, places = learned.patches.extract(image), learned.patches.places().to(image)
     population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
-    return _assembled(mixture, *mixture.posterior_means(population, y), y, learned.patches)
+    return _assemble(mixture, *mixture.posterior_means(population, y), y, learned.patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
+    chosen = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
     return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), _NEAREST)
 
 
-def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
+def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
     """Runs EM in which patches without noise are observed.
 
     Components are first the nearest clusters, later the most probable ones.

@@ -170,12 +170,12 @@ _FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
-def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
+def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
     """Sides of patches for mixtures, none larger than the image."""
     wanted: tuple[int, ...]
     if len(shape) != 2:
         wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    elif _share_of_pixels(image, has_channels) < _FEW_PIXELS:
+    elif _pixel_share(image, has_channels) < _FEW_PIXELS:
         wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         wanted = _SIDES_OF_COLOURS_IF_MISSING if bool(image.isnan().any()) else _SIDES_OF_COLOURS
@@ -184,7 +184,7 @@ def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channe
     return sorted({min(side, *shape) for side in wanted})
 
 
-def _share_of_pixels(image: Tensor, has_channels: bool) -> float:
+def _pixel_share(image: Tensor, has_channels: bool) -> float:
     """The share of pixels of which a channel is seen."""
     is_seen = ~image.isnan()
     return float((is_seen.any(-1) if has_channels else is_seen).double().mean())
@@ -197,7 +197,7 @@ def allows_stacking(image: Tensor, noise: float) -> bool:
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= 0.4
 
 
-def side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
+def model_patch_side(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
     """Returns the side of patches that a finished model has.
 
     None if no such patch fits into the image.

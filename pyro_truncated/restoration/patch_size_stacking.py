@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_truncated.restoration.nonlocal_groups import average_groups
 from pyro_truncated.restoration.patch_mixture import Learned, expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.windows import Patches
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SHARE, _SPREAD = 0.5, 0.2
@@ -49,7 +49,7 @@ def restore_with_stacked_sides(
 
     The sides are found by the same rounds on the image with more noise, the first array of
     :func:`split`. Their last round has all candidates. The second array tells how near to the truth
-    they come, see :func:`weights_of_arrays`. Every second patch along each dimension is enough for
+    they come, see :func:`array_weights`. Every second patch along each dimension is enough for
     that; sides with weights below 0.05 are left out. If the noise is known, or estimated where the image is
     flat, over-smoothing is corrected, see :func:`oversmoothing_share` and :func:`plausible_share`.
 
@@ -70,12 +70,12 @@ def restore_with_stacked_sides(
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
     usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
-    found, _ = run_rounds(noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
-    weights = weights_of_arrays(torch.stack([of_side.array for of_side in found]), held_out, noise)
+    found, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
+    weights = array_weights(torch.stack([of_side.array for of_side in found]), held_out, noise)
     kept = (weights >= _LEAST_WEIGHT).nonzero().flatten().tolist()
     found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
     weights = weights[kept] / weights[kept].sum()
-    from_noisier = average_groups(noisier, find_consensus(noisier, found, weights), expected_errors(found, weights), noise_of_first(noise))
+    from_noisier = average_groups(noisier, find_consensus(noisier, found, weights), expected_errors(found, weights), first_noise(noise))
     del found  # their mixtures and populations take much memory
     learned, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
     restored = find_consensus(image, learned, weights)
@@ -178,17 +178,17 @@ def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tup
         arXiv:2111.09447, 2021. Rasines and Young, "Splitting strategies for post-selection inference", Biometrika 110, 2023.
     """
     # From a seed that is drawn: the image's own noise may come from the same seed, and so be the first numbers of the generator.
-    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device_of(generator))))
+    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator_device(generator))))
     z = noise * torch.randn(image.shape, generator=own, dtype=image.dtype, device="cpu").to(image.device)
     return image + _SHARE * z, image - z / _SHARE
 
 
-def noise_of_first(noise: float) -> float:
+def first_noise(noise: float) -> float:
     """The standard deviation of the noise of the first array of :func:`split`."""
     return noise * math.sqrt(1 + _SHARE**2)
 
 
-def weights_of_arrays(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
+def array_weights(arrays: Tensor, held_out: Tensor, noise: float) -> Tensor:
     r"""Returns stacking weights of restored arrays: not negative, with sum one.
 
     Their mean is near to data that the arrays were not made from.
@@ -279,7 +279,7 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     """
     is_hole = _holes(image)
     share = _share(is_hole)
-    moved = _moved(is_hole) if bool((share == 1).any()) else []
+    moved = _shift_hole(is_hole) if bool((share == 1).any()) else []
     if not moved:
         return restored
     everywhere = torch.stack(moved).any(0)
@@ -321,17 +321,17 @@ def _share(is_hole: Tensor) -> Tensor:
     return ((depth - LEAST_DEPTH) / (FULL_DEPTH - LEAST_DEPTH)).clamp(0.0, 1.0)
 
 
-def _moved(is_hole: Tensor) -> list[Tensor]:
+def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     """Returns the hole at several different places that are seen.
 
     It is mirrored, turned, or moved by half of the image.
     """
-    near_corner = min(_mirrored(is_hole), key=lambda other: int(other.nonzero().sum()))
+    near_corner = min(_mirror(is_hole), key=lambda other: int(other.nonzero().sum()))
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
     moved, taken = [], is_hole
-    for other in (*_mirrored(is_hole), *_mirrored(_transposed(near_corner)), *shifted):
+    for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
         new = other & ~taken
         if int(new.sum()) >= least and int(((taken | new) & ~is_hole).sum()) <= most:
             moved.append(new)
@@ -339,11 +339,11 @@ def _moved(is_hole: Tensor) -> list[Tensor]:
     return moved
 
 
-def _mirrored(is_hole: Tensor) -> list[Tensor]:
+def _mirror(is_hole: Tensor) -> list[Tensor]:
     return [is_hole.flip(dims) for dims in ((), (0,), (1,), (0, 1))]
 
 
-def _transposed(is_hole: Tensor) -> Tensor:
+def _transpose(is_hole: Tensor) -> Tensor:
     """Returns rows as columns, in the largest square at the first corner."""
     side, found = min(is_hole.shape), torch.zeros_like(is_hole)
     found[:side, :side] = is_hole[:side, :side].mT

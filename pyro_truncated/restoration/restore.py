@@ -19,17 +19,17 @@ from pyro_truncated.restoration.noise import (
     check_noise,
     check_stabilised,
     checked,
+    estimate_gain,
     filled,
     floating,
-    gain_of,
-    mean_of_stabilised,
     nearly_no_noise,
     noise_levels,
     per_channel,
     related_channels,
     root_mean_square,
     stabilise,
-    warn_of_varying_noise,
+    unbiased_inverse,
+    warn_if_noise_varies,
 )
 from pyro_truncated.restoration.nonlocal_groups import average_groups, average_low_rank_groups
 from pyro_truncated.restoration.patch_mixture import expected_errors, find_consensus, run_rounds
@@ -37,10 +37,10 @@ from pyro_truncated.restoration.patch_model import (
     ModelOfPatches,
     allows_stacking,
     make_model,
+    mixture_patch_sides,
+    model_patch_side,
     posterior_means,
     side_for_model,
-    side_of,
-    sides_of_mixtures,
     start,
     train,
 )
@@ -100,7 +100,7 @@ class _Settings(NamedTuple):
     training: dict[str, Any]
     generator: torch.Generator | None
 
-    def of_mixtures(self) -> dict[str, Any]:
+    def mixture_options(self) -> dict[str, Any]:
         """Those of mixtures."""
         return {"num_components": self.num_components, "generator": self.generator, "progress": self.training["progress"]}
 
@@ -199,7 +199,7 @@ def _restore(image: Tensor, noise: Noise | str, settings: _Settings, *, has_chan
     levels: Any = noise
     if noise is None:
         levels = noise_levels(image, num_dims)
-        warn_of_varying_noise(image, num_dims, levels)
+        warn_if_noise_varies(image, num_dims, levels)
     channels = image.shape[-1] if has_channels else None
     groups = related_channels(image, num_dims, levels) if has_channels and settings.model is None else []
     if groups and len(groups[0]) < image.shape[-1]:
@@ -231,11 +231,11 @@ def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_chann
     """Restores photon counts by Anscombe's transform and its exact unbiased inverse."""
     if noise != "poisson":
         raise ValueError(f"noise must be a positive standard deviation, one for each channel, or 'poisson'; got {noise!r}")
-    gain = gain_of(image)
+    gain = estimate_gain(image)
     stable = stabilise(image / gain)
     check_stabilised(stable, image.dim() - has_channels, gain)
     found = _restore(stable, 1.0, settings, has_channels=has_channels)
-    return dataclasses.replace(found, image=gain * mean_of_stabilised(found.image))
+    return dataclasses.replace(found, image=gain * unbiased_inverse(found.image))
 
 
 def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_known: bool) -> Restored:
@@ -243,12 +243,12 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
     shape, model, side = image.shape if channels is None else image.shape[:-1], settings.model, settings.side
     options: dict[str, Any] = {"stride": settings.stride, "channels": channels}
     if model is None:
-        sides = [side] if side is not None else sides_of_mixtures(image, level, shape, channels is not None)
+        sides = [side] if side is not None else mixture_patch_sides(image, level, shape, channels is not None)
         chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_known=is_known)
-    patches = Patches(shape, side or side_of(model, shape, channels) or side_for_model(image, level, shape), **options)
+    patches = Patches(shape, side or model_patch_side(model, shape, channels) or side_for_model(image, level, shape), **options)
     return _by_model(make_model(model, patches.num_observed), image, level, patches, settings)
 
 
@@ -261,7 +261,7 @@ def _by_mixtures(
     *,
     is_known: bool,
 ) -> Restored:
-    rounds, options = settings.rounds, settings.of_mixtures()
+    rounds, options = settings.rounds, settings.mixture_options()
     is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
     first = predicted(above, len(patches[0].shape), level)

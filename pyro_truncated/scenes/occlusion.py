@@ -19,7 +19,7 @@ from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.constraints import finite, positive_finite
 
 
-class _OfPresent(TorchDistribution):
+class _PresentIntegers(TorchDistribution):
     """Integers of objects: uniform for present ones, 0 for absent ones.
 
     Absent objects so add no states.
@@ -44,14 +44,14 @@ class _OfPresent(TorchDistribution):
         """Integers below the number of values."""
         return constraints.independent(constraints.integer_interval(0, self.num_values - 1), 1)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> _OfPresent:
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _PresentIntegers:
         """The same distribution over a larger batch."""
         batch_shape = torch.Size(batch_shape)
         if batch_shape == self.batch_shape:
             return self
-        new: _OfPresent = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
+        new: _PresentIntegers = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
         new.presence, new.num_values = self.presence.expand(batch_shape + self.event_shape), self.num_values
-        super(_OfPresent, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        super(_PresentIntegers, new).__init__(batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -82,7 +82,7 @@ class _OfPresent(TorchDistribution):
         return torch.where(value < counts, -counts.to(dtype).log(), -math.inf).sum(-1)
 
 
-class Positions(_OfPresent):
+class Positions(_PresentIntegers):
     """Positions: uniform over ``num_values`` for present objects, else 0.
 
     Example:
@@ -109,7 +109,7 @@ class Positions(_OfPresent):
         return torch.where((present | (value == 0)).all(-1), -math.log(self.num_values) * number, -math.inf)
 
 
-class DepthOrder(_OfPresent):
+class DepthOrder(_PresentIntegers):
     """A uniformly random depth order of the present objects.
 
     Its code is the place where each object is inserted among those of smaller index.
@@ -346,7 +346,7 @@ class OccludedScene(TorchDistribution):
             (H,)`` :math:`n`. The first two are sums of the probability that an entry (or nothing) owns a pixel, times
             one, the colours and their squared length. All can be added and scaled.
         """
-        images = population.rows_of(value).flatten(1, 2)
+        images = population.select_rows(value).flatten(1, 2)
         places, rank = object_places(population, self.features.shape[0])
         weights = population.weights(temperature)
         # Most states of a population are lost beside the best; those of weight zero are skipped.
@@ -367,7 +367,7 @@ class OccludedScene(TorchDistribution):
         Returns:
             ``(N, height, width, F)`` for the population's data points, in float64.
         """
-        images = population.rows_of(value).flatten(1, 2)
+        images = population.select_rows(value).flatten(1, 2)
         places, rank = object_places(population, self.features.shape[0])
         means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
         return means.reshape(-1, *self.event_shape)
@@ -394,10 +394,10 @@ class OccludedScene(TorchDistribution):
         Impossible codes are scored too: the prior excludes them.
         """
         assert self.order is not None
-        raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
+        raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._raise_order)
         return depth_rank(self.order.long(), self.presence)
 
-    def _complain_of_order(self) -> None:
+    def _raise_order(self) -> None:
         assert self.order is not None
         raise ValueError(
             f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "

@@ -21,7 +21,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.components import k_means
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
-from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
+from pyro_truncated.search.base import SearchBatch, forget, learned_state, set_state
 from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -239,7 +239,7 @@ class RefinedPlaces:
 
     def state_dict(self) -> dict[str, Any]:
         """What the affinity has learned of data."""
-        return state_of(self.affinity)
+        return learned_state(self.affinity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the affinity go on from where it has been."""
@@ -327,7 +327,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._visits = self._first_position = 0
         self._is_spread = self._has_drawn = False
 
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         return batch.observations[self.site]
@@ -346,7 +346,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         if self.regression is None:
             raise ValueError("PlaceRegression learns from a batch of all data in order; give it one before minibatches or new images")
         identity = torch.eye(len(self.regression.inputs), dtype=torch.float64, device=data.device)
-        return self._candidates(self.regression.predict(self._inputs_of(data), identity)[0].float())
+        return self._candidates(self.regression.predict(self._regression_inputs(data), identity)[0].float())
 
     def _memory_state(self) -> dict[str, Any]:
         assert self._targets is not None
@@ -366,9 +366,9 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         assert self._images is not None
         # Inputs may depend on all images, as maps of the colours that they show do.
         images = torch.cat(world.gather(self._images)) if self._is_spread else self._images
-        return LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+        return LeaveOneOutRegression(self._regression_inputs(images), self.kernel, self.rank)
 
-    def _inputs_of(self, images: Tensor) -> Tensor:
+    def _regression_inputs(self, images: Tensor) -> Tensor:
         return images.flatten(1) if self.inputs is None else self.inputs(images)
 
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
@@ -439,7 +439,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         identity = torch.eye(len(regression.inputs), dtype=torch.float64, device=regression.inputs.device)
         if not self.leave_out:
             assert self._images is not None
-            return regression.predict(self._inputs_of(self._images), identity)[0]
+            return regression.predict(self._regression_inputs(self._images), identity)[0]
         if isinstance(regression.covariance, DenseCovariance):
             inverse = regression.covariance.inverse
             return (identity - inverse / inverse.diagonal().unsqueeze(-1))[own]

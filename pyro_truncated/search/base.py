@@ -88,7 +88,7 @@ class SearchBatch:
 
     @property
     def space(self) -> StateSpace:
-        """The state space."""
+        """The state space of the populations."""
         return self.population.space
 
     def scored(self, words: Tensor) -> Population:
@@ -236,13 +236,13 @@ def forget(part: object) -> None:
     getattr(part, "forget", lambda: None)()
 
 
-def state_of(part: object) -> dict[str, Any]:
+def learned_state(part: object) -> dict[str, Any]:
     """Returns what a part of a search has learned; empty if nothing."""
     return dict(getattr(part, "state_dict", dict)())
 
 
 def set_state(part: object, state: Mapping[str, Any]) -> None:
-    """Gives a part of a search what :func:`state_of` has returned."""
+    """Gives a part of a search what :func:`learned_state` has returned."""
     getattr(part, "load_state_dict", lambda state: None)(state)
 
 
@@ -285,7 +285,7 @@ class CombinedSearch(Search):
         return any(search.learns for search in self.searches)
 
     def max_proposals(self, num_states: int) -> int:
-        """What all propose."""
+        """Returns the sum of all searches' ``max_proposals``."""
         return sum(search.max_proposals(num_states) for search in self.searches)
 
     def check_space(self, space: StateSpace) -> None:
@@ -306,7 +306,7 @@ class CombinedSearch(Search):
         return " + ".join(map(repr, self.searches))
 
     def forget(self) -> None:
-        """All searches forget."""
+        """Makes all searches forget what they have learned."""
         for search in self.searches:
             search.forget()
 

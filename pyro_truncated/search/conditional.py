@@ -14,11 +14,11 @@ from pyro_truncated.ops.packed_states import WORD_BITS
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, names_arguments
 
 
 @functools.lru_cache(maxsize=16)
-def moves_of(space: StateSpace, device: torch.device) -> Moves:
+def single_changes(space: StateSpace, device: torch.device) -> Moves:
     """Returns all single changes of a state, cached on a device."""
     return Moves(space, device)
 
@@ -106,6 +106,8 @@ class ConditionalSearch(Search):
         """Returns states scored per data point and step, up to rounding."""
         return self.num_candidates or 256 + 2 * num_states
 
+    candidates_of = Renamed("num_candidates_for")
+
     def max_proposals(self, num_states: int) -> int:
         """More than ``C``: shares are rounded up, and every parent draws."""
         return 3 * self.num_candidates_for(num_states)
@@ -117,7 +119,7 @@ class ConditionalSearch(Search):
         """
         population, space = batch.population, batch.space
         draws = batch.draws(self.generator)
-        moves = moves_of(space, population.words.device)
+        moves = single_changes(space, population.words.device)
         size = self.num_candidates_for(population.num_states)
         # Two fifths of the candidates differ from another in one latent, two fifths in a run.
         share = int(0.4 * size)
@@ -127,7 +129,7 @@ class ConditionalSearch(Search):
         choices = num_parents * moves.count if num_moves < moves.count else 0
         ops.draw_ahead([changed, changed, 5 * changed, changed, 2 * changed, *([choices] if choices else [])], **draws)
         before, others = (_members(population, changed, draws) for _ in range(2))
-        after = _changed(before, others, space, draws)
+        after = _change_states(before, others, space, draws)
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
@@ -156,7 +158,7 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
     return population.take(place)
 
 
-def _changed(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
+def _change_states(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """Returns states ``(N, C, W)`` with one latent changed, or a run.
 
     No state stays what it was.

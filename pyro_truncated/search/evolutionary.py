@@ -132,7 +132,7 @@ class EvolutionarySearch(Search):
         return join(generations)
 
     def step(self, batch: SearchBatch) -> Population:
-        """The improved populations."""
+        """Returns the populations after one step of the search."""
         return super().step(batch) if self._automatic is None else self._automatic.step(batch)
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:

@@ -41,7 +41,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         regression: the Gaussian process regression, ``None`` before the first batch.
         learns: that it has to :meth:`meet` the data first where they are searched in blocks or on shards. What it
             keeps of this process's data points is in :meth:`state_dict` in the form of
-            :func:`pyro_truncated.distributed.shards.rows_of`.
+            :func:`pyro_truncated.distributed.shards.collect_rows`.
     """
 
     learns: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
         """
-        data = self._data_of(batch)
+        data = self._regression_data(batch)
         if batch.is_met:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
@@ -78,7 +78,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
         All processes learn the same.
         """
-        data, everyone = self._data_of(batch), gather_function(batch)
+        data, everyone = self._regression_data(batch), gather_function(batch)
         if batch.is_new and self.regression is not None and not self._is_of_new_data:
             return
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
@@ -115,7 +115,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             self.regression = self._remember(state["memory"], state["regression"])
 
     @abc.abstractmethod
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         """What the batch shows to regress on, checked."""
 
     def _can_learn_from(self, batch: SearchBatch) -> bool:
@@ -181,7 +181,7 @@ class ReplayMemory:
         sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
         if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
             return False
-        rows = rows_of(inputs, indices)
+        rows = batch_rows(inputs, indices)
         met = (rows < len(self.visits)).nonzero().squeeze(-1)
         met = met[self.visits[rows[met]] > 0]
         known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
@@ -189,7 +189,7 @@ class ReplayMemory:
 
     def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
         """Takes in a batch; returns where its rows are."""
-        rows = rows_of(inputs, indices)
+        rows = batch_rows(inputs, indices)
         more = (int(rows.max()) + 1 if len(rows) else 0) - len(self.visits)
         if more > 0:
             self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
@@ -200,7 +200,7 @@ class ReplayMemory:
         return rows
 
 
-def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
+def batch_rows(inputs: Tensor, indices: Tensor | None) -> Tensor:
     """Returns positions of a batch's data points among this process's."""
     return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
 
@@ -380,7 +380,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._shared.take(self._memory.marginals[self._trained_on])
 
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> Tensor:
-        return self._predict(data, rows_of(data, batch.population.indices))
+        return self._predict(data, batch_rows(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:
         return self._predict(data, data.new_full((len(data),), -1, dtype=torch.int64))
@@ -400,14 +400,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
         for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
-        inputs = _fill(self._of_all(self._memory.inputs, self._trained_on), self._centre)
+        inputs = _fill(self._gather_training(self._memory.inputs, self._trained_on), self._centre)
         found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
         found.load_state_dict(regression)
         self._share(found)
         self._shared.take(self._memory.marginals[self._trained_on])
         return found
 
-    def _data_of(self, batch: SearchBatch) -> Tensor:
+    def _regression_data(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
             return self._check(self.inputs(batch), size)
@@ -435,7 +435,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         if not due and number < 2 * self._num_trained:
             return
         self._first_position, self._is_spread, self._seed = batch.first_position, batch.is_spread, seed
-        inputs, marginals = (self._of_all(values, met) for values in (self._memory.inputs, self._memory.marginals))
+        inputs, marginals = (self._gather_training(values, met) for values in (self._memory.inputs, self._memory.marginals))
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
@@ -446,7 +446,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on, self._num_trained, self._last_fit = met, number, visit
         self._share(self.regression)
 
-    def _of_all(self, values: Tensor, rows: Tensor) -> Tensor:
+    def _gather_training(self, values: Tensor, rows: Tensor) -> Tensor:
         """Returns remembered values at these rows, and other processes' training values."""
         if not self._is_spread:
             return values[rows]

@@ -139,8 +139,8 @@ class MaxInnerProductIndex:
         first = self._search_first_groups(features, number)
         is_held = (known == first[1][:, :1]).any(1)
         held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
-        index[held] = self._follow(features[held], _of(first, held), self.EFFORT.depth_where_known, known[held])[1]
-        index[lacking], _ = self._search_in_stages(features[lacking], _of(first, lacking), known[lacking])
+        index[held] = self._follow(features[held], _select(first, held), self.EFFORT.depth_where_known, known[held])[1]
+        index[lacking], _ = self._search_in_stages(features[lacking], _select(first, lacking), known[lacking])
         return index
 
     def offset(self, features: Tensor) -> Tensor | None:
@@ -233,6 +233,6 @@ class MaxInnerProductIndex:
         return torch.cat([self._search_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 
-def _of(found: Found, rows: Tensor) -> Found:
+def _select(found: Found, rows: Tensor) -> Found:
     """Those of some data points."""
     return found[0][rows], found[1][rows]

@@ -68,7 +68,7 @@ class NeighbourSearch(Search):
         self.forget()
 
     def forget(self) -> None:
-        """Forgets who is near."""
+        """Forgets the lists of nearest components."""
         self.neighbours: Tensor | None = None
         self._distance = self._weight = torch.empty(0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.packed_states import combine, single_states
-from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
+from pyro_truncated.search.base import Search, SearchBatch, forget, learned_state, set_state
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
@@ -87,7 +87,7 @@ class AffinitySearch(Search):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the generator's state and what the affinity has learned."""
-        return {**super().state_dict(), "affinity": state_of(self.affinity)}
+        return {**super().state_dict(), "affinity": learned_state(self.affinity)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a search has been."""

@@ -629,7 +629,13 @@ class SurrogateSearch(Search):
         return not self._is_misled and all(len(known.variance) <= self.MAX_LATENTS for known in self.regressions.values())
 
     def propose(self, batch: SearchBatch) -> Population:
-        """Children ``(N, children)``."""
+        """Proposes children ``(N, children)`` with the highest predicted log joints.
+
+        The regression learns from the scores of all that are evaluated.
+
+        Raises:
+            NotImplementedError: if several processes share the data.
+        """
         self.check_space(batch.space)
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; got a shard: pass all data in one process")
@@ -641,7 +647,7 @@ class SurrogateSearch(Search):
         states, features = kept.states(), self._features(batch)
         samples, likelihoods = ScoredBatch(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
         # Also where likelihoods are known: of other data they may not be.
-        regression = self._learned("log joints", samples, batch)
+        regression = self._update_regression("log joints", samples, batch)
         if likelihoods is not None:
             # Effects of the data are in the likelihoods: what is left are the same constants for all.
             explained = ScoredBatch(states, kept.log_joint, features[:, -1:], likelihoods(states))
@@ -649,7 +655,7 @@ class SurrogateSearch(Search):
             if self._is_misled:
                 likelihoods = None
             else:
-                samples, regression = explained, self._learned("rest", explained, batch)
+                samples, regression = explained, self._update_regression("rest", explained, batch)
         if likelihoods is None:
             self._surprise = None
         functions = QuadraticFunctions(self._drawn(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs)
@@ -661,7 +667,7 @@ class SurrogateSearch(Search):
             uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
             others = samples.best[(uniform.double() * len(samples.best)).long(), 0]
             children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], others], 1))
-            found = self._scored_and_learned(children, batch)
+            found = self._score_and_learn(children, batch)
             self._surprise = _surprise(likelihoods, samples, children.double(), found.log_joint)
         self._scored = scored.with_more(found)
         return found
@@ -699,7 +705,7 @@ class SurrogateSearch(Search):
     def _may_learn(self, batch: SearchBatch) -> bool:
         return self._is_of_new_data or not batch.is_new
 
-    def _learned(self, name: str, samples: ScoredBatch, batch: SearchBatch) -> LogJointRegression:
+    def _update_regression(self, name: str, samples: ScoredBatch, batch: SearchBatch) -> LogJointRegression:
         """Returns the regression of log joints, updated by training data."""
         sizes, known = (samples.states.shape[-1], samples.features.shape[1]), self.regressions.get(name)
         if known is None or known.effects.linear.shape != sizes:
@@ -709,7 +715,7 @@ class SurrogateSearch(Search):
             known.fit(samples)
         return known
 
-    def _scored_and_learned(self, children: Tensor, batch: SearchBatch) -> Population:
+    def _score_and_learn(self, children: Tensor, batch: SearchBatch) -> Population:
         """Scores children and learns the moments of observations in them."""
         words = batch.space.pack(children.long())
         if self.expected is None or not self._may_learn(batch):

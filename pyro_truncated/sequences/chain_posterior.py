@@ -23,7 +23,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 
 class ChainPosterior:
@@ -71,12 +71,12 @@ class ChainPosterior:
         self.indices: Tensor | None = None
         if self.is_complete:
             words = self.space.enumerate(transitions.kind.device).expand(*transitions.kind.shape, -1, -1)
-            self._set(words, self._scored(words))
+            self._set(words, self._score(words))
         elif words is None:
             self._start()
         else:
             is_repeated = ops.find_duplicates(words.flatten(0, 1)).view(words.shape[:3])
-            self._set(words, self._scored(words).masked_fill(is_repeated, -math.inf))
+            self._set(words, self._score(words).masked_fill(is_repeated, -math.inf))
         blocked = int((self.free_energy() == -math.inf).sum())
         if blocked:
             warnings.warn(
@@ -92,7 +92,7 @@ class ChainPosterior:
 
     @property
     def messages(self) -> Messages:
-        """Messages along the sequences."""
+        """Forward and backward messages along the sequences, computed once."""
         if self._messages is None:
             self._messages = chains.messages(self.words, self.unary, self.transitions)
         return self._messages
@@ -104,7 +104,7 @@ class ChainPosterior:
     def rescored_(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions) -> Self:
         """The same sets under other parameters."""
         self.log_likelihood, self.transitions = log_likelihood, transitions
-        scores = self._scored(self.words)
+        scores = self._score(self.words)
         # A place without a state holds a copy of another one.
         is_state = torch.ones_like(self.unary, dtype=torch.bool) if self.is_complete else self.unary > -math.inf
         self._set(self.words, scores.masked_fill(~is_state, -math.inf))
@@ -138,7 +138,7 @@ class ChainPosterior:
         sums = self.messages
         joined, scores = torch.cat([self.words, words], 2), torch.cat([self.unary, unary], 2)
         ahead = sums.backward if forward else sums.forward
-        self._set(*self._selected(joined, scores, ahead, forward))
+        self._set(*self._select(joined, scores, ahead, forward))
         return self
 
     def look_ahead_(self, words: Tensor, unary: Tensor, *, forward: bool) -> Tensor:
@@ -157,7 +157,7 @@ class ChainPosterior:
         else:
             ahead = chains.forward_messages(joined, scores, self.transitions)[0]
         before = self.words, self.unary
-        self._set(*self._selected(joined, scores, ahead, forward))
+        self._set(*self._select(joined, scores, ahead, forward))
         gain = self.messages.free_energy() - bound
         is_better = (gain > 0).view(-1, 1, 1)
         if not bool(is_better.all()):
@@ -174,8 +174,8 @@ class ChainPosterior:
             if isinstance(search, BlockSearch):
                 self.look_ahead_(*search.propose(self), forward=forward)
             else:
-                words = self._proposed(search)
-                scores = self._scored(words)
+                words = self._propose(search)
+                scores = self._score(words)
                 self.sweep_(words, scores, forward=forward).sweep_(words, scores, forward=not forward)
         return self
 
@@ -210,7 +210,7 @@ class ChainPosterior:
         # States that drawn paths visit join the candidates of a step: at most so many for each of
         # its set.
         words = _most_frequent(torch.stack(visited, 2), 2 * self.num_states)
-        self.look_ahead_(words, self._scored(words), forward=True)
+        self.look_ahead_(words, self._score(words), forward=True)
         return self
 
     def population(self) -> Population:
@@ -306,10 +306,10 @@ class ChainPosterior:
         flipped = chains.Flips(torch.zeros_like(nearest), nearest, nearest).words(words.unsqueeze(2))
         beside = [words.roll(shift, 1) for shift in (1, -1)]
         candidates = torch.cat([words.unsqueeze(2), flipped.view(shape), *(other.unsqueeze(2) for other in beside)], 2)
-        scores = self._scored(candidates)
+        scores = self._score(candidates)
         scores = scores.masked_fill(ops.find_duplicates(candidates.flatten(0, 1)).view(scores.shape), -math.inf)
         ahead = chains.backward_messages(candidates, scores, self.transitions)
-        self._set(*self._selected(candidates, scores, ahead, True))
+        self._set(*self._select(candidates, scores, ahead, True))
         self.sweep_(candidates, scores, forward=False)
 
     def _pursuit(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -337,12 +337,12 @@ class ChainPosterior:
             gains: Tensor = own(words.flatten(0, 1), rows)
             return gains.unflatten(0, words.shape[:2])  # type: ignore[no-any-return]
         latent = torch.arange(self.space.num_latents, device=words.device)
-        scores = self._scored(words)
+        scores = self._score(words)
         parts = []
         for i in range(words.shape[2]):
             member = torch.full((*words.shape[:2], len(latent)), i, device=words.device)
             flipped = chains.Flips(member, latent.expand_as(member), member).words(words)
-            parts.append(self._scored(flipped) - scores[:, :, i : i + 1])
+            parts.append(self._score(flipped) - scores[:, :, i : i + 1])
         return torch.stack(parts, 2).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
     def _best_flips(self, size: int, num_parents: int) -> chains.Flips:
@@ -366,15 +366,15 @@ class ChainPosterior:
         # Flips of the best members of a step are proposed.
         flips = self._best_flips(size, min(8, self.num_states))
         words = flips.words(self.words)
-        return words, self._scored(words).masked_fill(flips.log_mass == -math.inf, -math.inf)
+        return words, self._score(words).masked_fill(flips.log_mass == -math.inf, -math.inf)
 
-    def _proposed(self, search: Search) -> Tensor:
+    def _propose(self, search: Search) -> Tensor:
         """The best candidates of a search, ``(N, T, C, W)``."""
         sums, (num_data, num_steps) = self.messages, self.words.shape[:2]
 
         def score(words: Tensor) -> Tensor:
             states = words.unflatten(0, (num_data, num_steps))
-            masses = chains.masses(self.words, self.unary, self.transitions, sums, states, self._scored(states))
+            masses = chains.masses(self.words, self.unary, self.transitions, sums, states, self._score(states))
             return (masses + sums.log_norm.unsqueeze(-1)).flatten(0, 1)
 
         population = self.population()
@@ -382,14 +382,14 @@ class ChainPosterior:
         best = found.log_joint.topk(min(2 * self.num_states, found.num_states), dim=1).indices
         return found.take(best).unflatten(0, (num_data, num_steps))  # type: ignore[no-any-return]
 
-    def _selected(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
+    def _select(self, words: Tensor, unary: Tensor, ahead: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
         chosen, _, _ = chains.select(words, unary, self.transitions, self.num_states, ahead, forward=forward)
         at = chosen.clamp(min=0)
         # A place without a state holds a copy of the best one.
         at = torch.where(chosen < 0, at[..., :1], at)
         return words.gather(2, at.unsqueeze(-1).expand(*at.shape, words.shape[-1])), unary.gather(2, at).masked_fill(chosen < 0, -math.inf)
 
-    def _scored(self, words: Tensor) -> Tensor:
+    def _score(self, words: Tensor) -> Tensor:
         scores = self.log_likelihood(words).double()
         if scores.shape != words.shape[:3]:
             raise ValueError(f"log_likelihood must return a number for each state, {tuple(words.shape[:3])}; got {tuple(scores.shape)}")
@@ -484,7 +484,7 @@ class BlockSearch(Described):
         return chances.topk(min(self.num_chains, num_latents), dim=1).indices
 
     def _uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=device_of(self.generator)).to(device)
+        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=generator_device(self.generator)).to(device)
 
 
 def _most_frequent(words: Tensor, size: int) -> Tensor:

@@ -22,6 +22,11 @@ class ObservedSteps(NamedTuple):
     The posterior of a step without an observation is broad, so that a set of states would hold little of it. Chains that are
     independent a priori pass it by: their transition over ``k`` steps is :math:`A_m^k`. No mass is lost.
 
+    Example:
+        >>> steps = ObservedSteps.of(torch.tensor([[True, False, False, True]]))
+        >>> steps.position.tolist(), steps.first, steps.gaps
+        ([[0, 3]], (0,), (3,))
+
     Attributes:
         position: of the observed steps among all, ``(N, T')``; beyond the end those of the last step.
         kind: kind of the transition into each of them, ``(N, T')``, negative beyond the end.

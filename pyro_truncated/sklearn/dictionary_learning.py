@@ -119,7 +119,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             y: ignored.
         """
         rows = self._rows(X, reset=True)
-        units = self._units_of(rows)
+        units = self._column_units(rows)
         own = units.standardised(rows)
         with apart(self.random_state) as generator:
             model = self._make(rows)
@@ -142,7 +142,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=is_first)
         with apart(self.random_state if is_first else 0) as generator:
             if is_first:
-                units = self._units_of(rows)
+                units = self._column_units(rows)
                 model = self._make(rows).initialize(units.standardised(rows), generator)
                 self.model_, self.n_iter_, self._online, self._units = model, 0, None, units
             if self._online is None:
@@ -200,13 +200,13 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     @property
     def components_(self) -> Any:
-        """The dictionary, ``(n_components, n_features)``."""
+        """The dictionary in the units of the data, ``(n_components, n_features)``."""
         weight = self.model_.weight.detach().mT
         return (weight * self._units.deviation.to(weight)).numpy()
 
     @property
     def offset_(self) -> Any:
-        """The background, ``(n_features,)``."""
+        """The background in the units of the data, ``(n_features,)``; zeros without one."""
         background = self.model_.leak if isinstance(self.model_, NoisyOr) else self.model_.bias
         zero = self.model_.weight.new_zeros(()) if background is None else background.detach()
         return self._units.restored(zero.expand(self.n_features_in_)).numpy().copy()
@@ -249,7 +249,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     # --- model ---
 
-    def _units_of(self, rows: Tensor) -> ColumnUnits:
+    def _column_units(self, rows: Tensor) -> ColumnUnits:
         """Returns the units of columns; probabilities have none.
 
         Means are taken off where a background is learned.

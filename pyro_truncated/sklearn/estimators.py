@@ -177,7 +177,7 @@ def binary_posteriors(
     first = _sparsest(num_latents, num_states)
     for rows in y.split(_ROWS_PER_BLOCK):
         guide = AutoTruncated(model, num_states, init=first.expand(len(rows), -1, -1))
-        yield rows, guide.search_(SteepestAscent(), guide.log_joint_of(rows), max_steps)
+        yield rows, guide.search_(SteepestAscent(), guide.make_scorer(rows), max_steps)
 
 
 def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple[Tensor, Population]]:
@@ -190,7 +190,7 @@ def mixture_posteriors(model: Any, y: Tensor, num_states: int) -> Iterator[tuple
     """
     for rows in y.split(_ROWS_PER_BLOCK):
         guide = AutoTruncated(model, num_states)
-        yield rows, guide.search_(ExhaustiveSearch(), guide.log_joint_of(rows))
+        yield rows, guide.search_(ExhaustiveSearch(), guide.make_scorer(rows))
 
 
 def _sparsest(num_latents: int, num_states: int) -> Tensor:

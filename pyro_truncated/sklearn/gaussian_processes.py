@@ -234,7 +234,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         self.model_, self.n_iter_, self._units = model, steps, units
         self.bound_ = found.bound - float(units.log_volume(rows).sum())
         self.relevance_ = model.probability.detach()[0].numpy().copy()
-        self.embedding_ = self._used(model.loc.detach()).numpy()
+        self.embedding_ = self._select_used(model.loc.detach()).numpy()
         return self
 
     def transform(self, X: Any) -> Any:
@@ -245,7 +245,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         Args:
             X: data ``(n_samples, n_features)``, NaN where missing.
         """
-        return self._used(self._infer(X).loc).numpy()
+        return self._select_used(self._infer(X).loc).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
         """Means of the data at latents.
@@ -269,7 +269,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The mean of :meth:`score_samples`."""
+        """Returns the mean of :meth:`score_samples`, in nats per data point."""
         return float(np.mean(self.score_samples(X)))
 
     def _infer(self, X: Any) -> Latents:
@@ -278,7 +278,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         with apart():
             return self._posterior.infer(self._units.standardised(rows), steps=_MAX_STEPS, tolerance=_TOLERANCE)
 
-    def _used(self, loc: Tensor) -> Tensor:
+    def _select_used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
 

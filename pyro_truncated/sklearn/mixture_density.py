@@ -189,7 +189,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     @property
     def weights_(self) -> Any:
-        """Mixing proportions, ``(n_components,)``."""
+        """Mixing proportions, ``(n_components,)``; their sum is one."""
         return self.model_.weights.detach().numpy().copy()
 
     @property

@@ -251,7 +251,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         # Spaces of so many predictors are searched exhaustively.
         if num > 12:
             searches = [(SteepestAscent(), max_iter), (EvolutionarySearch(crossover=True) + SteepestAscent(2), max_iter)]
-        log_joint = guide.log_joint_of()
+        log_joint = guide.make_scorer()
         for search, steps in searches:
             guide.search_(search, log_joint, steps)
         return guide.population()

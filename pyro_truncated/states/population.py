@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import check_count
+from pyro_truncated.utils.arguments import Renamed, check_count
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import missing_where
 
@@ -158,13 +158,15 @@ class Population:
         """
         return ops.value_probabilities(self.words, self.weights(temperature), self.space.fields)
 
-    def rows_of(self, data: Tensor) -> Tensor:
+    def select_rows(self, data: Tensor) -> Tensor:
         """The rows of these data points among those ``(N, ...)`` of all data."""
         return data if self.indices is None else missing_where(data[self.indices.to(data.device)], data)
 
+    rows_of = Renamed("select_rows")
+
     def rows_above(self, data: Tensor, center: Tensor) -> Tensor:
         """The same in float64 with a ``center`` subtracted."""
-        rows = self.rows_of(data)
+        rows = self.select_rows(data)
         return missing_where(rows.double() - center, rows)
 
     def activity(self) -> Tensor:

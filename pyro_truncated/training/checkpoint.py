@@ -19,15 +19,15 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.launch import AllReduced, local_names
-from pyro_truncated.distributed.shards import Portion, portion_of, rows_of, with_rows, without_rows
+from pyro_truncated.distributed.shards import Portion, collect_rows, find_portion, with_rows, without_rows
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.store import PORTION
 from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
-from pyro_truncated.training.checkpoint_file import folder_of, read_rows, remove_others, write_rows
+from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
 from pyro_truncated.training.fingerprint import describe_run
-from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.devices import brought, module_device
 from pyro_truncated.utils.parameter_store import absolute_names, relative_names, replaced_parameters
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
@@ -81,22 +81,22 @@ def save_checkpoint(
     Raises:
         OSError: if the file cannot be written, with its path and the cause; the last one is as it was.
     """
-    write_checkpoint(path, content_of(svi, history=history, settings=settings, run=run))
+    write_checkpoint(path, checkpoint_content(svi, history=history, settings=settings, run=run))
 
 
-def content_of(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str] | None) -> dict[str, Any]:
+def checkpoint_content(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str] | None) -> dict[str, Any]:
     """What :func:`save_checkpoint` writes."""
     return {
         "format": f"{_FORMAT} {LAYOUT}",
         "run": dict(describe_run(svi) if run is None else run),
         "settings": dict(settings or {}),
         "history": history,
-        **state_of(svi),
+        **run_state(svi),
     }
 
 
 def write_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes what :func:`content_of` has returned; see :func:`save_checkpoint`."""
+    """Writes what :func:`checkpoint_content` has returned; see :func:`save_checkpoint`."""
     checkpoint_file.write(Path(path), content)
 
 
@@ -178,7 +178,7 @@ def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
     """Whether a checkpoint holds parameters that this run has yet to create."""
     if content["params"].keys() - loose_parameters(svi).keys():
         return True
-    pairs = ((module, content["modules"].get(name, {})) for name, module in modules_of_run(svi).items())
+    pairs = ((module, content["modules"].get(name, {})) for name, module in run_modules(svi).items())
     return any(key in state for module, state in pairs for key in names_alone(module, state))
 
 
@@ -236,7 +236,7 @@ def refuse_other_settings(saved: dict[str, Any], wanted: dict[str, Any], path: s
 
 def refuse_stale(svi: SVI) -> None:
     """Refuses modules whose parameters are shadowed in Pyro's store."""
-    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*modules_of_run(svi).values()))
+    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*run_modules(svi).values()))
     if stale:
         raise ValueError(
             f"Pyro's parameter store holds other parameters {stale} from an earlier model; "
@@ -246,7 +246,7 @@ def refuse_stale(svi: SVI) -> None:
 
 def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, Tensor], path: str | Path) -> None:
     """Refuses states that do not fit the modules, before loading any."""
-    modules, saved = modules_of_run(svi), content["modules"]
+    modules, saved = run_modules(svi), content["modules"]
     problems = [f"it holds the state of {sorted(saved)}, the run has {sorted(modules)}"] if saved.keys() != modules.keys() else []
     pairs = {name: (value, params[name]) for name, value in content["params"].items()}
     for name in saved.keys() & modules.keys():
@@ -280,19 +280,19 @@ def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 _COUNTS = ("num_evaluations", "num_steps")
 
 
-def state_of(svi: SVI) -> dict[str, Any]:
+def run_state(svi: SVI) -> dict[str, Any]:
     """Returns the complete state of a run under portable names.
 
     It is made of tensors and plain Python values.
     """
-    elbo, search = elbo_of(svi), search_of(svi)
+    elbo, search = find_elbo(svi), find_search(svi)
     return {
-        "modules": {name: module.state_dict() for name, module in modules_of_run(svi).items()},
+        "modules": {name: module.state_dict() for name, module in run_modules(svi).items()},
         "params": relative_names({name: value.detach() for name, value in loose_parameters(svi).items()}, svi.model, svi.guide),
         "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
         "counts": {name: getattr(elbo, name) for name in _COUNTS if hasattr(elbo, name)},
         "search": {} if search is None else search.state_dict(),
-        "generators": {name: generator.get_state() for name, generator in generators_of(svi)},
+        "generators": {name: generator.get_state() for name, generator in find_generators(svi)},
     }
 
 
@@ -304,28 +304,28 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
     Names of parameters are those of this process.
     """
     params = loose_parameters(svi)
-    for name, module in modules_of_run(svi).items():
+    for name, module in run_modules(svi).items():
         module.load_state_dict(state["modules"][name])
     with torch.no_grad():
         for name, value in state["params"].items():
             params[name].copy_(value)
     if "optimizer" not in leaves:
         _set_optimizer(svi.optim, state["optim"])
-    search = search_of(svi)
+    search = find_search(svi)
     if search is not None and "search" not in leaves:
-        search.load_state_dict(brought(state["search"], _device_of(svi)))
-    for name, generator in generators_of(svi):
+        search.load_state_dict(brought(state["search"], _model_device(svi)))
+    for name, generator in find_generators(svi):
         if name in state["generators"]:
             generator.set_state(state["generators"][name])
     for name, count in state["counts"].items():
-        if hasattr(elbo_of(svi), name):
-            setattr(elbo_of(svi), name, count)
+        if hasattr(find_elbo(svi), name):
+            setattr(find_elbo(svi), name, count)
 
 
-def _device_of(svi: SVI) -> torch.device:
+def _model_device(svi: SVI) -> torch.device:
     """Returns the model's device, which learned values are loaded to."""
     loose = next(iter(loose_parameters(svi).values()), None)
-    return device_of_module(modules_of_run(svi).get("model")) if loose is None else loose.device
+    return module_device(run_modules(svi).get("model")) if loose is None else loose.device
 
 
 def keep_state(svi: SVI) -> Callable[[], None]:
@@ -333,13 +333,13 @@ def keep_state(svi: SVI) -> Callable[[], None]:
 
     It covers modules, parameters, optimiser, search, counts and generators.
     """
-    parts = [(part, _snapshot(part)) for module in modules_of_run(svi).values() for part in module.modules()]
-    tensors = [*loose_parameters(svi).values(), *(param for module in modules_of_run(svi).values() for param in module.parameters())]
+    parts = [(part, _snapshot(part)) for module in run_modules(svi).values() for part in module.modules()]
+    tensors = [*loose_parameters(svi).values(), *(param for module in run_modules(svi).values() for param in module.parameters())]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     optimizer = _innermost(svi.optim)
     optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
-    generators = [(generator, generator.get_state()) for _, generator in generators_of(svi)]
-    search, counts = search_of(svi), {name: getattr(elbo_of(svi), name) for name in _COUNTS if hasattr(elbo_of(svi), name)}
+    generators = [(generator, generator.get_state()) for _, generator in find_generators(svi)]
+    search, counts = find_search(svi), {name: getattr(find_elbo(svi), name) for name in _COUNTS if hasattr(find_elbo(svi), name)}
     learned = {} if search is None else search.state_dict()
 
     def undo() -> None:
@@ -355,7 +355,7 @@ def keep_state(svi: SVI) -> Callable[[], None]:
         for generator, drawn in generators:
             generator.set_state(drawn)
         for name, count in counts.items():
-            setattr(elbo_of(svi), name, count)
+            setattr(find_elbo(svi), name, count)
 
     return undo
 
@@ -378,18 +378,18 @@ def _set_optimizer(optim: Any, state: Any) -> None:
     optim.set_state(copy.deepcopy(state))
 
 
-def modules_of_run(svi: SVI) -> dict[str, torch.nn.Module]:
+def run_modules(svi: SVI) -> dict[str, torch.nn.Module]:
     """Returns the modules of model and guide, each once.
 
     Methods and handlers are unwrapped.
     """
-    found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _module_of(part)) is not None}
+    found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _unwrap_module(part)) is not None}
     if found.get("model") is found.get("guide"):
         found.pop("guide", None)
     return found
 
 
-def _module_of(part: Any) -> torch.nn.Module | None:
+def _unwrap_module(part: Any) -> torch.nn.Module | None:
     while isinstance(part, functools.partial):
         part = next((argument for argument in part.args[::-1] if callable(argument)), None)
     owner = getattr(part, "__self__", part)
@@ -398,22 +398,22 @@ def _module_of(part: Any) -> torch.nn.Module | None:
 
 def loose_parameters(svi: SVI) -> dict[str, Tensor]:
     """Returns unconstrained store parameters of no module of the run."""
-    owned = {id(param) for module in modules_of_run(svi).values() for param in module.parameters()}
+    owned = {id(param) for module in run_modules(svi).values() for param in module.parameters()}
     return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
 
 
-def elbo_of(svi: SVI) -> Any:
+def find_elbo(svi: SVI) -> Any:
     """The ELBO, ``None`` where the loss is a function of its own."""
     return getattr(svi.loss, "__self__", None)
 
 
-def search_of(svi: SVI) -> Search | None:
+def find_search(svi: SVI) -> Search | None:
     """The search of the ELBO, if it has one."""
-    search = getattr(elbo_of(svi), "search", None)
+    search = getattr(find_elbo(svi), "search", None)
     return search if isinstance(search, Search) else None
 
 
-def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
+def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
     """Returns torch's global generators and that of the ELBO.
 
     Searches save their own.
@@ -423,7 +423,7 @@ def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
         torch.cuda.init()
         for index, generator in enumerate(torch.cuda.default_generators):
             yield f"cuda:{index}", generator
-    own: torch.Generator | None = getattr(elbo_of(svi), "generator", None)
+    own: torch.Generator | None = getattr(find_elbo(svi), "generator", None)
     if own is not None:
         yield "elbo", own
 
@@ -470,16 +470,16 @@ def save_shared(
     Raises:
         OSError: on all processes, if one of them cannot write; the last checkpoint is as it was.
     """
-    content = content_of(svi, history=history, settings=settings, run=run)
+    content = checkpoint_content(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
     modules["guide"] = {name: value for name, value in modules["guide"].items() if not name.endswith(f"populations.{PORTION}")}
     rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
-    rows |= {_SEARCH + name: _padded(value, portion.size) for name, value in rows_of(content["search"]).items()}
+    rows |= {_SEARCH + name: _pad(value, portion.size) for name, value in collect_rows(content["search"]).items()}
     content["search"] = without_rows(content["search"])
-    folder = folder_of(path) / str(number)
+    folder = rows_folder(path) / str(number)
     written = _by_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
     _by_all(lambda: write_checkpoint(path, content) if world.rank() == 0 else None)
@@ -507,7 +507,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     Raises:
         ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
     """
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     held = content.get("rows")
     if held is None and (portion is None or not portion.is_part):
         return content
@@ -520,13 +520,13 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         assert portion is not None
         every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
         total = len(next(iter(every.values())))
-        every |= {_SEARCH + name: value for name, value in rows_of(content["search"]).items()}
+        every |= {_SEARCH + name: value for name, value in collect_rows(content["search"]).items()}
         portion = _of_populations(portion, total, path)
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
         total = held["total"]
         portion = _of_populations(portion or Portion(0, total, total), total, path)
-        rows = {name: read_rows(folder_of(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
+        rows = {name: read_rows(rows_folder(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
@@ -545,7 +545,7 @@ def _short(name: str) -> str:
     return name.removeprefix("populations.")
 
 
-def _padded(values: Tensor, size: int) -> Tensor:
+def _pad(values: Tensor, size: int) -> Tensor:
     """Zeros for data points that the search has not met."""
     return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 

@@ -102,7 +102,7 @@ def claimed(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-class _Hashed:
+class _HashingFile:
     """A file that keeps a checksum and the first error of writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -127,7 +127,7 @@ class _Hashed:
 
 def _write_whole(path: Path, content: Any) -> None:
     with path.open("wb") as file:
-        hashed = _Hashed(file)
+        hashed = _HashingFile(file)
         try:
             torch.save(content, hashed)  # type: ignore[arg-type]
         except RuntimeError:
@@ -202,7 +202,7 @@ def _lock(lock: Path, path: Path) -> int:
         os.close(descriptor)
 
 
-def folder_of(path: Path) -> Path:
+def rows_folder(path: Path) -> Path:
     """Where the files that belong to a checkpoint lie."""
     return path.with_name(f"{path.name}.rows")
 

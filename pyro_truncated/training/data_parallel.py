@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes, start_as_first
-from pyro_truncated.distributed.shards import Portion, current_batch, portion_of
+from pyro_truncated.distributed.shards import Portion, current_batch, find_portion
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes
@@ -27,7 +27,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
     """
     if not world.is_shared():
         return None
-    portion = portion_of(arguments)
+    portion = find_portion(arguments)
     if portion is None and isinstance(guide, AutoTruncated):
         portion = guide.populations.portion
     return portion if portion is not None and portion.is_part else None
@@ -65,7 +65,7 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
     Warns:
         UnsharedDataWarning: if each of several processes trains on data that are no shard.
     """
-    portion = portion_of((call.args, dict(call.kwargs)))
+    portion = find_portion((call.args, dict(call.kwargs)))
     if isinstance(guide, AutoTruncated) and guide.siblings is None:
         portion = guide.populations.portion
     if portion is None and launched_processes() > 1:
@@ -113,7 +113,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
         number: of the loss.
     """
     parts = [part for part in guide.modules() if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.Module) else []
-    portion = portion_of((call.args, dict(call.kwargs)))
+    portion = find_portion((call.args, dict(call.kwargs)))
     if portion is None or not parts:
         yield
         return

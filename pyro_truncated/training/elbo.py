@@ -134,11 +134,11 @@ class Truncated_ELBO(Described, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), watched(guide, (args, kwargs)):
-                return total([guide], _checked(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles))))
+                return total([guide], _check_loss(-float(guide.make_batch(*args, **kwargs).mean_free_energy(self.num_particles))))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
         with watched(guide, (args, kwargs)), self._beside_others(call, guide):
-            return total(self._others.parts(call, guide), _checked(self._others.loss(call, guide)))
+            return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Returns minus the free energy as a differentiable tensor.
@@ -150,7 +150,7 @@ class Truncated_ELBO(Described, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), watched(guide, (args, kwargs)):
-                batch = self._searched(call, guide) if torch.is_grad_enabled() else guide.batch_of(*args, **kwargs)
+                batch = self._search_batch(call, guide) if torch.is_grad_enabled() else guide.make_batch(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
                 return averaged_by_others([guide], loss)
@@ -171,23 +171,23 @@ class Truncated_ELBO(Described, ELBO):
     def _loss_and_grads(self, call: Call, guide: Any) -> float:
         closed_form = ClosedForm.driving(call.model)
         if closed_form is not None:
-            return total([guide], _checked(self._closed_form_step(closed_form, call, guide)))
+            return total([guide], _check_loss(self._closed_form_step(closed_form, call, guide)))
         if _stands_alone(call, guide):
             temperature = self._temperature()
             with suppress(AllObservedError):
-                return total([guide], _checked(self._searched(call, guide).backward_(temperature, self.num_particles)))
+                return total([guide], _check_loss(self._search_batch(call, guide).backward_(temperature, self.num_particles)))
             with pyros_own():
                 return self._others.stock_loss_and_grads(call, guide)
         with self._beside_others(call, guide, searches=True):
-            return total(self._others.parts(call, guide), _checked(self._others.loss_and_grads(call, guide)))
+            return total(self._others.parts(call, guide), _check_loss(self._others.loss_and_grads(call, guide)))
 
-    def _searched(self, call: Call, guide: Any) -> Any:
+    def _search_batch(self, call: Call, guide: Any) -> Any:
         """Returns the batch of a single guide, after a search if due."""
         self._meet(call, guide)
         is_due = self._search_is_due()
         with defer_checks():
             with torch.enable_grad():
-                batch = guide.batch_of(*call.args, **call.kwargs)
+                batch = guide.make_batch(*call.args, **call.kwargs)
             return batch.after_search(self.search, self.search_steps) if is_due else batch
 
     def _closed_form_step(self, closed_form: ClosedForm, call: Call, guide: Any) -> float:
@@ -199,7 +199,7 @@ class Truncated_ELBO(Described, ELBO):
         temperature = self._temperature()
         with defer_checks():
             with torch.no_grad(), poutine.block():
-                batch = guide.batch_of(*call.args, **call.kwargs)
+                batch = guide.make_batch(*call.args, **call.kwargs)
             if isinstance(batch, ChainBatch):
                 if temperature != 1.0:
                     raise NotImplementedError("sets of states of binary chains are trained at temperature one")
@@ -276,7 +276,7 @@ def _stands_alone(call: Call, guide: Any) -> bool:
     return guide.siblings is None and bool(call.model == guide.model)
 
 
-def _checked(loss: float) -> float:
+def _check_loss(loss: float) -> float:
     warn_if_nan(loss, "loss")  # type: ignore[call-overload]
     return loss
 
@@ -464,7 +464,7 @@ class MixedGuides:
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
         if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _unannounced():
+            with _silence_plate_warning():
                 self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
     def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
@@ -496,7 +496,7 @@ class MixedGuides:
 
 
 @contextmanager
-def _unannounced() -> Iterator[None]:
+def _silence_plate_warning() -> Iterator[None]:
     """Silences Pyro's message on the number of plates."""
     logger = logging.getLogger(ELBO.__module__)
     before, logger.disabled = logger.disabled, True

@@ -72,7 +72,7 @@ def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "pt_optim_constructor"):
         yield from ((name, held) for name, held in vars(value).items() if name.startswith("pt_") or name == "kwargs")
         return
-    names = {name for kind in type(value).__mro__ for name in _arguments_of(kind)} - _LEFT_OUT
+    names = {name for kind in type(value).__mro__ for name in _constructor_parameters(kind)} - _LEFT_OUT
     held = vars(value) if hasattr(value, "__dict__") else {}
     yield from ((name, held[name]) for name in sorted(names & held.keys()) if not isinstance(held[name], torch.nn.Module))
     if "conditional" in names:
@@ -82,7 +82,7 @@ def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.named_children()
 
 
-def _arguments_of(kind: type) -> Collection[str]:
+def _constructor_parameters(kind: type) -> Collection[str]:
     try:
         return inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else ()  # type: ignore[misc]
     except ValueError:

@@ -67,7 +67,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Number of steps taken."""
+        """Number of steps taken so far."""
         return len(self.record["free_energy"])
 
     @property
@@ -326,7 +326,7 @@ class Restarts:
 
     @property
     def training(self) -> Training:
-        """The best run."""
+        """The record of the restart with the highest free energy."""
         return self.trainings[self.best]
 
     @property
@@ -379,7 +379,7 @@ def fit_restarts(
     trainings, stores = [], []
     for restart in range(restarts):
         with store.scope() as state:
-            path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
+            path = None if checkpoint is None else _restart_path(Path(checkpoint), restart)
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
         # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
@@ -390,5 +390,5 @@ def fit_restarts(
     return Restarts(trainings, best, stores)
 
 
-def _numbered(path: Path, restart: int) -> Path:
+def _restart_path(path: Path, restart: int) -> Path:
     return path.with_name(f"{path.stem}-{restart}{path.suffix}")

@@ -43,7 +43,7 @@ _PACKAGES = {
 }
 
 
-def package_of(value: Any) -> str | None:
+def find_package(value: Any) -> str | None:
     """The package whose labelled array a value is, if it is one."""
     return next((package for package, kinds in _PACKAGES.items() if any(_is(value, *kind) for kind in kinds)), None)
 
@@ -53,16 +53,16 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
     Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
     """
-    if package_of(value) == "xarray":
+    if find_package(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
-        return tuple(Axis(*_named(dim, indexes.get(dim))) for dim in value.dims)
+        return tuple(Axis(*_label(dim, indexes.get(dim))) for dim in value.dims)
     if _is(value, "polars", "DataFrame"):
         return (Axis(None, None), Axis(None, _labels(value.columns)))
     if _is(value, "polars", "Series"):
         return (Axis(value.name or None, None),)
     if not hasattr(value, "axes"):
         return tuple(Axis(None, None) for _ in np.shape(value))
-    return tuple(Axis(*_named(index.name, index)) for index in value.axes)
+    return tuple(Axis(*_label(index.name, index)) for index in value.axes)
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -73,7 +73,7 @@ def as_numpy(value: Any) -> np.ndarray:
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
     """
-    if package_of(value) != "pandas":
+    if find_package(value) != "pandas":
         array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
     else:
@@ -88,7 +88,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 def _plain(value: Any) -> np.ndarray:
     """The numbers of an array that has one type."""
-    package = package_of(value)
+    package = find_package(value)
     if package == "xarray":
         return _without_fill_values(value)
     if package == "Pillow" and value.mode in ("P", "PA"):
@@ -135,7 +135,7 @@ def _numbers(frame: Any) -> np.ndarray:
     return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
 
-def _named(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
+def _label(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
     named = None if name is None or _UNNAMED.fullmatch(str(name)) else str(name)
     return named, None if index is None else _labels(index)
 
@@ -184,7 +184,7 @@ def as_plain_array(value: Any) -> Any:
 
     Anything else is as it was.
     """
-    if package_of(value):
+    if find_package(value):
         value = as_numpy(value)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
@@ -246,7 +246,7 @@ class ArrayResult:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array that :func:`as_tensors` makes a tensor."""
-    return isinstance(value, np.ndarray) or package_of(value) is not None
+    return isinstance(value, np.ndarray) or find_package(value) is not None
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-def device_of(generator: torch.Generator | None) -> torch.device:
+def generator_device(generator: torch.Generator | None) -> torch.device:
     """Returns the device that a generator draws on.
 
     For ``None`` it is the CPU, whatever the default device is.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> torch.randperm(3, generator=generator, device=device_of(generator)).device
+        >>> torch.randperm(3, generator=generator, device=generator_device(generator)).device
         device(type='cpu')
     """
     return torch.device("cpu") if generator is None else generator.device
@@ -31,7 +31,7 @@ def device_of(generator: torch.Generator | None) -> torch.device:
 _GENERATOR = "generator"
 
 
-def device_of_module(module: Any) -> torch.device:
+def module_device(module: Any) -> torch.device:
     """Returns the device of a module's first parameter, else the CPU.
 
     A module without parameters has the device of its first buffer.

@@ -131,7 +131,7 @@ def _variables(function: Any) -> Iterator[Any]:
     yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
 
 
-def parameters_of(module: torch.nn.Module) -> Iterator[Parameter]:
+def store_parameters(module: torch.nn.Module) -> Iterator[Parameter]:
     """Returns a module's parameters under their names in Pyro's store."""
     for part in module.modules():
         if not isinstance(part, PyroModule):
@@ -182,7 +182,7 @@ def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
     """Returns parameters for which Pyro's store holds another tensor, and that tensor."""
     store = pyro.get_param_store()._params
     for module in program_modules(*programs):
-        for parameter in parameters_of(module):
+        for parameter in store_parameters(module):
             stored = store.get(parameter.name)
             if stored is not None and stored is not parameter.tensor:
                 yield parameter, stored
@@ -208,11 +208,11 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
         if _was_used(stored) and (_differs(parameter.tensor, stored) or (training and not _may_go_on(parameter, stored)))
     ]
     if training:
-        shadowed += [name for module in program_modules(*programs) for name in _shared(module)]
+        shadowed += [name for module in program_modules(*programs) for name in _find_shared_parameters(module)]
     if shadowed:
         raise ValueError(_complaint(shadowed))
     for module in program_modules(*programs):
-        for parameter in parameters_of(module):
+        for parameter in store_parameters(module):
             hold(parameter, training)
 
 
@@ -278,13 +278,13 @@ def _was_used(stored: Tensor) -> bool:
     return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
 
 
-def _shared(module: torch.nn.Module) -> list[str]:
+def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
     """Parameters that another module had left in the store.
 
     They were found when a module created or first used them.
     """
     store, is_guide = pyro.get_param_store()._params, isinstance(module, AutoGuide)
-    own = [parameter for parameter in parameters_of(module) if store.get(parameter.name) is parameter.tensor]
+    own = [parameter for parameter in store_parameters(module) if store.get(parameter.name) is parameter.tensor]
     return [
         parameter.name
         for parameter in own
@@ -457,7 +457,7 @@ def _rename(module: UniqueModule, name: str, context: _Context) -> None:
 def _settle(module: UniqueModule) -> None:
     """Takes over the name of loaded parameters before the first use."""
     store, own = pyro.get_param_store()._params, module._unique_name
-    parameters = list(parameters_of(module))
+    parameters = list(store_parameters(module))
     shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
     if store.keys().isdisjoint(shapes):
         for name, keys in _families(type(module).__name__, store).items():
@@ -465,7 +465,7 @@ def _settle(module: UniqueModule) -> None:
                 _logger.warning("%s takes over the parameters that were read into Pyro's store under the name %s", own, name)
                 _rename(module, name, module._pyro_context)
                 break
-    for parameter in parameters_of(module):
+    for parameter in store_parameters(module):
         hold(parameter, training=False)
 
 
@@ -483,7 +483,7 @@ def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
 
     In its keys, names of parameters, they are otherwise counted within the process.
     """
-    return {_renamed(name, _ranked_names(*programs)): value for name, value in named.items()}
+    return {_translate(name, _ranked_names(*programs)): value for name, value in named.items()}
 
 
 def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
     The programs may have been made in another process.
     """
     names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
-    return {_renamed(name, names): value for name, value in named.items()}
+    return {_translate(name, names): value for name, value in named.items()}
 
 
 def _ranked_names(*programs: Any) -> dict[str, str]:
@@ -507,6 +507,6 @@ def _ranked_names(*programs: Any) -> dict[str, str]:
     return ranks
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def _translate(name: str, names: Mapping[str, str]) -> str:
     module, dot, rest = name.partition(".")
     return f"{names.get(module, module)}{dot}{rest}"

@@ -92,7 +92,7 @@ def test_special_likelihoods_against_plain_pyro(name):
         guide = AutoTruncated(model, num_states=64)
         guide.setup(*arguments)
         with torch.no_grad():
-            scorer: LogJoint = guide.log_joint_of(*arguments)
+            scorer: LogJoint = guide.make_scorer(*arguments)
             times[label, "values"] = best_time(lambda s=scorer, g=guide: s.score(g.words), 5)
         elbo = Truncated_ELBO(EvolutionarySearch(2, 1, 1), search_every=10**6)
         elbo.num_evaluations = 1

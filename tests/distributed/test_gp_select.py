@@ -12,7 +12,7 @@ import torch
 from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed, fit
-from pyro_truncated.distributed.shards import rows_of, with_rows, without_rows
+from pyro_truncated.distributed.shards import collect_rows, with_rows, without_rows
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
 from pyro_truncated.scenes import PlacementSelection, PlaceRegression, colour_maps, generated_objects, occluded_scenes
 from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select
@@ -180,10 +180,10 @@ def test_what_was_learned_goes_on_with_any_number_of_processes(kind, saved, numb
 def test_the_file_of_all_processes_holds_no_data_points(tmp_path):
     resumed(str(tmp_path), "exact", 2)
     state = torch.load(tmp_path / "run.pt", weights_only=True)["search"]
-    rows = rows_of(state)
+    rows = collect_rows(state)
     assert {len(values) for values in rows.values()} == {31}
     kept = without_rows(state)
-    assert all(values.untyped_storage().nbytes() == 0 for values in rows_of(kept).values())
+    assert all(values.untyped_storage().nbytes() == 0 for values in collect_rows(kept).values())
     again = with_rows(kept, {name: values[20:] for name, values in rows.items()}, distributed.Portion(20, 11, 31))
     assert again["searches"][0]["affinity"]["memory"]["first_position"] == 20
-    torch.testing.assert_close(rows_of(again), {name: values[20:] for name, values in rows.items()}, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(collect_rows(again), {name: values[20:] for name, values in rows.items()}, rtol=0, atol=0, equal_nan=True)

@@ -144,7 +144,7 @@ def with_local_parameters() -> tuple[list[float], torch.Tensor, torch.Tensor]:
 
     def model(y: torch.Tensor) -> None:
         weight = pyro.param("weight", lambda: torch.linspace(-1, 1, 27).reshape(9, 3).double())
-        loudness = pyro.param("loudness", lambda: distributed.positions_of(y).double() / 7 + 0.5)
+        loudness = pyro.param("loudness", lambda: distributed.global_positions(y).double() / 7 + 0.5)
         with pyro.plate("data", len(y)):
             s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3).double()).to_event(1))
             pyro.sample("y", dist.Normal(loudness.unsqueeze(-1) * (s @ weight.mT), 1.0).to_event(1), obs=y)

@@ -181,15 +181,15 @@ def test_a_warm_m_step_uses_the_softened_posterior():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=256)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch(), temperature=3.0))
-    weights = (ExhaustiveSearch().propose(batch_of(guide, y)).log_joint / 3.0).softmax(-1)
+    weights = (ExhaustiveSearch().propose(make_batch(guide, y)).log_joint / 3.0).softmax(-1)
     states = guide.space.unpack(guide.space.enumerate(), torch.float64)
     expected = (weights @ states).mean()
     svi.step(y)
     torch.testing.assert_close(model.prior.detach(), expected, rtol=1e-9, atol=1e-12)
 
 
-def batch_of(guide, y) -> SearchBatch:
-    log_joint = guide.log_joint_of(y)
+def make_batch(guide, y) -> SearchBatch:
+    log_joint = guide.make_scorer(y)
     with torch.no_grad():
         return SearchBatch(guide.posterior(y), log_joint.score)
 

@@ -107,7 +107,7 @@ def _count_pieces(path: Path) -> int:
             return super().write(data)
 
     # An own class has no file descriptor to write to directly, as the one that hashes.
-    torch.save(checkpoint_file.read(path), checkpoint_file._Hashed(Counted()))  # type: ignore[arg-type]
+    torch.save(checkpoint_file.read(path), checkpoint_file._HashingFile(Counted()))  # type: ignore[arg-type]
     return len(pieces)
 
 
@@ -193,7 +193,7 @@ def _moment_inside(chance: random.Random, pieces: int) -> Callable[[], None]:
     )
 
     def arrange() -> None:
-        write, replace = checkpoint_file._Hashed.write, os.replace
+        write, replace = checkpoint_file._HashingFile.write, os.replace
         seen = {"saves": 0, "pieces": 0}
 
         def dying_write(self: Any, data: bytes) -> int:
@@ -212,7 +212,7 @@ def _moment_inside(chance: random.Random, pieces: int) -> Callable[[], None]:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen.update(saves=seen["saves"] + 1, pieces=0)
 
-        checkpoint_file._Hashed.write = dying_write  # type: ignore[method-assign]
+        checkpoint_file._HashingFile.write = dying_write  # type: ignore[method-assign]
         os.replace = dying_replace
 
     return arrange

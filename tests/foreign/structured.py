@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
-from pyro_truncated.program.supports import possible_values, support_of, value_bounds
+from pyro_truncated.program.supports import get_support, possible_values, value_bounds
 from tests.foreign.harness import difference, loss_and_gradients
 
 # Largest number of joint states that the brute force takes, and states that nodes keep by default: all that these have.
@@ -145,7 +145,7 @@ def brute_force(case: Structured, given: Mapping[str, Tensor] | None = None) -> 
         name: node
         for name, node in first.nodes.items()
         if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node) and name not in given
-        if support_of(node["fn"]).is_discrete
+        if get_support(node["fn"]).is_discrete
     }
     frames = [frame for node in first.nodes.values() if node["type"] == "sample" for frame in node["cond_indep_stack"]]
     depth = max((-frame.dim for frame in frames if frame.vectorized), default=0)
@@ -215,7 +215,7 @@ def _is_boolean(fn: Any) -> bool:
 
 
 def _support(fn: Any) -> Any:
-    support = support_of(fn)
+    support = get_support(fn)
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     return support
@@ -235,7 +235,7 @@ def _log_prob(node: Any) -> Tensor:
     fn, value = node["fn"], node["value"]
     with _unchecked(fn):
         log_prob: Tensor = fn.log_prob(value, *node["args"], **node["kwargs"])
-    if support_of(fn) is not None and support_of(fn).is_discrete:
+    if get_support(fn) is not None and get_support(fn).is_discrete:
         return torch.where(possible_values(fn, value), log_prob, -torch.inf)
     return log_prob
 
@@ -279,7 +279,7 @@ def guide_for(case: Structured, num_states: int) -> tuple[Any, AutoTruncated]:
     """The guide alone, or behind one for the continuous latents."""
     with poutine.block(), torch.random.fork_rng(devices=[]):
         trace = poutine.trace(case.model).get_trace(*case.args)
-    names = [n["name"] for _, n in trace.iter_stochastic_nodes() if not site_is_subsample(n) and not support_of(n["fn"]).is_discrete]
+    names = [n["name"] for _, n in trace.iter_stochastic_nodes() if not site_is_subsample(n) and not get_support(n["fn"]).is_discrete]
     truncated = AutoTruncated(case.model, num_states, max_count=case.max_count)
     if not names:
         return truncated, truncated

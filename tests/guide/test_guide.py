@@ -66,7 +66,7 @@ def test_mode_is_the_best_state(make):
     combinations = list(itertools.product(*case.sites.values()))
     mode, median = guide.mode(), guide.median(*case.args)
     # Latents that a mask switches off have one value, whatever it is.
-    idle = {name: mask.expand(case.num_data) for name, mask in guide.batch_of(*case.args).scorer.idle.items()}
+    idle = {name: mask.expand(case.num_data) for name, mask in guide.make_batch(*case.args).scorer.idle.items()}
     for position, (name, site) in enumerate(guide.layout.sites.items()):
         for n, t in enumerate(best.tolist()):
             assert (name in idle and bool(idle[name][n])) or torch.equal(

@@ -38,7 +38,7 @@ def test_a_guide_first_used_in_inference_mode(name, missing):
     with torch.inference_mode():
         svi.evaluate_loss(y)
         population = guide.refresh_(y)
-        guide.search_(ExhaustiveSearch(), guide.log_joint_of(y))
+        guide.search_(ExhaustiveSearch(), guide.make_scorer(y))
         assert svi.evaluate_loss(y) == pytest.approx(expected, rel=1e-5)
         assert guide.infer(y.clone(), ExhaustiveSearch(), 1).weights().shape == population.weights().shape
     losses = [svi.step(y) for _ in range(3)]

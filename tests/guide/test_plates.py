@@ -276,5 +276,5 @@ def test_finding_the_plates_takes_no_random_numbers():
     guide = beside(Recorder())
     guide(Y, 3)
     state = torch.get_rng_state()
-    guide[2]._plates_of_list(Y)
+    guide[2]._list_plates(Y)
     assert torch.equal(torch.get_rng_state(), state)

@@ -62,7 +62,7 @@ def exact_loss(model, loc: Tensor, y: Tensor, known: Tensor, labels: Tensor) -> 
     return -torch.where(known, chosen, joint.logsumexp(-1)).sum()
 
 
-def elbo_of(kind: str):
+def find_elbo(kind: str):
     if kind == "stock":
         return TraceEnum_ELBO(max_plate_nesting=1, strict_enumeration_warning=False)
     return Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1)
@@ -71,7 +71,7 @@ def elbo_of(kind: str):
 @pytest.mark.parametrize("kind", ["truncated", "stock"])
 @pytest.mark.parametrize(("model", "num_states"), [(classes, 2), (features, 8)])
 def test_alternating_calls_use_the_labels_they_have(model, num_states, kind):
-    guide, elbo = AutoTruncated(model, num_states), elbo_of(kind)
+    guide, elbo = AutoTruncated(model, num_states), find_elbo(kind)
     for labels in (None, LABELS, None, LABELS, 1 - LABELS, None):
         loc = pyro.get_param_store()["loc"].detach().clone() if "loc" in pyro.get_param_store() else loc_param().detach().clone()
         loc.requires_grad_()
@@ -170,7 +170,7 @@ def test_a_conditional_gets_the_labels():
 
 
 def test_masked_observations_use_what_is_known():
-    guide, elbo = AutoTruncated(partly_known, 2), elbo_of("truncated")
+    guide, elbo = AutoTruncated(partly_known, 2), find_elbo("truncated")
     for known in ([True, False, True, False, True], [False] * 5, [True] * 5, [False, True, True, True, False]):
         mask = torch.tensor(known)
         expected = exact_loss(classes, loc_param().detach(), Y, mask, LABELS)

@@ -39,7 +39,7 @@ def searched(y: Tensor, search: Search, first_position: int = 0, searches: int =
     guide = AutoTruncated(causes, 80, **options)
     guide.populations.first_position = first_position
     for _ in range(searches):
-        guide.batch_of(y.double()).search_(search, 2)
+        guide.make_batch(y.double()).search_(search, 2)
     return guide
 
 
@@ -56,7 +56,7 @@ def test_populations_of_a_part_are_those_of_all_data(name: str, y: Tensor) -> No
 def test_populations_do_not_depend_on_the_memory_budget(name: str) -> None:
     data = torch.randn(150, 6)
     everything, little = searched(data, SEARCHES[name]()), searched(data, SEARCHES[name](), memory_budget=2**20)
-    assert len(list(little.batch_of(data.double()).scorer.row_blocks(2 * 80))) > 1
+    assert len(list(little.make_batch(data.double()).scorer.row_blocks(2 * 80))) > 1
     assert torch.equal(everything.words, little.words)
 
 
@@ -65,7 +65,7 @@ def test_runs_differ_by_their_seeds_and_searches_by_their_number(y: Tensor) -> N
     assert torch.equal(one.words, two.words)
     first = AutoTruncated(model(), 80)
     for guide in (first, AutoTruncated(first.model, 80)):
-        guide.batch_of(y.double()).search_(EvolutionarySearch(3, 2, 2))
+        guide.make_batch(y.double()).search_(EvolutionarySearch(3, 2, 2))
     assert guide.populations.seed != first.populations.seed
     assert not torch.equal(guide.words, first.words)
 
@@ -77,7 +77,7 @@ def test_a_run_goes_on_from_its_state_whatever_the_generator_does(y: Tensor) -> 
     fresh.load_state_dict(until.state_dict())
     torch.manual_seed(99)
     for _ in range(2):
-        fresh.batch_of(y.double()).search_(search, 2)
+        fresh.make_batch(y.double()).search_(search, 2)
     assert torch.equal(fresh.words, through.words)
 
 

@@ -92,8 +92,8 @@ def test_a_wrong_score_of_such_states_is_found():
     Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(counts, guide, y)
 
     class Careless(AutoTruncated):
-        def log_joint_of(self, *args, values=None, **kwargs):
-            log_joint = super().log_joint_of(*args, values=values, **kwargs)
+        def make_scorer(self, *args, values=None, **kwargs):
+            log_joint = super().make_scorer(*args, values=values, **kwargs)
             score = log_joint.score
             log_joint.score = lambda words, rows=None: score(words, rows).nan_to_num(neginf=-1.0)
             return log_joint

@@ -149,7 +149,7 @@ def test_em_with_fixed_states_never_lowers_the_free_energy(order: str, num_state
     model = make_model(order)
     num_scenes = len(all_states(order, model.num_objects, model.canvas.num_places))
     guide = AutoTruncated(model, num_states=min(num_states, num_scenes))
-    guide.search_(ExhaustiveSearch(), guide.log_joint_of(y))
+    guide.search_(ExhaustiveSearch(), guide.make_scorer(y))
     values = []
     for _ in range(25):
         population = guide.refresh_(y)
@@ -166,7 +166,7 @@ def test_gradient_of_the_free_energy_vanishes_where_the_m_step_has_converged(ord
     model = make_model(order, num_objects=1)
     y = make_data(make_model(order, num_objects=1), 30)
     guide = AutoTruncated(model, num_states=len(all_states(order, 1, model.canvas.num_places)))
-    guide.search_(ExhaustiveSearch(), guide.log_joint_of(y))
+    guide.search_(ExhaustiveSearch(), guide.make_scorer(y))
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()

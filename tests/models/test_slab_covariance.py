@@ -132,7 +132,7 @@ def test_a_covariance_with_a_floor_leaves_the_others_as_they_are() -> None:
     correlations = torch.eye(3, dtype=D64).repeat(3, 1, 1)
     correlations[1, :2, :2] = torch.tensor([[1.0, 1.2], [1.2, 1.0]], dtype=D64)
     covariances, power = correlations * deviation.outer(deviation), deviation.square().expand(3, 3)
-    floored = slab_priors._floored(covariances, power)
+    floored = slab_priors._floor_covariances(covariances, power)
     assert torch.equal(floored[[0, 2]], covariances[[0, 2]])
     # Of the eigenvalues 2.2 and -.2 the latter becomes 1e-6.
     expected = torch.tensor([[1.1, 1.1, 0.0], [1.1, 1.1, 0.0], [0.0, 0.0, 1.0]], dtype=D64)
@@ -253,7 +253,7 @@ def test_wrong_inputs_are_refused() -> None:
 
 def test_latents_on_a_device_are_chosen_by_positions_on_the_host() -> None:
     scale, index = torch.randn(4, 4, dtype=D64).tril(), torch.tensor([2, 0, 2])
-    expected = CorrelatedSlabs().of_latents(scale, index)
+    expected = CorrelatedSlabs().select_latents(scale, index)
     with PretendedDevice():
-        found = CorrelatedSlabs().of_latents(there(scale), index)
+        found = CorrelatedSlabs().select_latents(there(scale), index)
     torch.testing.assert_close(here(found), expected)

@@ -240,7 +240,7 @@ def test_exact_conditional_scores_states_like_the_collapsed_model(batch_size: in
     for name, guide in (("collapsed", collapsed), ("structured", structured)):
         pyro.clear_param_store()
         with torch.no_grad():
-            scorer = guide.log_joint_of(y, batch_size, values={"data": chosen})
+            scorer = guide.make_scorer(y, batch_size, values={"data": chosen})
             states = guide.space.enumerate().expand(scorer.num_data, -1, -1)
             scores[name] = scorer.score(states)
         assert (scorer.packed is not None) == (name == "collapsed")

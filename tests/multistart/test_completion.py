@@ -17,7 +17,7 @@ from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
 from pyro_truncated.multistart.pool import SolutionPool, resolve_difference_codes
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.solution import Solution, solution_of
+from pyro_truncated.multistart.solution import Solution, record_solution
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.console import progress_bar
@@ -36,7 +36,7 @@ def start_that_knows(weight: Tensor, y: Tensor) -> Solution:
     model.weight, model.prior, model.scale = weight.clone(), torch.full((weight.shape[1],), 0.25), torch.tensor(1.0)
     run = Trainer(profile_of(y).replace(model=model))
     run.find_states()
-    return solution_of(run, train(run, to_convergence(run, 10)))
+    return record_solution(run, train(run, to_convergence(run, 10)))
 
 
 def bars_of(start: Solution) -> int:

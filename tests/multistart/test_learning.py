@@ -31,7 +31,7 @@ from pyro_truncated.models import (
 from pyro_truncated.multistart import DisagreeingStartsWarning, learn
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.model_parameters import least_size, rate_of
+from pyro_truncated.multistart.model_parameters import least_size, optimiser_options
 from pyro_truncated.multistart.redundancy import deletion_losses, gained_from_noise, losses_with_substitutes, select_for_pruning
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
 from pyro_truncated.training import cooling
@@ -68,7 +68,7 @@ def test_temperatures_that_make_no_sense_are_refused(arguments, named):
 def complete(model, y):
     """The populations of all states, and their scorer."""
     guide = AutoTruncated(model, num_states=getattr(model, "num_values", 2) ** model.num_latents)
-    log_joint = guide.log_joint_of(y)
+    log_joint = guide.make_scorer(y)
     return guide.rescored(log_joint), log_joint
 
 
@@ -138,7 +138,7 @@ def test_every_data_point_counts_however_little_memory_there_is():
     losses = []
     for budget in (2**20, 2**28):
         guide = AutoTruncated(model, num_states=64, memory_budget=budget)
-        log_joint = guide.log_joint_of(y)
+        log_joint = guide.make_scorer(y)
         losses.append(deletion_losses(guide.rescored(log_joint), log_joint))
         blocks = len(log_joint.row_blocks(3 * 6))
         assert (blocks > 1) == (budget == 2**20)
@@ -427,12 +427,14 @@ def own(y, rates=(0.5, 0.5, 0.5)):
 def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     own(torch.zeros(2))
     pyro.param("own.small", torch.full((2,), 1e-6))
-    rates = {name: rate_of(0.1, 0.9, least_size(torch.ones(2)), False, f"own.{name}") for name in ("loc", "zero", "scale", "small")}
+    rates = {
+        name: optimiser_options(0.1, 0.9, least_size(torch.ones(2)), False, f"own.{name}") for name in ("loc", "zero", "scale", "small")
+    }
     # Near zero a fifth, and as it is where the parameter is moved by its logarithm.
     assert {name: rate["lr"] for name, rate in rates.items()} == pytest.approx({"loc": 5.0, "zero": 0.02, "scale": 0.1, "small": 0.02})
     # Where data are small, small parameters may be as large as they should be.
     least = least_size(torch.tensor([-1e-6, torch.nan]))
-    small = {name: rate_of(0.1, 0.9, least, False, f"own.{name}")["lr"] for name in ("small", "zero")}
+    small = {name: optimiser_options(0.1, 0.9, least, False, f"own.{name}")["lr"] for name in ("small", "zero")}
     assert small == pytest.approx({"small": 1e-7, "zero": 0.02}, rel=1e-6)
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 

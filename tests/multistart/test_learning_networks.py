@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, LearnConfig, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
-from pyro_truncated.multistart.model_parameters import disturb, layers_of, snapshot
+from pyro_truncated.multistart.model_parameters import disturb, layer_parameters, snapshot
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.recombination import recombinations_of
+from pyro_truncated.multistart.recombination import build_recombinations
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS = 3
@@ -56,24 +56,24 @@ def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_lay
     model, y = make(), torch.randn(10, 5, generator=generator())
     first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert bool(recombinations_of(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))) == exchanges
+    assert bool(build_recombinations(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))) == exchanges
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
 def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
     model, y = BinaryVAE(5, NUM_LATENTS, hidden=(6,)), torch.randn(10, 5, generator=generator())
-    assert layers_of(model, y) == {f"decoder.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
+    assert layer_parameters(model, y) == {f"decoder.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     for layer in (model.decoder[0], model.decoder[2]):
         parametrize(layer)
     parameters = {name for name, _ in model.named_parameters() if name.startswith("decoder.")}
     assert "decoder.0.bias" in parameters
-    assert layers_of(model, y) == parameters
+    assert layer_parameters(model, y) == parameters
     alone = parametrize(torch.nn.Linear(2, 3, bias=False))
-    assert layers_of(alone, y) == {name for name, _ in alone.named_parameters()} != set()
+    assert layer_parameters(alone, y) == {name for name, _ in alone.named_parameters()} != set()
     # What is behind a network is not exchanged, as if its weights were its own.
     first = snapshot(model, y)
     disturb(model, y, first, generator())
-    assert not recombinations_of(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))
+    assert not build_recombinations(profile_model(model, y, num_states=4), 0.1, snapshot(model, y))
 
 
 @pytest.mark.nightly(keep=1)

@@ -26,8 +26,8 @@ from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
 from pyro_truncated.multistart.pool import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.recombination import Exchangeable, Recombination, exchangeable_latents, recombinations_of
-from pyro_truncated.multistart.redundancy import deletion_losses_of_values
+from pyro_truncated.multistart.recombination import Exchangeable, Recombination, build_recombinations, exchangeable_latents
+from pyro_truncated.multistart.redundancy import value_deletion_losses
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.states.population import Population
 
@@ -533,11 +533,11 @@ def test_a_value_is_worth_what_the_best_states_lose_without_it() -> None:
     member = populated(crossing_of_clusters(y), {"loc": loc, "share": torch.zeros(4)})
     joint = component_joint(loc, y)
     expected = [(joint.amax(1) - joint[:, [k for k in range(4) if k != value]].amax(1)).sum() for value in range(4)]
-    torch.testing.assert_close(deletion_losses_of_values(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(value_deletion_losses(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
     # Two of four components are in these populations: what nothing else in them can replace is missed without end.
     narrow = Population(member.population.space, member.population.words[:, :2], member.population.log_joint[:, :2])
     has_value = (narrow.states()[..., :1] == torch.arange(4)).all(1).any(0)
-    assert torch.equal(deletion_losses_of_values(narrow, 0, 4).isinf(), has_value)
+    assert torch.equal(value_deletion_losses(narrow, 0, 4).isinf(), has_value)
 
 
 def above_an_offset(y: Tensor) -> None:
@@ -557,7 +557,7 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     profile = profile_model(
         above_an_offset, bars.data, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05, restart_steps=40)
     )
-    groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
+    groups = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
     (group,), assembly = groups, SolutionPool(profile)
     assembly.exchange(groups)
     add(assembly, Solution(FreeEnergyEstimate(0.0), turned))
@@ -580,7 +580,7 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.full((100, 6), 0.75))
     y = states @ weight.mT + torch.randn(100, 9)
     profile = profile_model(mostly_on, y, EvolutionarySearch(), num_states=16, config=LearnConfig(tolerance=0.05))
-    groups = recombinations_of(profile, 0.05, {"weight": torch.randn(9, 6)})
+    groups = build_recombinations(profile, 0.05, {"weight": torch.randn(9, 6)})
     fits: list[Solution] = []
     (group,), assembly = groups, SolutionPool(profile, as_it_is, lambda profile, one: fits.append(one) or as_it_is(profile, one))
     assembly.exchange(groups)

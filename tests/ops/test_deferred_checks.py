@@ -65,7 +65,7 @@ def test_a_search_looks_as_often_however_many_generations_it_has() -> None:
     model, looks = BinarySparseCoding(6, 20), []
     with ops.use_backend("vectorised"):
         guide = AutoTruncated(model, 16)
-        batch = guide.batch_of(y)
+        batch = guide.make_batch(y)
         batch.search_(EvolutionarySearch(4, 3, 1))
         for generations in (1, 8):
             with Looks() as mode:

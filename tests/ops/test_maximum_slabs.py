@@ -78,7 +78,7 @@ def compiled_log_odds(problem: tuple[Tensor, ...], prior: float) -> Tensor:
     odds = []
     for n in range(len(value)):
         count = compiled_maximum._won(value[n], others[n], element[n], precision, terms)
-        compiled_maximum._sorted(terms[0], count, order)
+        compiled_maximum._sort(terms[0], count, order)
         compiled_maximum._masses(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
         odds.append(np.logaddexp.reduce(segments[3, : count + 1]))
     return torch.tensor(odds)

@@ -21,7 +21,7 @@ def graph_of(model, num_states, *args):
     return None if guide.product is None else guide.product.graph
 
 
-def nodes_of(graph):
+def split_nodes(graph):
     return [node.sites for node in graph.nodes]
 
 
@@ -41,7 +41,7 @@ def chain(y, order=1):
 
 def test_a_chain_has_a_node_for_each_step_and_cliques_of_two():
     graph = graph_of(chain, 2, torch.zeros(6))
-    assert nodes_of(graph) == [(f"z_{t}",) for t in range(6)]
+    assert split_nodes(graph) == [(f"z_{t}",) for t in range(6)]
     assert width(graph) == 1
     assert graph.factors["z_3"] == (2, 3)
     assert graph.factors["y_3"] == (3,)
@@ -93,7 +93,7 @@ def test_scalars_of_one_step_are_one_node_as_far_as_it_holds_them():
             s = [pyro.sample(f"s_{t}_{m}", dist.Bernoulli(0.2 + 0.6 * s[m])) for m in range(3)]
             pyro.sample(f"y_{t}", dist.Normal(s[0] + 2 * s[1] + 4 * s[2], 1.0), obs=y[t])
 
-    assert nodes_of(graph_of(model, 8, torch.zeros(4))) == [tuple(f"s_{t}_{m}" for m in range(3)) for t in range(4)]
+    assert split_nodes(graph_of(model, 8, torch.zeros(4))) == [tuple(f"s_{t}_{m}" for m in range(3)) for t in range(4)]
     # Three sites with two states each are summed exactly, a joint set of four would not be.
     assert len(graph_of(model, 4, torch.zeros(4)).nodes) == 12
 

@@ -70,7 +70,7 @@ def looked_at(likelihood: str, wrapped=lambda obs: obs) -> Looking:
     y = torch.ones(sizes.get(likelihood, (N, D)))
     search = Looking()
     guide = AutoTruncated(model, num_states=4)
-    guide.batch_of(y).search_(search)
+    guide.make_batch(y).search_(search)
     return search
 
 
@@ -115,7 +115,7 @@ def test_there_are_none_of_sites_that_are_masked_or_scaled() -> None:
 def test_models_that_score_packed_states_are_not_run_for_moments() -> None:
     y = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
     search = Looking()
-    AutoTruncated(BinarySparseCoding(4, H).initialize(y), num_states=4).batch_of(y).search_(search)
+    AutoTruncated(BinarySparseCoding(4, H).initialize(y), num_states=4).make_batch(y).search_(search)
     assert search.moments is None
 
 

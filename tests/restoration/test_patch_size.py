@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration.patch_model import sides_of_mixtures
+from pyro_truncated.restoration.patch_model import mixture_patch_sides
 
 
 def damaged(shape, missing, seed=0):
@@ -27,10 +27,10 @@ def damaged(shape, missing, seed=0):
 )
 def test_windows_are_larger_where_few_pixels_are_seen(shape, missing, grey, colour):
     image = damaged(shape, missing)
-    assert sides_of_mixtures(image[..., 0], 0.01, image.shape[:2], has_channels=False) == grey
-    assert sides_of_mixtures(image, 0.01, image.shape[:2], has_channels=True) == colour
+    assert mixture_patch_sides(image[..., 0], 0.01, image.shape[:2], has_channels=False) == grey
+    assert mixture_patch_sides(image, 0.01, image.shape[:2], has_channels=True) == colour
 
 
 def test_no_window_is_larger_than_the_image():
     image = damaged((40, 40, 1), 0.8)[:7, :9, 0]
-    assert sides_of_mixtures(image, 0.01, image.shape, has_channels=False) == [6, 7]
+    assert mixture_patch_sides(image, 0.01, image.shape, has_channels=False) == [6, 7]

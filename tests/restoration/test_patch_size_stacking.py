@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from pyro_truncated.restoration import Patches, denoise, nonlocal_groups, patch_model, patch_size_stacking, restore
 from pyro_truncated.restoration.patch_size_stacking import (
+    array_weights,
+    first_noise,
     noise_in_flat_places,
-    noise_of_first,
     oversmoothing_share,
     plausible_share,
     restore_with_stacked_sides,
     split,
-    weights_of_arrays,
 )
 
 
@@ -30,9 +30,9 @@ def test_the_two_arrays_have_independent_noise_of_known_variances():
     y = 3 * torch.randn(40_000, dtype=torch.float64, generator=generator())
     first, second = split(y, 3.0, generator(1))
     # Four standard errors, of variances and of a covariance of normal numbers.
-    for found, deviation in ((first, noise_of_first(3.0)), (second, 3 * 5**0.5)):
+    for found, deviation in ((first, first_noise(3.0)), (second, 3 * 5**0.5)):
         assert float(found.square().mean()) == pytest.approx(deviation**2, rel=4 * (2 / len(y)) ** 0.5)
-    assert abs(float((first * second).mean())) < 4 * noise_of_first(3.0) * 3 * 5**0.5 / len(y) ** 0.5
+    assert abs(float((first * second).mean())) < 4 * first_noise(3.0) * 3 * 5**0.5 / len(y) ** 0.5
     torch.testing.assert_close(first + second / 4, 1.25 * y)
 
 
@@ -84,7 +84,7 @@ def objective(weights, arrays, held_out, noise):
 def test_no_weights_are_more_probable(seed):
     arrays = torch.randn(4, 30, dtype=torch.float64, generator=generator(seed))
     held_out = arrays[0] + 0.7 * torch.randn(30, dtype=torch.float64, generator=generator(10 + seed))
-    weights = weights_of_arrays(arrays, held_out, 0.3)
+    weights = array_weights(arrays, held_out, 0.3)
     assert float(weights.min()) >= 0
     assert float(weights.sum()) == pytest.approx(1)
     least = minimize(
@@ -101,15 +101,15 @@ def test_few_data_leave_the_weights_equal_and_many_find_the_right_array():
     truth, wrong = torch.zeros(20_000, dtype=torch.float64), torch.ones(20_000, dtype=torch.float64)
     held_out = 5 * torch.randn(20_000, dtype=torch.float64, generator=generator())
     arrays = torch.stack([truth, wrong])
-    few = weights_of_arrays(arrays[:, :10], held_out[:10], 5.0)
+    few = array_weights(arrays[:, :10], held_out[:10], 5.0)
     torch.testing.assert_close(few, torch.full_like(few, 0.5), atol=0.05, rtol=0)
     # The standard deviation of the weight is 5**.5 * 5 / 20000**.5 = .08, of what the data alone say.
-    assert float(weights_of_arrays(arrays, held_out, 5.0)[0]) > 0.7
+    assert float(array_weights(arrays, held_out, 5.0)[0]) > 0.7
 
 
 def chosen(image, noise=10.0):
     """How large the patches are of those of sides 3 and 10 that an image is restored with, from the largest weight on."""
-    weights, function = [], patch_size_stacking.weights_of_arrays
+    weights, function = [], patch_size_stacking.array_weights
 
     def recording(*arguments):
         weights.append(function(*arguments))
@@ -117,7 +117,7 @@ def chosen(image, noise=10.0):
 
     options = {"num_components": 12, "generator": generator(6), "progress": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patch_size_stacking, "weights_of_arrays", recording)
+        patch.setattr(patch_size_stacking, "array_weights", recording)
         noisy = image + noise * torch.randn(image.shape, generator=generator(5))
         usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
         learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import VaryingNoiseWarning, denoise, inpaint
-from pyro_truncated.restoration.noise import gain_of, mean_of_stabilised, noise_levels, stabilise, warn_of_varying_noise
+from pyro_truncated.restoration.noise import estimate_gain, noise_levels, stabilise, unbiased_inverse, warn_if_noise_varies
 
 QUICK = {"side": 4, "rounds": 1, "progress": False}
 
@@ -30,17 +30,17 @@ def test_the_inverse_is_unbiased(mean):
     log_density = torch.special.xlogy(counts, torch.tensor(mean)) - mean - torch.lgamma(counts + 1)
     expected = (log_density.exp() * stabilise(counts)).sum()
     # Above the table the inverse is that for many photons, whose error is of the order of 1 / mean.
-    torch.testing.assert_close(float(mean_of_stabilised(expected)), mean, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(float(unbiased_inverse(expected)), mean, rtol=1e-6, atol=1e-4)
 
 
 def test_what_no_count_reaches_becomes_zero():
-    assert float(mean_of_stabilised(torch.tensor(0.3))) == 0.0
+    assert float(unbiased_inverse(torch.tensor(0.3))) == 0.0
 
 
 @pytest.mark.parametrize("gain", [1.0, 8.5, 0.01])
 def test_the_gain_of_counts_is_found(gain):
     counts = torch.poisson(spots(), generator=generator())
-    assert gain_of(gain * counts) == pytest.approx(gain)
+    assert estimate_gain(gain * counts) == pytest.approx(gain)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_noise_that_grows_with_brightness_is_told(kind):
     speckle = truth * (1 + 0.2 * torch.randn(truth.shape, generator=generator(), dtype=truth.dtype))
     noisy = {"counts": counts, "scaled": 0.1 * counts, "speckle": speckle, "colour": torch.stack([counts, counts.mT, counts.flip(0)], -1)}
     with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
-        warn_of_varying_noise(noisy[kind], 2, noise_levels(noisy[kind], 2))
+        warn_if_noise_varies(noisy[kind], 2, noise_levels(noisy[kind], 2))
 
 
 def scene(kind: str) -> torch.Tensor:
@@ -102,7 +102,7 @@ def scene(kind: str) -> torch.Tensor:
 def test_counts_of_scenes_with_edges_and_texture_are_told(kind, photons):
     noisy = torch.poisson(scene(kind) / 255 * photons, generator=generator()) * 255 / photons
     with pytest.warns(VaryingNoiseWarning, match="grows with the brightness"):
-        warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))
+        warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
 
 
 @pytest.mark.parametrize("kind", ["edges", "texture"])
@@ -113,7 +113,7 @@ def test_equal_noise_of_scenes_with_edges_and_texture_is_not_told(kind, level, i
     noisy = noisy.round().clamp(min=0) if is_rounded else noisy
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))
+        warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))
 
 
 @pytest.mark.parametrize("level", [2.0, 10.0])
@@ -123,4 +123,4 @@ def test_equal_noise_is_not_told(level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for noisy in (spots(64), spots(64) + noise, spots(64) + texture + noise):
-            warn_of_varying_noise(noisy, 2, noise_levels(noisy, 2))
+            warn_if_noise_varies(noisy, 2, noise_levels(noisy, 2))

@@ -82,7 +82,7 @@ def test_pursuit_proposes_the_path_of_a_loop():
             return proposed[-1]
 
     guide = AutoTruncated(model, num_states=3)
-    guide.search_(Recording(model, 3), guide.log_joint_of(y))
+    guide.search_(Recording(model, 3), guide.make_scorer(y))
     directions = model.weight.detach() / model.weight.detach().norm(dim=0)
     for row, states in zip(y, proposed[0].states(), strict=True):
         residual, path = row.clone(), torch.zeros(5, dtype=states.dtype)

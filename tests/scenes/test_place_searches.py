@@ -144,7 +144,7 @@ def test_completion_finds_one_object_after_the_other(order: str) -> None:
     guide.setup(scenes.data)
     rank = scenes.depth if order == "depth" else None
     true = packed_scenes_of(guide.space, scenes.presence.long(), scenes.position, rank)
-    truth = guide.log_joint_of(scenes.data).score(true.unsqueeze(1)).squeeze(1)
+    truth = guide.make_scorer(scenes.data).score(true.unsqueeze(1)).squeeze(1)
     search = PlacementCompletion(PlaceScan(model.scene_parameters, model.canvas), 3)
     guide = guide.infer(scenes.data, search, steps=20)
     # Hardly visible ones may be elsewhere, and orders that show the same are as good.
@@ -237,9 +237,9 @@ def test_children_are_scenes_of_positive_probability_whatever_the_order() -> Non
         pyro.clear_param_store()
         guide = AutoTruncated(model, num_states=12)
         search = PlacementSelection(PlaceScan(model.scene_parameters, model.canvas), 3) + PlacementMoves(GRID, parents=3, children=10)
-        guide.search_(search, guide.log_joint_of(y), steps=3)
+        guide.search_(search, guide.make_scorer(y), steps=3)
         assert bool(guide.population().log_joint.isfinite().all())
-        batch = SearchBatch(guide.population(), guide.log_joint_of(y).score, {"y": y})
+        batch = SearchBatch(guide.population(), guide.make_scorer(y).score, {"y": y})
         assert bool(search.propose(batch).log_joint.isfinite().all())
 
 

@@ -89,7 +89,7 @@ def test_who_scores_in_another_way_has_no_gains_of_flips() -> None:
             pyro.sample("y", AtMostTwo(s, weight, 1.0), obs=y)
 
     guide = AutoTruncated(program, num_states=8).infer(y, CombinedFlips(3, rounds=1), steps=6)
-    seen = guide.log_joint_of(y).scorer(slice(0, 30))
+    seen = guide.make_scorer(y).scorer(slice(0, 30))
     assert seen.flip_gains(guide.population().mode()) is None
     assert (guide.population().log_joint.amax(1) > -1e4).all()
 

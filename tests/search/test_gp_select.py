@@ -145,7 +145,7 @@ def test_new_data_are_predicted_and_not_remembered() -> None:
     torch.testing.assert_close(affinity(toy.batch()), known)
 
 
-def batch_of(toy: Toy, num_data: int, indices: Tensor | None = None) -> SearchBatch:
+def make_batch(toy: Toy, num_data: int, indices: Tensor | None = None) -> SearchBatch:
     """Some of the first data points, as if they were all there are."""
     batch = toy.batch(torch.arange(num_data))
     return dataclasses.replace(batch, population=dataclasses.replace(batch.population, indices=indices))
@@ -156,9 +156,9 @@ def test_training_on_other_data_starts_anew(change: str) -> None:
     toy = Toy()
     other = Toy(StateSpace([2] * 4)) if change == "other latents" else Toy()
     affinity = RegressionAffinity(fit_steps=3)
-    affinity(batch_of(toy, 30))
+    affinity(make_batch(toy, 30))
     num_data = {"fewer": 20, "more": N}.get(change, 30)
-    batch = batch_of(other, num_data, torch.arange(num_data) if "minibatches" in change else None)
+    batch = make_batch(other, num_data, torch.arange(num_data) if "minibatches" in change else None)
     scores = affinity(batch)
     torch.testing.assert_close(scores, RegressionAffinity(fit_steps=3)(batch), rtol=0, atol=1e-10)
     assert affinity.regression is not None
@@ -168,7 +168,7 @@ def test_training_on_other_data_starts_anew(change: str) -> None:
 def test_data_that_join_those_known_do_not_make_it_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, sizes = Toy(), refits(monkeypatch)
     affinity = RegressionAffinity(fit_steps=3)
-    affinity(batch_of(toy, 30))
+    affinity(make_batch(toy, 30))
     affinity(toy.batch(torch.arange(25, N)))
     affinity(toy.batch())
     assert sizes == [30]

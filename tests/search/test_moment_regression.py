@@ -150,7 +150,7 @@ class Blind(SurrogateSearch):
 def reached(search: SurrogateSearch, model, y: Tensor, steps: int) -> Tensor:
     pyro.set_rng_seed(0)
     guide = AutoTruncated(model, num_states=8)
-    return guide.batch_of(y).search_(search, steps).free_energy()
+    return guide.make_batch(y).search_(search, steps).free_energy()
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_new_data_are_searched_with_what_was_learned_and_teach_nothing() -> None
     search = SurrogateSearch(4)
     pyro.set_rng_seed(0)
     guide = AutoTruncated(model, num_states=8)
-    guide.batch_of(y[:30]).search_(search, 8)
+    guide.make_batch(y[:30]).search_(search, 8)
     again = SurrogateSearch(4)
     again.load_state_dict(search.state_dict())
     before, found = search.expected.state_dict(), []

@@ -353,12 +353,12 @@ def sparse_data(num_data: int = 120) -> Tensor:
 
 
 def run_em(
-    search_of: Callable[[BinarySparseCoding], Preselection | ExhaustiveSearch], num_states: int, steps: int
+    find_search: Callable[[BinarySparseCoding], Preselection | ExhaustiveSearch], num_states: int, steps: int
 ) -> tuple[list[float], Tensor]:
     pyro.clear_param_store()
     y = sparse_data()
     model = BinarySparseCoding(12, 6, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(2))
-    svi = SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO(search_of(model)))
+    svi = SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO(find_search(model)))
     return [svi.step(y) for _ in range(steps)], model.weight.detach()
 
 

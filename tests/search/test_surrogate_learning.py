@@ -59,7 +59,7 @@ def deviations(monkeypatch) -> list[Tensor | None]:
 def searched(search, y: Tensor = Y, steps: int = 4, **arguments):
     pyro.set_rng_seed(0)
     guide = AutoTruncated(model, num_states=8)
-    guide.batch_of(y, **arguments).search_(search, steps)
+    guide.make_batch(y, **arguments).search_(search, steps)
     return guide
 
 
@@ -153,7 +153,7 @@ def test_moments_are_asked_for_only_where_they_are_used(monkeypatch) -> None:
     # Only now the search has seen how many latents there are.
     assert len(asked) == 1
     assert not search.takes_moments
-    guide.batch_of(Y).search_(search, 2)
+    guide.make_batch(Y).search_(search, 2)
     assert len(asked) == 1
 
 

@@ -243,7 +243,7 @@ def test_the_best_states_are_found_where_log_joints_are_quadratic() -> None:
     best = AutoTruncated(model, num_states=1024).posterior(y).log_joint.amax(1)
     search = SurrogateSearch(6)
     guide = AutoTruncated(model, num_states=6)
-    guide.batch_of(y[:40]).search_(search, 8)
+    guide.make_batch(y[:40]).search_(search, 8)
     torch.testing.assert_close(guide.population().log_joint.amax(1), best[:40], atol=1e-3, rtol=0)
     effects = search.regressions["log joints"].effects.linear.clone()
     later = guide.infer(y[40:], search, steps=4)

@@ -103,7 +103,7 @@ def test_states_of_many_latents_are_as_good_as_those_of_an_evolution():
     coder = SparseCoding(10, family="gaussian", random_state=0, max_iter=20, n_init=1, n_states=30).fit(y.numpy())
     with apart():
         guide = AutoTruncated(coder.model_, num_states=30)
-        guide.search_(EvolutionarySearch(crossover=True), guide.log_joint_of(y), 30)
+        guide.search_(EvolutionarySearch(crossover=True), guide.make_scorer(y), 30)
         evolved = guide.population().free_energy()
     assert coder.score(y.numpy()) > float(evolved.mean()) - 1e-3
 

@@ -72,7 +72,7 @@ def test_fewer_states_never_exceed_the_evidence_and_match_their_own_sum(make):
     # The best populations are the top of each data point's table; data points that a mask switches off need one state.
     best = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, guide, *case.args)
     expected = table.topk(guide.num_states, 0).values.logsumexp(0)
-    for idle in guide.batch_of(*case.args).scorer.idle.values():
+    for idle in guide.make_batch(*case.args).scorer.idle.values():
         expected = torch.where(idle, table.logsumexp(0), expected)
     assert -best == pytest.approx(expected.sum().item(), rel=1e-9)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pyro_truncated import AutoTruncated, distributed
 from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.extend import Renamed
-from pyro_truncated.models import GatedDecoder, OcclusiveComponents
+from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search import ConditionalSearch
 
 
 class Ruler:
@@ -44,3 +47,20 @@ def test_names_of_the_version_before_lead_to_todays() -> None:
     decoder = GatedDecoder(torch.rand(3, 5), torch.ones(3, 2), torch.zeros(3, 2, 1))
     with pytest.warns(DeprecationWarning, match="poses_of has a new name: use infer_poses"):
         assert decoder.poses_of(torch.rand(4, 5))[0].shape == (4, 2, 1)
+
+
+def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
+    y = torch.rand(4, 3)
+    model = BinarySparseCoding(3, 2).initialize(y)
+    guide = AutoTruncated(model, num_states=2)
+    with pytest.warns(DeprecationWarning, match="batch_of has a new name: use make_batch"):
+        population = guide.batch_of(y).population()
+    with pytest.warns(DeprecationWarning, match="rows_of has a new name: use select_rows"):
+        assert torch.equal(population.rows_of(y), y)
+    with pytest.warns(DeprecationWarning, match="log_joint_of has a new name: use make_scorer"):
+        assert isinstance(guide.log_joint_of(y), LogJoint)
+    with pytest.warns(DeprecationWarning, match="candidates_of has a new name: use num_candidates_for"):
+        assert ConditionalSearch(64).candidates_of(8) == 64
+    for old, new in (("positions_of", distributed.global_positions), ("sums_of", distributed.shard_sum)):
+        with pytest.warns(DeprecationWarning, match=f"distributed.{old} has a new name: use distributed.{new.__name__}"):
+            assert getattr(distributed, old) is new

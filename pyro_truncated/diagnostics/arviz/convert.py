@@ -31,7 +31,7 @@ from pyro_truncated.diagnostics.truncation.coverage import gathered
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
-from pyro_truncated.utils.arrays import Axis, as_tensors, labelled_axes, module_number, package_of
+from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -169,12 +169,12 @@ def without_labels(
 
 
 def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
-    if package_of(value):
+    if find_package(value):
         found.append(LabelledTensor(as_tensors(value, like), labelled_axes(value)))
         return found[-1].value
-    if type(value) in (list, tuple) and any(map(package_of, value)):
+    if type(value) in (list, tuple) and any(map(find_package, value)):
         return type(value)(_bare(part, like, found) for part in value)
-    if isinstance(value, Mapping) and any(map(package_of, value.values())):
+    if isinstance(value, Mapping) and any(map(find_package, value.values())):
         return {name: _bare(part, like, found) for name, part in value.items()}
     return value
 
@@ -636,10 +636,10 @@ def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             stores = settings.stores
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_groups_of(its_model, one, args, kwargs, labelled, settings))
+                chains.append(_build_groups(its_model, one, args, kwargs, labelled, settings))
     datasets = _side_by_side(chains) if several else chains[0]
     _add_records(datasets, settings)
-    attrs = _attributes_of(guides, datasets, settings.seed)
+    attrs = _common_attributes(guides, datasets, settings.seed)
     return make_idata(**{name: data.assign_attrs(attrs) for name, data in datasets.items()})
 
 
@@ -684,7 +684,7 @@ def _seed(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _groups_of(
+def _build_groups(
     model: Callable[..., Any],
     guide: Any,
     args: tuple[Any, ...],
@@ -805,7 +805,7 @@ def _named_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Datase
     return xr.Dataset({name: (like.dims, values.reshape(like.shape)) for name, values in arrays.items()})
 
 
-def _attributes_of(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int | None) -> dict[str, Any]:
+def _common_attributes(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int | None) -> dict[str, Any]:
     """What every group says of where it comes from."""
     attributes: dict[str, Any] = {
         "created_at": datetime.now(UTC).isoformat(),

@@ -378,7 +378,7 @@ def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name, node in nodes.items() if role(node) == "latent" and any(p and p <= site_plates(node) for p in data))
 
 
-def data_plates_of_nodes(nodes: Mapping[str, Any]) -> dict[str, int]:
+def data_plate_sizes(nodes: Mapping[str, Any]) -> dict[str, int]:
     """Returns sizes of the plates of all data, from left to right."""
     data = [node for node in nodes.values() if role(node) == "data"] or [node for node in nodes.values() if role(node) == "factor"]
     shared = frozenset.intersection(*map(site_plates, data)) if data else frozenset()
@@ -574,7 +574,7 @@ class _Program:
             **self.collector.stacked(),
             local=self.local,
             given=self.local - summed - self.leaves,
-            plates=plates or data_plates_of_nodes(self.nodes),
+            plates=plates or data_plate_sizes(self.nodes),
             joint=joint_name(self.nodes, self.enumeration.inside) if self.enumeration is not None and plates else "",
         )
 
@@ -585,7 +585,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     The populations are scored once.
     """
     with poutine.block():
-        log_joint = guide.log_joint_of(*args, **kwargs)
+        log_joint = guide.make_scorer(*args, **kwargs)
     refuse_subsamples(log_joint.nodes)
     population = guide.rescored(log_joint)
     free_energy = population.free_energy()
@@ -594,19 +594,19 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     log_q = (drawn - free_energy).sum(1)
     name = _likelihood_name(log_joint)
     likelihood = {name: free_energy.expand(num_draws, -1)} if name else {}
-    states = States(guide, log_joint, population, _covered(log_joint, population), index)
+    states = States(guide, log_joint, population, _certify_covered_mass(log_joint, population), index)
     lp = drawn.sum(1) + log_joint.outside()
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
     if any(role(node) == "computed" for node in log_joint.nodes.values()):
-        traces = _traces_of(model, draws, args, kwargs)
+        traces = _trace_draws(model, draws, args, kwargs)
         runs = (sample_nodes(trace).items() for trace in traces)
         draws.computed = _stack({name: node["value"] for name, node in run if role(node) == "computed"} for run in runs)
     return draws
 
 
-def _traces_of(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
+def _trace_draws(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
     """The model's run on each draw of the latents."""
     for position in range(len(draws.lp)):
         with isolated(), Assign(draws.values(position)):
@@ -614,14 +614,14 @@ def _traces_of(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], k
         yield trace
 
 
-def _covered(log_joint: LogJoint, population: Population, max_states: int = 2**22) -> Tensor:
+def _certify_covered_mass(log_joint: LogJoint, population: Population, max_states: int = 2**22) -> Tensor:
     """Returns the certificate of covered mass from affordable states."""
     per_parent = len(population) * max(1, Moves(population.space, population.words.device, MOST_MOVES).count)
     return certificate(log_joint, population, max(1, min(population.num_states, max_states // per_parent)))
 
 
 def _plates(log_joint: LogJoint) -> dict[str, int]:
-    return dict(zip(log_joint.layout.plates, log_joint.sizes, strict=True)) or data_plates_of_nodes(log_joint.nodes)
+    return dict(zip(log_joint.layout.plates, log_joint.sizes, strict=True)) or data_plate_sizes(log_joint.nodes)
 
 
 def _likelihood_name(log_joint: LogJoint) -> str:
@@ -632,21 +632,21 @@ def draw_jointly(
     model: Callable[..., Any], guide: Any, part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int
 ) -> Draws:
     """Draws states and other latents; populations are scored for each draw."""
-    gathered: _Gathered | None = None
+    gathered: _Accumulator | None = None
     own = {*part.layout.sites, part.index_name}
     for _ in range(num_draws):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         others = {name: node["value"] for name, node in guide_trace.nodes.items() if node["type"] == "sample" and name not in own}
-        log_joint = part.log_joint_of(*args, values=others, **kwargs)
+        log_joint = part.make_scorer(*args, values=others, **kwargs)
         refuse_subsamples(log_joint.nodes)
         if gathered is None:
-            gathered = _Gathered(model, part, log_joint, args, kwargs, num_draws)
+            gathered = _Accumulator(model, part, log_joint, args, kwargs, num_draws)
         gathered.add(log_joint, guide_trace, poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs))
     assert gathered is not None
     return gathered.result()
 
 
-class _Gathered:
+class _Accumulator:
     """Results gathered draw by draw; probabilities and free energies are averaged."""
 
     def __init__(
@@ -680,7 +680,7 @@ class _Gathered:
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
         if len(self.covered) < 8:
-            self.covered.append(_covered(log_joint, population))
+            self.covered.append(_certify_covered_mass(log_joint, population))
         self.index.append(torch.as_tensor(guide_trace.nodes[self.part.index_name]["value"]).reshape(-1))
         model_trace.compute_log_prob()
         nodes = sample_nodes(model_trace)
@@ -763,7 +763,7 @@ def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
     Parameters are as they are.
     """
-    latents, observed = zip(*(_sorted(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
+    latents, observed = zip(*(_split_sites(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
     return _stack(latents), _stack(observed)
 
 
@@ -783,13 +783,13 @@ def posterior_draws(
     """
     left_out = draws.local if anew else frozenset()
     given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)
-    return _stack(_sorted(_free_run(model, values, args, kwargs))[1] for values in given)
+    return _stack(_split_sites(_free_run(model, values, args, kwargs))[1] for values in given)
 
 
 def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
     """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
     found = []
-    for trace in _traces_of(model, draws, args, kwargs):
+    for trace in _trace_draws(model, draws, args, kwargs):
         trace.compute_log_prob()
         found.append({name: value.cpu() for name, value in likelihoods_given_all(sample_nodes(trace)).items()})
     return _stack(found)
@@ -801,7 +801,7 @@ def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tup
         return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
 
 
-def _sorted(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:
+def _split_sites(nodes: Mapping[str, Any]) -> tuple[Sites, Sites]:
     """Values of latents, and of observations."""
     latents: Sites = {}
     observed: Sites = {}

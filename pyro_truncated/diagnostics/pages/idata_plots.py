@@ -34,6 +34,13 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_restarts(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+
+    Returns:
+        The axes.
     """
     curves = get_dataset(idata, "training")["free_energy"].values
     ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
@@ -61,6 +68,14 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     Example::
 
         ax = plot_covered_mass(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+        worst: number of data points that are named.
+
+    Returns:
+        The axes.
     """
     bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
     values, names = bound.values.ravel(), _names(bound)
@@ -83,6 +98,13 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_effective_states(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+
+    Returns:
+        The axes.
     """
     data = get_dataset(idata, "truncated_posterior")
     kept = data.sizes["state"]
@@ -132,6 +154,13 @@ def plot_activations(idata: Any, ax: Axes) -> Axes:
     Example::
 
         ax = plot_activations(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+
+    Returns:
+        The axes.
     """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
@@ -143,6 +172,14 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     Example::
 
         ax = plot_marginals(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+        rows: number of data points shown.
+
+    Returns:
+        The axes.
     """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -188,6 +225,14 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
     Example::
 
         ax = plot_pareto_k(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+        var_name: the observed site. Default: the only one.
+
+    Returns:
+        The axes.
     """
     compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
     return tidy(ax)
@@ -204,6 +249,16 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     Example::
 
         ax = plot_loo_pit(idata, Figure().subplots())
+
+    Args:
+        idata: results of :func:`~pyro_truncated.to_arviz`.
+        ax: axes to draw on.
+        name: the observed site. Default: the only one.
+        features: which features are drawn. Default: all.
+        level: probability that a curve leaves the band by chance.
+
+    Returns:
+        The axes.
     """
     transforms = loo_pit(idata, name=name)
     chosen = list(features) if features is not None else list(range(transforms.shape[1]))
@@ -278,6 +333,13 @@ def plot_comparison(table: Any, ax: Axes) -> Axes:
 
         table = compare_models({"six": idata, "three": other})
         ax = plot_comparison(table, Figure().subplots())
+
+    Args:
+        table: results of :func:`~pyro_truncated.diagnostics.compare_models`.
+        ax: axes to draw on.
+
+    Returns:
+        The axes.
     """
     compat.draw_comparison(table, ax)
     return tidy(ax)

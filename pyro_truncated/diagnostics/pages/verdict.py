@@ -111,7 +111,7 @@ def _write(page: Path, title: str, lead: str, numbers: Mapping[str, Any], sectio
     """Writes the page under a temporary name, then renames it."""
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in numbers.items())
     header = f'<header><h1>{_text(title)}</h1><p>{_text(lead)}</p><div class="numbers">{tiles}</div></header>'
-    body = "\n".join([header, *map(_html_of, sections, sources)])
+    body = "\n".join([header, *map(_render_section, sections, sources)])
     temporary = page.with_name(f"{page.name}.tmp")
     temporary.write_text(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -122,7 +122,7 @@ def _write(page: Path, title: str, lead: str, numbers: Mapping[str, Any], sectio
     return page
 
 
-def _html_of(section: Section, source: str) -> str:
+def _render_section(section: Section, source: str) -> str:
     picture = f'<img src="{_text(source)}" alt="{_text(section.title)}">' if section.figure is not None else ""
     return f"<section><h2>{_text(section.title)}</h2><p>{_text(section.text)}</p>{picture}{_table(section.table)}</section>"
 

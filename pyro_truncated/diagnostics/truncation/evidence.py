@@ -339,7 +339,7 @@ def estimate_evidence(
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
-        settings["exact_states"] = _of_all_processes(exact_states)
+        settings["exact_states"] = _gather_states(exact_states)
         return broadcast_answer(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
     part, log_joint, population = scored_populations(guide, args, kwargs)
     exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
@@ -388,7 +388,7 @@ def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
     return plain((log_joint.score(layout.space.pack(torch.stack(drawn, 1))) > -math.inf).sum(-1))
 
 
-def _of_all_processes(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+def _gather_states(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     """Gathers site values of all processes' data points on the first process."""
     every = world.collect(None if states is None else dict(states))
     given = [own for own in every or () if own is not None]

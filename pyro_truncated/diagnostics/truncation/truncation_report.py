@@ -138,7 +138,7 @@ def check_product(
     with poutine.block(), spare_random_numbers():
         batch = part.batch(call, part.other_values(call, median=True))
         if isinstance(batch, ChainBatch):
-            return _reported(_check_chains(batch, steps), part.num_states, warn)
+            return _add_findings(_check_chains(batch, steps), part.num_states, warn)
         assert isinstance(batch, ProductBatch)
         sets = batch.sets()
         free_energy = product_evidence(batch, sets)
@@ -156,11 +156,11 @@ def check_product(
         largest = max(*size.values(), *cliques)
         exact = plain(product_evidence(batch, full_sets(batch))) if largest <= trust.ENUMERATED_LIMIT else None
     report = ProductReport(plain(free_energy), plain(certified), plain(searched), plain(doubled), exact, nodes)
-    return _reported(report, part.num_states, warn)
+    return _add_findings(report, part.num_states, warn)
 
 
-def _reported(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
-    report = dataclasses.replace(report, findings=tuple(_findings_of_nodes(report, num_states)))
+def _add_findings(report: ProductReport, num_states: int, warn: bool) -> ProductReport:
+    report = dataclasses.replace(report, findings=tuple(_node_findings(report, num_states)))
     if warn:
         warn_findings(report.findings, stacklevel=5)
     return report
@@ -230,11 +230,11 @@ def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeRepor
     shared = set(scorer.layout.dims)
     total = free_energy.new_zeros(scorer.sizes)
     for number, report in enumerate(nodes):
-        parts = scorer.nodes_of(torch.expm1(report.addition.to(total.device)), number)
+        parts = scorer.split_nodes(torch.expm1(report.addition.to(total.device)), number)
         for node, rows in zip(product.groups[number].nodes, parts, strict=True):
             dims = product.node_layouts[node].dims
             beyond = [place for place, dim in enumerate(dims) if dim not in shared]
-            own = rows.reshape(scorer.sizes_of(node))
+            own = rows.reshape(scorer.plate_sizes(node))
             total = total + (own.sum(beyond) if beyond else own)
     return free_energy + torch.log1p(total.flatten())
 
@@ -249,7 +249,7 @@ def _double(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
     return batch.scorer.insert_known(found, number)
 
 
-def _findings_of_nodes(report: ProductReport, num_states: int) -> list[Finding]:
+def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
     by_search, by_size = (report.searched - report.free_energy).numpy(), (report.doubled - report.searched).numpy()
     found = []
     if report.exact is not None:

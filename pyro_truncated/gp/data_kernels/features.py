@@ -646,16 +646,16 @@ class CountKernel(FixedKernel):
         return HashedCounts.from_matrix(features)
 
     def base_columns(self, index: Tensor) -> Tensor:
-        """Normalised products ``(n, b)``."""
-        return self._normalised(self._matrix, self._norms, index)
+        """Returns normalised products of all rows with some, ``(n, b)``."""
+        return self._normalise_rows(self._matrix, self._norms, index)
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Normalised products ``(n_new, b)`` of new counts."""
         prepared = self._prepare(new)
-        return self._normalised(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
+        return self._normalise_rows(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
 
     def base_diag(self) -> Tensor:
-        """Variances ``(n,)``."""
+        """Returns normalised products of rows with themselves, ``(n,)``."""
         return self._own(self._norms)
 
     def base_diag_new(self, new: Any) -> Tensor:
@@ -679,7 +679,7 @@ class CountKernel(FixedKernel):
     def _own(self, norms: Tensor) -> Tensor:
         return norms / self._scale if self.normalization == "inner" else torch.ones_like(norms)
 
-    def _normalised(self, matrix: Tensor, norms: Tensor, index: Tensor) -> Tensor:
+    def _normalise_rows(self, matrix: Tensor, norms: Tensor, index: Tensor) -> Tensor:
         step = rows_per_block(16 * len(self._vocabulary))
         products = torch.cat([torch.sparse.mm(matrix, self._dense(part).mT) for part in index.split(step)], 1)
         return self._normalise(products, norms, self._norms[index])
@@ -752,27 +752,27 @@ class HistogramIntersectionKernel(FixedKernel):
         self.register_buffer("histograms", histograms / self._mass, persistent=False)
 
     def base_columns(self, index: Tensor) -> Tensor:
-        """Intersections ``(n, b)``."""
+        r"""Returns intersections :math:`\sum_j \min(h_{ij}, h_{kj})` of all rows with some, ``(n, b)``."""
         return _intersections(self.histograms, self.histograms[index])
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Intersections ``(n_new, b)`` of new histograms ``(n_new, D)``."""
-        return _intersections(self._scaled(new), self.histograms[index])
+        return _intersections(self._scale_histograms(new), self.histograms[index])
 
     def base_diag(self) -> Tensor:
-        """Variances ``(n,)``."""
+        """Returns intersections of rows with themselves, their sums, ``(n,)``."""
         return self.histograms.sum(1)
 
     def base_diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new histograms."""
-        return self._scaled(new).sum(1)
+        return self._scale_histograms(new).sum(1)
 
     def base_among(self, new: Any) -> Tensor:
         """Intersections ``(n_new, n_new)`` of new histograms with each other."""
-        scaled = self._scaled(new)
+        scaled = self._scale_histograms(new)
         return _intersections(scaled, scaled)
 
-    def _scaled(self, new: Tensor) -> Tensor:
+    def _scale_histograms(self, new: Tensor) -> Tensor:
         return new.to(self.histograms) / self._mass
 
 

@@ -98,7 +98,7 @@ class DataKernel(UniqueModule, Parameterized):
 
     @property
     def device(self) -> torch.device:
-        """Where its numbers live."""
+        """The device of the kernel's tensors; the CPU if it has none."""
         for tensor in (*self.parameters(), *self.buffers()):
             return torch.device(tensor.device)
         return torch.device("cpu")
@@ -375,7 +375,7 @@ class IdentityKernel(DataKernel):
         return self.variance * (rows[:, None] == index).to(self.variance.dtype)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Zeros ``(n_new, b)``."""
+        """Returns zeros ``(n_new, b)``: new inputs are independent of all others."""
         return self.variance.new_zeros(len(new), len(index))
 
     def diag_new(self, new: Any) -> Tensor:
@@ -489,14 +489,14 @@ class RescaledKernel(DataKernel):
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.kernel.diag(rows) / self._of(rows).square()
+        return self.kernel.diag(rows) / self._scale_rows(rows).square()
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
 
         They are those of all training inputs, or those at ``rows``.
         """
-        found: Tensor = self.kernel.columns(index, rows) / (self._of(rows)[:, None] * self.deviations[index])
+        found: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
         return found
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
@@ -515,7 +515,7 @@ class RescaledKernel(DataKernel):
         """Covariances ``(n_new, n_new)`` of new inputs, which are not rescaled, with each other."""
         return self.kernel.among(new)
 
-    def _of(self, rows: Tensor | None) -> Tensor:
+    def _scale_rows(self, rows: Tensor | None) -> Tensor:
         found: Tensor = self.deviations if rows is None else self.deviations[rows]
         return found
 

@@ -268,7 +268,7 @@ class Alternation:
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept, kept_values = math.inf, index, snapshot(self._learned())
+        best, kept, kept_values = math.inf, index, snapshot(self._trainable_parameters())
         tolerance = settings.tolerance * len(self.targets)
         for epoch in range(settings.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
@@ -283,14 +283,14 @@ class Alternation:
             value = self._fit_parameters(sample, chosen, settings)
             if sample.rows is not None:
                 # What some rows liked has to prove itself on all.
-                value = self._value_of_all(index)
+                value = self._full_objective(index)
             record.note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
-                best, kept, kept_values = value, index, snapshot(self._learned())
+                best, kept, kept_values = value, index, snapshot(self._trainable_parameters())
             elif sample.rows is not None:
                 index = kept
-                load_snapshot(self._learned(), kept_values)
+                load_snapshot(self._trainable_parameters(), kept_values)
             if settings.seconds_left() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
@@ -302,17 +302,17 @@ class Alternation:
             attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-        load_snapshot(self._learned(), kept_values)
+        load_snapshot(self._trainable_parameters(), kept_values)
         return kept, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
-        problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._of_subset())
+        problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._subset_objective())
         return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
     def _fit_parameters(self, sample: RowSample, chosen: Tensor, settings: FitSettings) -> float:
         return minimize(
             lambda: backward(Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective),
-            self._learned(),
+            self._trainable_parameters(),
             max_evaluations=settings.hyper_evaluations,
             is_spent=lambda: settings.seconds_left() <= 0,
         ).value
@@ -320,22 +320,22 @@ class Alternation:
     @torch.no_grad()
     def _subset_value(self, index: Tensor) -> float:
         """The objective that subsets are chosen by."""
-        problem = SubsetProblem(self.kernel, self.targets, self._noise(), self._of_subset())
+        problem = SubsetProblem(self.kernel, self.targets, self._noise(), self._subset_objective())
         return ExchangeFactors(problem, len(index), index).value()
 
-    def _value_of_all(self, index: Tensor) -> float:
+    def _full_objective(self, index: Tensor) -> float:
         """The objective of all data."""
         if self.objective != "fitc":
             return self._subset_value(index)
         value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
-        for parameter in self._learned():
+        for parameter in self._trainable_parameters():
             parameter.grad = None
         return value
 
-    def _of_subset(self) -> str:
+    def _subset_objective(self) -> str:
         return "vfe" if self.objective == "fitc" else self.objective
 
-    def _learned(self) -> list[Tensor]:
+    def _trainable_parameters(self) -> list[Tensor]:
         return hyper_parameters(self.kernel, self.log_noise)
 
     def _noise(self) -> float:

@@ -166,7 +166,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs ``H``."""
+        """Number of correlated outputs, ``H``."""
         return len(self.target_mean)
 
     @property
@@ -190,7 +190,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
     def _covariance(self, entries: ObservedEntries) -> Tensor:
         inputs, place = entries.row.unique(return_inverse=True)
         shared = Basis(self.kernel, inputs).square()[place[:, None], place]
-        return self._coupled(shared, entries.output, entries.output) + torch.diag_embed(self.noise[entries.output])
+        return self._couple(shared, entries.output, entries.output) + torch.diag_embed(self.noise[entries.output])
 
     def fit(
         self,
@@ -222,7 +222,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         check_kinds(CoregionalizedGPRegression.fit, max_seconds=max_seconds, tolerance=tolerance)
         max_iterations = check_count("max_iterations", max_iterations, least=0)
         record, everything = FitRecord(self.history, max_seconds, clock, progress), self._entries
-        start, is_first = snapshot(self._learned), math.isnan(self.objective_value) and max_iterations > 0
+        start, is_first = snapshot(self._trainable_parameters), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
             """Fits to all entries and returns predictions of each input.
@@ -236,16 +236,16 @@ class CoregionalizedGPRegression(torch.nn.Module):
         predicted = attempt()
         may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
-            kept = snapshot(self._learned)
+            kept = snapshot(self._trainable_parameters)
             found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
-            load_snapshot(self._learned, found or kept)
+            load_snapshot(self._trainable_parameters, found or kept)
             predicted = attempt() if found else predicted
         record.close()
         warn_about_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
         return self.objective_value
 
     @property
-    def _learned(self) -> list[Tensor]:
+    def _trainable_parameters(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad]
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
@@ -253,7 +253,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         Learning starts from the current parameters.
         """
-        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, settings, record)
+        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Returns parameters of fits to some entries from other length-scales.
@@ -267,7 +267,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             value = self._fit_to(some, settings, FitRecord([]))
             return value if self._is_explained(some, self._left_out(some)) else math.inf
 
-        return scout_length_scales(scout, self.kernel, self._learned, start)
+        return scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
 
     @torch.no_grad()
     def _left_out(self, entries: ObservedEntries) -> Tensor:
@@ -329,7 +329,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         weights = torch.linalg.solve_triangular(factor, self._values[:, None], upper=False)
         output = outputs.repeat(num)
         prior = self.kernel.among(new).double().repeat_interleave(self.num_outputs, 0).repeat_interleave(self.num_outputs, 1)
-        spread = self._coupled(prior, output, output) - solved.mT @ solved
+        spread = self._couple(prior, output, output) - solved.mT @ solved
         spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
         scale = self.target_scale[output]
         level = variances.mean() * self.coregionalization.diagonal().mean()
@@ -344,7 +344,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
         return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
 
-    def _coupled(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def _couple(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Returns covariances of entries by their inputs and outputs."""
         return shared * self.coregionalization[first[:, None], second]
 

@@ -56,7 +56,7 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     return make[kernel]()
 
 
-def parameters_of(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
+def unconstrained_parameters(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
     """Returns unconstrained kernel parameters and the noise variance's logarithm.
 
     Parameters are logarithms where Pyro's transform is exp.
@@ -291,7 +291,7 @@ class LeaveOneOutRegression:
         self.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
             check_kernel(self.kernel, self.inputs)
-        start = parameters_of(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
+        start = unconstrained_parameters(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
         self._box = Box(self.kernel)
         self._targets: Tensor | None = None
         self.unit = 1.0
@@ -299,7 +299,7 @@ class LeaveOneOutRegression:
 
     @property
     def noise(self) -> Tensor:
-        r"""Noise variance :math:`\lambda`."""
+        r"""Variance of the noise, :math:`\lambda`, a positive scalar."""
         return self.parameters[NOISE].exp()
 
     def standardize(self, inputs: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ class SubsetSparseGPRegression(SubsetModel):
 
     @pyro_method
     def model(self) -> None:
-        """The model, for ``SVI``."""
+        """The joint density of targets and function values, for ``SVI``."""
         self.set_mode("model")  # type: ignore[no-untyped-call]
         columns, noise = self.kernel.columns(self.index), self.noise
         factor = torch.linalg.solve_triangular(self.inducing_factor(), columns.mT, upper=False).mT

@@ -477,7 +477,7 @@ class SubsetGPRegression(torch.nn.Module):
         return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
 
     def forward(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`predict`."""
+        """Returns means and variances of targets, see :meth:`predict`."""
         return self.predict(new, noiseless=noiseless)
 
     def save(self, path: str | Path) -> None:

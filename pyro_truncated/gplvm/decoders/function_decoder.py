@@ -127,7 +127,7 @@ class SASFunctionDecoder(SASDecoder):
         """The approximate posterior of latents and functions of a minibatch."""
         split = self._split(x, split)
         self._check_points(x[split.indices])
-        loc, scale = self._latents_of(x, split)
+        loc, scale = self._infer_latents(x, split)
         with self._plate(split):
             z = self._sample_latents(loc, scale, split)
             targets = self.sites(x[split.active])
@@ -158,7 +158,7 @@ class SASFunctionDecoder(SASDecoder):
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
             kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._kept = self._sealed(kept, x)
+            self._kept = self._seal_state(kept, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_each
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
@@ -285,7 +285,7 @@ class CandidateLatents:
         if not x.is_floating_point() or not bool((~x.isnan()).any()):
             raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
         latents = decoder.latents(x)
-        device = device_of(generator)
+        device = generator_device(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
         mean, variance = decoder.predict(self.latents, noiseless=True)
@@ -369,7 +369,7 @@ class CandidateLatents:
         They then hold a given share of the hidden entries.
         """
         visible, hidden = x.masked_fill(is_hidden, math.nan), is_hidden & ~x.isnan()
-        mean, spread = self._with_own(self._log_joint_of_others(visible, self.own_noise), visible, own)
+        mean, spread = self._with_own(self._log_joint_without_own(visible, self.own_noise), visible, own)
         squares = ((x - mean).square() / (spread + self.own_noise))[hidden]
         # Where more or less is seen than in the half-hidden points intervals cover up to three
         # hundredths less.
@@ -429,7 +429,7 @@ class CandidateLatents:
         second = weights @ (self._mean.square() + self._variance)
         return mean, (second - mean.square()).clamp(min=0.0) + noise
 
-    def _log_joint_of_others(self, visible: Tensor, noise: Tensor) -> Tensor:
+    def _log_joint_without_own(self, visible: Tensor, noise: Tensor) -> Tensor:
         """As :meth:`_log_joint`, of the first candidates without their own latents."""
         found = self._log_joint(visible, noise)
         found.diagonal()[: len(visible)] = -math.inf
@@ -443,7 +443,7 @@ class CandidateLatents:
         visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
         temperature, noise, nothing = 1.0, self._first_noise(), torch.zeros_like(self._mean[0])
         for _ in range(rounds):
-            logs, temperatures = self._log_joint_of_others(visible, noise), [self._temper(visible, T) for T in _TEMPERATURES]
+            logs, temperatures = self._log_joint_without_own(visible, noise), [self._temper(visible, T) for T in _TEMPERATURES]
             if own is None:
                 moments = [self._moments((logs / T).softmax(1), nothing) for T in temperatures]
             else:
@@ -469,7 +469,7 @@ class CandidateLatents:
             decoder.latents(x)[complete], x[complete] - decoder.loc, decoder.kernel, decoder.noise_variance.detach(), neighbors
         )
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
-        best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(3, len(self.latents) - 1), 1).indices
+        best = self._log_joint_without_own(visible.double(), self._first_noise()).topk(min(3, len(self.latents) - 1), 1).indices
         starts = self.latents[best].movedim(1, 0)
         z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, max_bfgs_steps, 0.05, own_row)
         return OwnLatents.at(others, z, decoder.loc, own_row)

@@ -28,14 +28,14 @@ from pyro_truncated.distributed.shards import (
     as_shard_like,
     draw_alike,
     ending_together,
+    find_portion,
     gather_all_rows,
     gather_owned_rows,
     leave_to_owners,
     own_positions,
     own_rows,
-    portion_of,
     rows_at,
-    sums_of,
+    shard_sum,
     take_from_owners,
     total_rows,
 )
@@ -58,7 +58,7 @@ from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
 _MAX_ROWS_KEPT = 2000
@@ -141,7 +141,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     if projected:
         own = outputs.isnan().sum(-1) == 0
         found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
-        gram, moment = sums_of(outputs)([found.gram, found.moment])
+        gram, moment = shard_sum(outputs)([found.gram, found.moment])
         return KeptPoints(found.latents, gram=gram, moment=moment)
     return KeptPoints(latents[rows], rows_at(outputs, rows))
 
@@ -183,13 +183,13 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     Raises:
         ValueError: if the latents are of another shard.
     """
-    portion = portion_of(x)
+    portion = find_portion(x)
     portion = None if portion is None or not portion.is_part else portion
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
         raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
-    for parameter in _latents_of(module) if portion is not None else ():
+    for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
     return portion
@@ -201,7 +201,7 @@ def gather_latents(module: torch.nn.Module) -> None:
 
     All processes call it.
     """
-    for parameter in _latents_of(module):
+    for parameter in _latent_parameters(module):
         parameter.data = torch.cat(world.gather(parameter.detach().clone()))
         parameter.grad = None
         take_from_owners(parameter)
@@ -209,7 +209,7 @@ def gather_latents(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _begin(module: torch.nn.Module, portion: Portion) -> None:
-    latents = _latents_of(module)
+    latents = _latent_parameters(module)
     for parameter in latents:
         parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
         parameter.grad = None
@@ -220,7 +220,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
     draw_alike(None)
 
 
-def _latents_of(module: torch.nn.Module) -> list[Tensor]:
+def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
     return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
 
 
@@ -277,7 +277,7 @@ class SharedSplit(Split):
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 
-class NormalOfRows(dist.Normal):
+class RowNormal(dist.Normal):
     """Normal distributions of some of many rows ``(..., b, Q)``.
 
     Their draws are those that all rows together would have.
@@ -293,9 +293,9 @@ class NormalOfRows(dist.Normal):
         super().__init__(loc, scale)
         self.rows, self.num_rows = rows, num_rows
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalOfRows:
+    def expand(self, batch_shape: Any, _instance: Any = None) -> RowNormal:
         """The same with further dimensions on the left."""
-        return NormalOfRows(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+        return RowNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws for all rows, and takes its own."""
@@ -447,7 +447,7 @@ class SASDecoder(UniqueModule):
             return self._start(x, steps, latents)
 
     def _start(self, x: Tensor, steps: int, latents: Tensor | None) -> Self:
-        observed, total = ~x.isnan(), sums_of(x)
+        observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
             raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
@@ -592,11 +592,11 @@ class SASDecoder(UniqueModule):
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of the latents of the same minibatch."""
         split = self._split(x, split)
-        loc, scale = self._latents_of(x, split)
+        loc, scale = self._infer_latents(x, split)
         with self._plate(split):
             self._sample_latents(loc, scale, split)
 
-    def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
+    def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Returns means and standard deviations of q(z) of a minibatch.
 
         Call it before the minibatch's plate opens.
@@ -774,7 +774,7 @@ class SASDecoder(UniqueModule):
         num_active = check_count("num_active", num_active)
         self._kept = None
         self.portion = join_latents(self, self.portion, x)
-        order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
+        order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
         order = order[gather_all_rows(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
@@ -788,7 +788,7 @@ class SASDecoder(UniqueModule):
                 z[rows[better]] = there[better]
                 moved += int(better.sum())
             self.z_loc = z
-        return int(sums_of(x)([moved])[0]) / self.num_data
+        return int(shard_sum(x)([moved])[0]) / self.num_data
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """Returns the posterior given data points at their latents.
@@ -877,11 +877,11 @@ class SASDecoder(UniqueModule):
                 kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._kept = self._sealed(kept, x)
+            self._kept = self._seal_state(kept, x)
         self._training_data, self._candidates = x, None
         return self
 
-    def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+    def _seal_state(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
         """Returns the state with the encoder's needs and a checksum.
 
         The checksum is that of the parameters that it belongs to.
@@ -1004,7 +1004,7 @@ class SASDecoder(UniqueModule):
         return {} if self._kept is None else self._kept.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Restores what :meth:`condition_` kept."""
+        """Restores the data points that :meth:`condition_` conditions on."""
         self._kept = KeptPoints(**state) if state else None
         self._training_data = self._candidates = None
 
@@ -1018,7 +1018,7 @@ def _posterior(loc: Tensor, scale: Tensor | None, split: Split) -> Any:
     if scale is None:
         return dist.Delta(loc, event_dim=1)
     if isinstance(split, SharedSplit):
-        return dist.Independent(NormalOfRows(loc, scale, split.within, split.batch_size), 1)
+        return dist.Independent(RowNormal(loc, scale, split.within, split.batch_size), 1)
     return dist.Normal(loc, scale).to_event(1)
 
 

@@ -20,7 +20,7 @@ from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
@@ -101,7 +101,7 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     # Functions of labels are log odds or the like, whatever the variance of the labels.
     _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
     if not isinstance(view.kernel, LinearARD):
-        chosen = torch.randperm(len(loc), generator=generator, device=device_of(generator))
+        chosen = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
         rows = loc[chosen[: len(view.inducing)].to(loc.device)]
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
 

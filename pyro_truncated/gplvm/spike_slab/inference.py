@@ -207,7 +207,7 @@ class Posterior:
             ValueError: if no view is given or the shapes do not fit.
         """
         steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
-        data = self._observed(y)
+        data = self._check_observed(y)
         used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
         prior = self._prior(times, sequences, len(next(iter(data.values()))))
         if times is not None:
@@ -242,7 +242,7 @@ class Posterior:
         with torch.no_grad():
             return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
 
-    def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
+    def _check_observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         y = as_tensors(y, self.model.loc)
         given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
         views = {c: v for c, v in given.items() if v is not None}

@@ -14,14 +14,14 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.shards import draw_alike, ending_together, is_spread, portion_of, sums_of
+from pyro_truncated.distributed.shards import draw_alike, ending_together, find_portion, is_spread, shard_sum
 from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.devices import generator_device
 
 # Parameters with a row per data point.
 _LOCAL = ("loc", "scale")
@@ -48,13 +48,13 @@ class Minibatch:
 
 def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
     """A random minibatch, the same for any number of processes."""
-    portion = portion_of(views)
-    index = torch.randperm(model.num_data, generator=generator, device=device_of(generator))[:size].to(model.loc.device)
+    portion = find_portion(views)
+    index = torch.randperm(model.num_data, generator=generator, device=generator_device(generator))[:size].to(model.loc.device)
     scale = model.num_data / len(index)
     if portion is None or not portion.is_part:
         return Minibatch(index, index, scale)
     own = index[(index >= portion.first) & (index < portion.first + portion.size)]
-    return Minibatch(own, own - portion.first, scale, 1 / world.size(), sums_of(views[0]))
+    return Minibatch(own, own - portion.first, scale, 1 / world.size(), shard_sum(views[0]))
 
 
 def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
@@ -75,7 +75,7 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
 
     Each latent comes from the process that has its data.
     """
-    portion = portion_of(views)
+    portion = find_portion(views)
     assert portion is not None
     for name, parameter in model.named_parameters():
         if name.removesuffix("_unconstrained") in _LOCAL:

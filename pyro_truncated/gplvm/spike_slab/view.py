@@ -240,7 +240,7 @@ class CategoricalLabels(_CurvatureBound):
         return hot - point.softmax(-1)
 
     def curvature(self, y: Tensor) -> Tensor | None:
-        """``None``: half everywhere."""
+        """Returns ``None``: the curvature is one half everywhere."""
         return None
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _read(requests: queue.SimpleQueue[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Waits until no other process compiles into the folder.
 
     Where the file system has no locks, there is no wait.
@@ -143,7 +143,7 @@ def main() -> None:
     with contextlib.suppress(queue.Empty):
         while True:
             module, name, signature = pickle.loads(base64.b64decode(requests.get(timeout=_IDLE_SECONDS)))
-            with _locked(Path(sys.argv[1])):
+            with _lock_folder(Path(sys.argv[1])):
                 # What another process has compiled in the meantime is read from disk.
                 getattr(importlib.import_module(module), name).compiled.compile(signature)
 

@@ -168,7 +168,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = njit(function, cache=True, later=True, nogil=True, parallel=True, **options)
-        serial = functools.cache(lambda: njit(_renamed(function), cache=True, nogil=True, **options))
+        serial = functools.cache(lambda: njit(_rename(function), cache=True, nogil=True, **options))
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
@@ -195,7 +195,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
     return decorate
 
 
-def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _rename(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the same function under another name.
 
     Numba finds compiled code on disk by its name, not by its options.

@@ -40,7 +40,7 @@ def first_beyond(words: Tensor, beyond: int) -> int:
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
     """See :func:`pyro_truncated.ops.activation_probabilities`, of binary latents."""
     out = torch.zeros(words.shape[0], fields.num_latents, dtype=torch.float64, device="cpu")
-    _add_weights_of_bits(words.contiguous().numpy(), weights.detach().contiguous().numpy(), out.numpy())
+    _add_bit_weights(words.contiguous().numpy(), weights.detach().contiguous().numpy(), out.numpy())
     return out.to(weights.dtype)
 
 
@@ -49,7 +49,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
     out = torch.zeros(len(words), fields.num_latents, fields.num_values, dtype=torch.float64, device="cpu")
     states, shares = words.contiguous().numpy(), weights.detach().contiguous().numpy()
     tables = (table.numpy() for table in (fields.word, fields.shift, fields.masks, fields.cardinality))
-    num_invalid = _add_weights_of_values(states, shares, *tables, out.numpy())
+    num_invalid = _add_value_weights(states, shares, *tables, out.numpy())
     return out.to(weights.dtype), num_invalid
 
 
@@ -91,7 +91,7 @@ def _unpack_fields(words, word, shift, mask, out):
 
 
 @parallel_kernel()
-def _add_weights_of_bits(words, weights, out):
+def _add_bit_weights(words, weights, out):
     """Adds each state's weight to ``out`` ``(N, L)`` wherever its bit is set."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
@@ -105,7 +105,7 @@ def _add_weights_of_bits(words, weights, out):
 
 
 @parallel_kernel()
-def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
+def _add_value_weights(words, weights, word, shift, mask, cardinality, out):
     """Adds each state's weight to ``out`` ``(N, L, V)`` at its values.
 
     It returns how many values are out of range.

@@ -96,7 +96,7 @@ def product(typing_context, features, coefficients, row):
             total.add_incoming(known, block)
         builder.branch(test)
         builder.position_at_end(after)
-        return _folded(builder, total, builder.fadd)
+        return _fold(builder, total, builder.fadd)
 
     return features.dtype(features, coefficients, types.int64), generate
 
@@ -156,7 +156,7 @@ def ranked(typing_context, peaks, start, rank):
             count = builder.sub(count, builder.sext(builder.fcmp_ordered(">=", other, value), _INTEGERS))
         is_low_enough = builder.icmp_signed(">=", count, _everywhere(builder, builder.trunc(rank, _INTEGER)))
         value = builder.select(is_low_enough, value, ir.Constant(value.type, [-float("inf")] * LANES))
-        return _folded(builder, value, functools.partial(_larger, builder))
+        return _fold(builder, value, functools.partial(_larger, builder))
 
     return peaks.dtype(peaks, types.int64, types.int64), generate
 
@@ -216,7 +216,7 @@ def _store(context, builder, value, kind, values, at):
     builder.store(value, _place(context, builder, kind, values, at), align=_size(kind))
 
 
-def _folded(builder, value, joined):
+def _fold(builder, value, joined):
     """Reduces a register to one value by joining halves."""
     lanes = value.type.count
     step = lanes // 2
@@ -259,7 +259,7 @@ def max_inner_products_in_groups(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`: of each data point one group after the other."""
     value, index = _none(features, number)
-    members, first = _members_of_groups(group.contiguous().numpy(), num_groups)
+    members, first = _group_members(group.contiguous().numpy(), num_groups)
     tables, start = _tables(coefficients.contiguous().numpy(), members, first)
     _enter_groups(features.contiguous().numpy(), tables, start, members, first, visited.contiguous().numpy(), value, index)
     _fill(index)
@@ -395,7 +395,7 @@ def _registers(number):
 
 
 @njit(cache=True, nogil=True)
-def _members_of_groups(group, num_groups):
+def _group_members(group, num_groups):
     """Returns the functions by group, and where each begins, ``(G + 1,)``.
 
     They are counted, not compared.

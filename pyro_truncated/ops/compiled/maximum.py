@@ -314,7 +314,7 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
 
 
 @njit(cache=True, nogil=True)
-def _sorted(keys, count, order):
+def _sort(keys, count, order):
     """Sorts the positions of the first ``count`` keys into ``order``.
 
     Insertion sort suits few keys.
@@ -457,7 +457,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
                     k = places[i]
                     _offers(weight, selected[n], chain, k, others)
                     count = _won(value[n], others, weight[selected[n, k]], precision, terms)
-                    _sorted(terms[0], count, order)
+                    _sort(terms[0], count, order)
                     best = _masses(terms, order, count, log_odds[n, k], mean[n, k], 1.0 / deviation[n, k] ** 2, segments)
                     state += STEP
                     first = uniform(state)

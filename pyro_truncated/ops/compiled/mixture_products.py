@@ -47,7 +47,7 @@ def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tu
     blocks = min(_MAX_BLOCKS, max(1, num_rows))
     rows = np.zeros((4, num_rows, num_dims))
     columns = np.zeros((blocks, 3, num_dims, arrays[4].shape[1]))
-    weights = _padded(weight.reshape(-1, weight.shape[-1]))
+    weights = _pad(weight.reshape(-1, weight.shape[-1]))
     _backward(*arrays, weights, num_sharp, blocks, rows, columns)
     found = torch.from_numpy(columns)[..., : factors[4].shape[1]].sum(0)
     return (*torch.from_numpy(rows).unbind(), *found.unbind())
@@ -55,10 +55,10 @@ def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tu
 
 def _arrays(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
     rows = (np.ascontiguousarray(factor.detach().double().numpy()) for factor in factors[:4])
-    return (*rows, *(_padded(factor) for factor in factors[4:]))
+    return (*rows, *(_pad(factor) for factor in factors[4:]))
 
 
-def _padded(columns: Tensor) -> np.ndarray:
+def _pad(columns: Tensor) -> np.ndarray:
     """Pads columns with zeros to whole strips.
 
     The compiler then knows how long every inner loop is.

@@ -359,7 +359,7 @@ NUM_VECTORS = 4
 
 
 @njit(cache=True, nogil=True)
-def size_of(most):
+def row_sizes(most):
     """Returns row sizes for at most so many active latents.
 
     A column beyond them is included.
@@ -396,7 +396,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     data, without what is below the diagonal. A column beyond it is ``R' (a - G mean)``. Returns
     ``mean (a - G mean / 2)``.
     """
-    size = size_of(count)
+    size = row_sizes(count)
     gather_square(table, active, count, size, joint)
     _factorize_prior(covariance, active, count, size, prior, lower, vectors)
     clear_row(vectors, FIELD, count, size)
@@ -612,12 +612,12 @@ def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[n
     The wider the states, the fewer blocks, see :func:`.count_blocks`.
     """
     most = most_active(words)
-    size = size_of(most)
+    size = row_sizes(most)
     num_blocks = count_blocks(num_data, accumulator_size, 8 * most * size)
-    return _aligned((num_blocks, 4, most, 2 * size)), _aligned((num_blocks, NUM_VECTORS, size))
+    return _aligned_zeros((num_blocks, 4, most, 2 * size)), _aligned_zeros((num_blocks, NUM_VECTORS, size))
 
 
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     """Returns zeros that begin at a cache line.
 
     Registers across two lines take twice as long to read.
@@ -647,7 +647,7 @@ def _correlated_log_prob(words, linear, scaled, observed, gram, mean, covariance
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
-                out[n, c] = energy + eliminate(joint, count, size_of(count), work)
+                out[n, c] = energy + eliminate(joint, count, row_sizes(count), work)
 
 
 @parallel_kernel(cost=48)
@@ -675,7 +675,7 @@ def _correlated_moments(
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                size = size_of(count)
+                size = row_sizes(count)
                 collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
                 posterior(mean, active, prior, joint, count, size, work, spread)
                 for a in range(count):
@@ -715,7 +715,7 @@ def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, co
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                size = size_of(count)
+                size = row_sizes(count)
                 collapse(linear[n], own, mean, covariance, active, count, prior, joint, rows, work)
                 posterior_roots(mean, active, prior, joint, count, size, work)
                 transpose_roots(joint, count, size, roots)

@@ -123,7 +123,7 @@ class ActiveLatents(NamedTuple):
     latents: Tensor
     is_taken: Tensor
 
-    def of_states(self, values: Tensor) -> Tensor:
+    def select_block(self, values: Tensor) -> Tensor:
         """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
         return values[:, self.where] if isinstance(self.where, slice) else values.reshape(-1, 1)[self.where]
 
@@ -177,7 +177,7 @@ def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_fina
         is_final: whether others will be made of these states: then it is asked how many latents they have exactly.
     """
     known = most_active(words)
-    asked = _asked(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
+    asked = _request_max_active(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
     most = int(asked()[0]) if known is None and asked is not None else known or 0
     most = max(1, min(most, num_latents))
 
@@ -260,7 +260,7 @@ def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
     return gram.reshape(-1, num_latents, num_latents)
 
 
-def _asked(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
+def _request_max_active(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
     """The largest number of active latents, which comes with the next look."""
     owner = words._base
     if owner is not None and owner.dim() == words.dim() and owner.shape[1:] == words.shape[1:]:

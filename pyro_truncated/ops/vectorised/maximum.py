@@ -49,10 +49,10 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
     """
     is_small = are_few(words, weight.numel() + len(weight))
-    return (_statistics_of_all if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
+    return (_full_statistics if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
 
 
-def _statistics_of_all(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _full_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_latents = weight.shape[1]
     states = unpack_bits(words, num_latents, torch.float64)
     active = (weights.unsqueeze(-1) * states).sum(1)
@@ -75,7 +75,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
     first = torch.arange(num_observed, device=weight.device) * (num_latents + 1)
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
     for block in by_number(words, num_latents, functools.partial(count_terms, num_observed)):
-        share = block.of_states(weights).unsqueeze(-1)
+        share = block.select_block(weights).unsqueeze(-1)
         block.add_rows_(active, share * block.is_taken)
         top, place = _terms(block, weight).max(2)
         prediction.index_add_(0, block.data.squeeze(1), (share * top.clamp(min=0.0)).squeeze(1))

@@ -18,12 +18,12 @@ from pyro_truncated.ops.streams import Drawn
 from pyro_truncated.utils.budget import current_budget, rows_per_block
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-STEP = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+STEP = _to_signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
 _LOW_33, _LOW_34, _LOW_37, _LOW_53, _LOW_32 = (2**bits - 1 for bits in (33, 34, 37, 53, 32))
 
 
@@ -74,10 +74,10 @@ def _scramble(rows: Tensor) -> Tensor:
 
 def advance(streams: Tensor, count: int) -> Tensor:
     """Streams after so many steps."""
-    return streams + _signed((count * STEP) % 2**64)
+    return streams + _to_signed((count * STEP) % 2**64)
 
 
-def states_of(streams: Tensor, count: int) -> Tensor:
+def stream_states(streams: Tensor, count: int) -> Tensor:
     """The states of streams after so many steps, ``(*batch, count)``."""
     return streams.unsqueeze(-1) + torch.arange(1, count + 1, device=streams.device) * STEP
 
@@ -87,12 +87,12 @@ def strides(streams: Tensor, number: int, size: int) -> Tensor:
 
     The first is the given one.
     """
-    return streams.unsqueeze(-1) + torch.arange(number, device=streams.device) * _signed((size * STEP) % 2**64)
+    return streams.unsqueeze(-1) + torch.arange(number, device=streams.device) * _to_signed((size * STEP) % 2**64)
 
 
 def numbers(streams: Tensor, count: int) -> Tensor:
     """The first so many words of streams, ``(*batch, count)``."""
-    return mix(states_of(streams, count))
+    return mix(stream_states(streams, count))
 
 
 def blocks(streams: Tensor, count: int) -> Iterator[slice]:

@@ -22,7 +22,7 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
     parameters = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
     out = linear.new_empty(words.shape[:2], dtype=torch.float64)
     for block in active_blocks(words, scaled.shape[1], _INDEPENDENT_MATRICES):
-        block.put_(out, _collapsed(block, *parameters)[0])
+        block.put_(out, _collapse_active(block, *parameters)[0])
     return out
 
 
@@ -42,8 +42,8 @@ def moments(
     active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
     for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
-        _, factor, solution = _collapsed(block, gram, linear, mean, deviation)
-        weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
+        _, factor, solution = _collapse_active(block, gram, linear, mean, deviation)
+        weight, index = block.select_block(weights).double().unsqueeze(-1), block.latents
         spread = block.is_taken * deviation[index]
         value = block.is_taken * (mean[index] + deviation[index] * solution)
         covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
@@ -54,7 +54,7 @@ def moments(
     return active, first, second if per_datum else second[0]
 
 
-def _collapsed(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _collapse_active(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.unpacked.collapse`, of the active latents alone."""
     index = block.latents
     return collapse(block.is_taken, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
@@ -63,7 +63,7 @@ def _collapsed(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor,
 _CORRELATED_MATRICES = 20
 
 
-class _Collapsed(NamedTuple):
+class _CollapsedSlabs(NamedTuple):
     r"""The result of integrating out the active latents' slabs.
 
     They are :math:`z = \mu + T e`.
@@ -110,7 +110,7 @@ def correlated_moments(
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
     for block in active_blocks(words, num_latents, _CORRELATED_MATRICES, is_final=True):
-        weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
+        weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
         block.add_rows_(active, weight * block.is_taken)
@@ -140,27 +140,27 @@ def expected_log_prior(
         slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
             deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
-            factor, info = torch.linalg.cholesky_ex(_of_active(block, prior))
+            factor, info = torch.linalg.cholesky_ex(_active_covariance(block, prior))
             trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
-            total[t] += (block.of_states(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
+            total[t] += (block.select_block(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
     return total
 
 
 def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated` returns."""
-    root = cholesky(_of_active(block, covariance.double()))
+    root = cholesky(_active_covariance(block, covariance.double()))
     return root, collapse_correlated(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 
 
-def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _Collapsed:
+def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _CollapsedSlabs:
     root, (energy, factor, solution) = _integrate(block, gram, linear, mean, covariance)
     scale, inverse = block.is_taken.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
     above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
-    return _Collapsed(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
+    return _CollapsedSlabs(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
 
 
-def _gradient(slabs: _Collapsed) -> tuple[Tensor, Tensor]:
+def _gradient(slabs: _CollapsedSlabs) -> tuple[Tensor, Tensor]:
     r"""Gradients in means and, twice that, in covariances: :math:`r = T^{-\top} e` and :math:`r r^\top + T^{-\top} (M^{-1} - I) T^{-1}`."""
     identity = torch.eye(slabs.root.shape[-1], dtype=slabs.root.dtype, device=slabs.root.device)
     inverse = torch.linalg.solve_triangular(slabs.root, identity.expand_as(slabs.root), upper=False)
@@ -168,7 +168,7 @@ def _gradient(slabs: _Collapsed) -> tuple[Tensor, Tensor]:
     return ascent, _outer(ascent) + inverse.mT @ (slabs.inverse - identity) @ inverse
 
 
-def _of_active(block: ActiveLatents, covariance: Tensor) -> Tensor:
+def _active_covariance(block: ActiveLatents, covariance: Tensor) -> Tensor:
     """Returns the active latents' covariance, the identity in free places."""
     return _outer(block.is_taken) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_taken)
 

@@ -120,7 +120,7 @@ class KMeansSearch(SubsetSearch):
         """
         if index is not None:
             return index
-        inputs = _inputs_of(problem.kernel)
+        inputs = _kernel_inputs(problem.kernel)
         start = inputs[random_subset(len(inputs), num_inducing, generator, inputs.device)]
         centres = k_means(inputs, start, self.iterations)
         found = torch.cdist(centres, inputs).argmin(1).unique()
@@ -129,10 +129,10 @@ class KMeansSearch(SubsetSearch):
         return torch.cat([found, draw(left, num_inducing - len(found), generator)])
 
 
-def _inputs_of(kernel: DataKernel) -> Tensor:
+def _kernel_inputs(kernel: DataKernel) -> Tensor:
     """Inputs ``(n, D)`` of a kernel of numbers, or those that are left of them."""
     if isinstance(kernel, RestrictedKernel):
-        return _inputs_of(kernel.kernel)[kernel.rows]
+        return _kernel_inputs(kernel.kernel)[kernel.rows]
     if not isinstance(kernel, InputKernel):
         raise TypeError(f"k-means needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
     return kernel.inputs if kernel.inputs.dim() == 2 else kernel.inputs[:, None]

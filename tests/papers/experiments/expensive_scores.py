@@ -160,7 +160,7 @@ def run(
     renderer, search = RENDERERS[kind](num_objects, detail, seed), SEARCHES[name]()
     y, truth = images(renderer, num_data + num_new, seed)
     guide = AutoTruncated(model_of(renderer), num_states=NUM_STATES)
-    batch = guide.batch_of(y[:num_data])
+    batch = guide.make_batch(y[:num_data])
     watched = Watched(search, renderer, num_data, max_scores, float(truth[:num_data].mean()) - SLACK)
     batch.search_(watched, 10_000)
     later = Watched(search, renderer, num_new, max_scores, float(truth[num_data:].mean()) - SLACK)

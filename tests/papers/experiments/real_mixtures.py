@@ -22,7 +22,7 @@ from pyro_truncated import learn
 from pyro_truncated.models import GaussianMixture
 
 
-def rows_of(folder: Path, name: str) -> np.ndarray:
+def read_rows(folder: Path, name: str) -> np.ndarray:
     """Rows of a set.
 
     Flow measurements, physicochemical properties of proteins, 20 principal components of images of clothes, six of the expression of genes
@@ -49,7 +49,7 @@ def principal(rows: np.ndarray, number: int) -> np.ndarray:
 
 def split(folder: Path, name: str, seed: int, most: int) -> tuple[Tensor, Tensor]:
     """Standardised rows to train on, at most so many or three quarters of all, and at least 2000 or as many of the others to test on."""
-    rows = rows_of(folder, name)
+    rows = read_rows(folder, name)
     rows = rows[np.random.RandomState(seed).permutation(len(rows))]
     number = min(most, 3 * len(rows) // 4)
     train, test = rows[:number], rows[number : number + max(2000, number)]
