@@ -252,10 +252,6 @@ def _on(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
 LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
 # A hole that is moved hides at least this part of its size; all of them leave this part of what is seen.
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
-# Strength of the prior around equal weights, as a number of moved holes.
-SHRINKAGE = 0.1
-# Squared errors below this part of the largest are as good as none.
-LEAST_RATIO = 1e-6
 
 
 def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
@@ -263,9 +259,10 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
     truth than a :func:`membrane`. The hole is moved to several places where the image is seen, as far
-    from the border as it is, and all of them are filled in at once. Both get the weights
-    that are best there (:func:`.stacking_weights`). Every moved hole counts as one datum, as its
-    pixels err together: errors are divided by the root mean square of the better one's.
+    from the border as it is, and all of them are filled in at once. Weights are inverse to the mean
+    squared errors :math:`e^2` there, as of independent errors; their mean over the moved holes :math:`k` is geometric:
+
+    .. math:: w_s \propto \Bigl( \prod_k e_{sk}^2 \Bigr)^{-1 / K}
 
     The average counts fully from seven pixels off what is seen on, and not at all up to three.
 
@@ -276,6 +273,9 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
 
     Returns:
         The restored image as it was if no hole is as deep, or there is no room to try.
+
+    Reference:
+        Bates and Granger, "The combination of forecasts", Operational Research Quarterly 20, 1969.
     """
     is_hole = _holes(image)
     share = _share(is_hole)
@@ -285,24 +285,16 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     everywhere = torch.stack(moved).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
     candidates, counts = torch.stack([restore(hidden), _membranes(hidden)]), _share(everywhere | is_hole)
-    arrays, truths = zip(*(_datum(candidates, image, counts * one) for one in moved), strict=True)
-    weights = stacking_weights(torch.cat(arrays, 1), torch.cat(truths), SHRINKAGE)
+    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in moved]).mean((0, 2)).neg().softmax(0)
     found = torch.tensordot(weights.to(restored), torch.stack([restored, _membranes(image)]), 1)
     return torch.lerp(restored, found, _over(share.to(restored), image))
 
 
-def _datum(candidates: Tensor, image: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what fills a moved hole, and the truth.
-
-    The unit is each channel's least error.
-    """
+def _log_errors(candidates: Tensor, image: Tensor, counts: Tensor) -> Tensor:
+    """Returns logarithms of squared errors of candidates, summed over pixels, ``(S, C)``."""
     planes = image.reshape(*image.shape[:2], -1).double()
-    parts, truth = candidates.reshape(len(candidates), *planes.shape).double(), planes.nan_to_num(0.0)
-    counts = torch.where(planes.isnan(), 0.0, counts.to(planes).unsqueeze(-1))
-    errors = ((parts - truth).square() * counts).sum((1, 2))
-    least = errors.amin(0).maximum(LEAST_RATIO * errors.amax(0)).clamp(min=torch.finfo(image.dtype).tiny)
-    scale = (counts / least).sqrt()
-    return (parts * scale).flatten(1), (truth * scale).flatten()
+    errors = (candidates.reshape(len(candidates), *planes.shape).double() - planes).square() * counts.to(planes).unsqueeze(-1)
+    return errors.nansum((1, 2)).clamp(min=torch.finfo(image.dtype).tiny).log()
 
 
 def _holes(image: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ def test_intervals_of_hidden_entries_cover_and_each_output_has_its_noise():
         # 1800 hidden entries: three standard errors are .015.
         assert 0.92 < float(inside) < 0.98
         own, spread = decoder.reconstruct(hidden)
-        # Intervals are widened to hold 96.5 % of halves of training points.
-        assert 0.93 < float(((x[600:] - own).abs() < 1.96 * spread.sqrt())[hide].double().mean()) < 0.99
+        # Intervals hold 96.5 % of the entries of training points that are hidden alike.
+        assert 0.93 < float(((x[600:] - own).abs() < 1.96 * spread.sqrt())[hide].double().mean()) < 0.98
         one = decoder.predict(decoder.infer(hidden, steps=30))
         scores = [(v.log() + (x[600:] - m).square() / v)[hide].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(one[0])))]
         assert scores[0] < scores[1]
@@ -110,6 +110,26 @@ def test_the_decoders_own_reconstructions_are_those_of_candidates(missing):
             torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     assert torch.equal(torch.get_rng_state(), state)
     assert bool((decoder.reconstruct(new, noiseless=True)[1] < expected[1]).all())
+
+
+def test_variances_are_scaled_by_which_entries_are_hidden():
+    decoder, x = untrained()
+    candidates = CandidateLatents(decoder, x, generator=torch.Generator().manual_seed(0))
+    new = circle(8, 4, torch.Generator().manual_seed(2))
+
+    def scale(new, hidden):
+        data = new.masked_fill(hidden, math.nan)
+        with_noise, without = (candidates.reconstruct(data, noiseless=noiseless)[1] for noiseless in (False, True))
+        scales = (with_noise - without) / candidates.own_noise
+        torch.testing.assert_close(scales, scales[:1, :1].expand_as(scales))
+        return float(scales[0, 0])
+
+    last, none = torch.tensor([False, False, True, True]), torch.zeros(4, dtype=torch.bool)
+    assert scale(new, none) == pytest.approx(candidates.own_scale)
+    assert scale(new, last) == pytest.approx(scale(new[:1].flip(1), last))
+    assert scale(new, last) != pytest.approx(scale(new, last.flip(0)), rel=1e-3)
+    # More data points than training points.
+    assert scale(circle(90, 4, torch.Generator().manual_seed(3)), last) == pytest.approx(scale(new, last))
 
 
 def test_reconstructions_need_the_training_data():

@@ -966,6 +966,7 @@ class SASDecoder(UniqueModule):
         They are those of data points given what is seen of them.
         Latents are averaged over: those of the training data, and the data point's own, see :class:`.CandidateLatents`. Temperature and
         noise are learned from training data whose halves predict each other; the first call after :meth:`condition_` does it.
+        Variances are scaled for each new pattern of hidden entries, which takes as long as 500 data points.
         Variances of :meth:`predict` at latents of :meth:`infer` leave out that these are uncertain.
 
         Example::
