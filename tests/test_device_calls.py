@@ -271,6 +271,7 @@ def test_what_is_refused_is_refused_before_anything_is_kept() -> None:
             torch.testing.assert_close(here(new), old, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_m_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     y = data(CASES["flips"])
     with PretendedDevice():

@@ -386,6 +386,7 @@ def is_there(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_names_that_pages_and_docstrings_give_are_there():
     files = [path for folder in ("pyro_truncated", "models", "examples") for path in (ROOT / folder).rglob("*.py")]
     text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.md")])

@@ -65,6 +65,7 @@ def test_a_saved_guide_holds_what_would_have_begun(y, tmp_path):
     assert torch.equal(other.words, expected.words)
 
 
+@pytest.mark.slow
 def test_what_files_cannot_hold_is_refused(y, tmp_path):
     states = torch.zeros(100, 8, 6)
     with pytest.raises(ValueError, match="a guide with a store takes no init"):

@@ -198,6 +198,7 @@ def test_few_labels_are_carried_over_by_the_other_view():
     assert float((probabilities.argmax(1) == labels[100:, 0]).double().mean()) > 0.9
 
 
+@pytest.mark.slow
 def test_gradients_of_explicit_inducing_variables_agree_with_finite_differences():
     model, views = labelled(collapsed=False)
     for view in list(model.views)[1:]:
@@ -227,6 +228,7 @@ def test_minibatches_of_labels():
     assert float(explicit.bound(views).detach()) >= before - 1e-9
 
 
+@pytest.mark.slow
 def test_the_model_generates_labels():
     model, views = labelled(names=("categorical", "bernoulli", "poisson"))
     drawn = Predictive(model.model, guide=model.guide, num_samples=1)(views)

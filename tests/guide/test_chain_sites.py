@@ -104,6 +104,7 @@ def test_sets_rise_and_train() -> None:
     assert new.marginals()["s"].shape == (1, 20, 5)
 
 
+@pytest.mark.slow
 def test_stock_elbos_have_no_noise() -> None:
     model, y = program(), torch.randn(2, 6, 3, dtype=DOUBLE)
     guide = AutoTruncated(model, num_states=3)

@@ -62,6 +62,7 @@ def test_some_structured_programs_equal_brute_force(name):
     check(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_long_chains_equal_enumeration_in_both_precisions(dtype, tolerance):
     y = torch.randn(3, 30, dtype=dtype)
@@ -85,6 +86,7 @@ def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
     assert free_energy == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_saved_guide_goes_on_in_a_fresh_one():
     y = torch.randn(2, 6)
     guide = AutoTruncated(chain, num_states=2)
@@ -103,6 +105,7 @@ def test_a_saved_guide_goes_on_in_a_fresh_one():
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.slow
 def test_infers_new_sequences_exactly():
     guide = AutoTruncated(chain, num_states=3)
     Truncated_ELBO(EvolutionarySearch(2, 2)).loss(chain, guide, torch.randn(2, 6))
@@ -225,6 +228,7 @@ def test_a_step_at_full_sets_runs_the_model_once(monkeypatch):
         assert len(runs) == step
 
 
+@pytest.mark.slow
 def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch):
     def model(y):
         z = torch.tensor(0)

@@ -121,6 +121,7 @@ def test_m_step_never_lowers_the_expected_log_joint_of_its_draws(with_missing: b
         torch.testing.assert_close(model.slab_mean.detach(), torch.ones_like(model.slab_mean), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_steps_that_would_lower_it_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyro_truncated.models import dictionary
 

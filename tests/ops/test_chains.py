@@ -199,6 +199,7 @@ def test_full_sets_are_exact(kind: str) -> None:
     assert bool(less[0] < log_norm)
 
 
+@pytest.mark.slow
 def test_scores_are_what_a_state_adds(kind: str) -> None:
     """Flips, at both ends and inside, against the bound with one state more; what is left out adds nothing."""
     words, unary, moves = problem(4, [5, 1, 2], 6)

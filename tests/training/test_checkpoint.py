@@ -99,6 +99,7 @@ def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
     torch.testing.assert_close(dict(svi.guide.state_dict()), state, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_what_another_search_has_learned_is_left_alone_if_searches_may_differ(y, tmp_path):
     svi = fresh("GPSelect", y)
     train(svi, y, 3, "GPSelect")

@@ -64,6 +64,7 @@ def log_prior(posterior):
     return dist.Normal(0.0, 1.0).log_prob(weight).sum(-1) + dist.LogNormal(-1.0, 0.5).log_prob(noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", GUIDES)
 def test_autoguides(inputs, y, make):
     guide = trained(regression, make(regression), inputs, y=y)
@@ -187,6 +188,7 @@ def chain_model(y):
             pyro.sample(f"y_{t}", dist.Normal(2.0 * state, 1.0), obs=y[:, t])
 
 
+@pytest.mark.slow
 def test_enumerated_markov_chains(generator):
     y = torch.randn(3, 4, generator=generator) + 1
     guide = AutoNormal(poutine.block(chain_model, expose=["stay"]))
@@ -287,6 +289,7 @@ def test_latents_that_nobody_infers_are_refused(inputs, y):
         to_arviz(regression, AutoNormal(poutine.block(regression, hide=["noise"])), inputs, y=y)
 
 
+@pytest.mark.slow
 def test_gibbs_guides(generator):
     model = MaxSpikeSlabSparseCoding(4, 3).double()
     y = 3 * torch.rand(6, 4, generator=generator, dtype=torch.float64)

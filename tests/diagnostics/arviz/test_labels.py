@@ -51,6 +51,7 @@ def described(y):
         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
+@pytest.mark.slow
 def test_computed_values_belong_to_the_posterior_and_factors_nowhere(generator):
     y = torch.randn(8, generator=generator)
     idata = to_arviz(described, guide_list(described, ["mu"], num_states=2), y, num_samples=5, seed=0)
@@ -133,6 +134,7 @@ def test_data_with_a_point_mass_for_their_likelihood_are_data():
     np.testing.assert_array_equal(drawn, np.broadcast_to(total, drawn.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reparam", [LocScaleReparam(0.0), TransformReparam()])
 def test_reparametrised_latents_belong_to_the_posterior(generator, reparam):
     y = torch.randn(6, generator=generator)
@@ -237,6 +239,7 @@ def test_names_that_arviz_or_files_cannot_have(generator, tmp_path):
     assert get_dataset(az.from_netcdf(tmp_path / "fit.nc"), "posterior")["z"].shape == (4, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda model, y: (functools.partial(model, y), ()), lambda model, y: (Wrapped(model), (y,))])
 def test_models_in_wrappers(generator, wrap):
     model, args = wrap(described, torch.randn(4, generator=generator))
