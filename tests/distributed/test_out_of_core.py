@@ -117,7 +117,6 @@ def shared(folder: str, rows: Tensor) -> tuple[list[float], Tensor]:
     return found, svi.guide.words.clone()
 
 
-@pytest.mark.slow
 def test_each_process_has_files_of_its_own(y, crew, tmp_path):
     expected, words = shared(str(tmp_path / "one"), y)
     found = crew.results(2, shared, str(tmp_path / "two"), y)
