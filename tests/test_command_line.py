@@ -13,7 +13,7 @@ import pyro_truncated
 from pyro_truncated.__main__ import main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_module_lists_what_there_is():
     found = subprocess.run([sys.executable, "-m", "pyro_truncated"], capture_output=True, text=True, check=True).stdout
     assert all(f"\n    {name}" in found for name in ("demo", "restoration", "check", "warmup"))

@@ -77,16 +77,28 @@ EXAMPLES = collect()
 SESSIONS = {name: (docstring, part) for name, docstring, part in DOCSTRINGS if ">>>" in docstring}
 LONG = {
     "AutoTruncated.infer",
+    "ConvergenceWarning",
     "DisagreeingStartsWarning",
     "GatedDecoder",
+    "InducingSubset",
+    "LearnConfig",
+    "LearnReport",
     "LinearMixture.likeliest_components",
     "SASDecoder",
     "SASDecoder.reconstruct",
+    "SparseCoding",
+    "SpikeSlabGPLVMTransformer",
     "SpikeSlabMRD 1",
+    "SpikeSlabMRD 2",
+    "TruncatedMixture",
+    "VaryingNoiseWarning",
+    "denoise",
     "fit",
     "learn",
     "plot_covered_mass",
+    "plot_forest",
     "plot_gap",
+    "to_arviz",
 }
 
 

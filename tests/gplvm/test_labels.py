@@ -131,6 +131,7 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
         assert float(gradient.abs().max()) < 1e-4
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_stock_elbo_estimates_the_bound(collapsed):

@@ -58,6 +58,7 @@ def evidence(model, y: Tensor, num_chains: int = 2) -> Tensor:
     return torch.stack(totals).logsumexp(0)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["normal", "vector", "superposition", "masked"])
 def test_full_sets_are_exact(form: str) -> None:

@@ -144,8 +144,8 @@ def test_learn_and_check_beside_a_normal_guide(y):
     guide = AutoGuideList(chain_with_prior)
     guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
     guide.append(AutoTruncated(chain_with_prior, num_states=NUM_VALUES))
-    svi = SVI(chain_with_prior, guide, Adam({"lr": 0.02}), Truncated_ELBO())
-    losses = [svi.step(y) for _ in range(100)]
+    svi = SVI(chain_with_prior, guide, Adam({"lr": 0.05}), Truncated_ELBO())
+    losses = [svi.step(y) for _ in range(50)]
     assert sum(losses[-20:]) < sum(losses[:20])
     report = check_truncation(guide, y)
     assert report.is_trusted

@@ -217,7 +217,7 @@ def test_a_seed_repeats_a_run():
     assert torch.equal(*weights)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "y"),
@@ -530,7 +530,7 @@ class SumsWithNoise(Sums):
             pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)

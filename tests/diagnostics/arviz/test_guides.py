@@ -146,15 +146,15 @@ def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_p
     model = config_enumerate(mixture)
     guide = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
     guide = trained(model, guide, y, elbo=TraceEnum_ELBO(max_plate_nesting=1))
-    idata = to_arviz(model, guide, y, num_samples=100, num_predictive=1, seed=0)
+    idata = to_arviz(model, guide, y, num_samples=25, num_predictive=1, seed=0)
     posterior = get_dataset(idata, "posterior")
     assert posterior["kind"].dims == ("chain", "draw", "data")
     assert posterior["kind"].dtype == np.int8
     terms = mixture_terms(posterior, y)
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"], terms.logsumexp(-1), rtol=1e-4, atol=1e-5)
-    # 400 draws; seven standard errors of each of 12 means.
+    # 100 draws; seven standard errors of each of 12 means.
     probability = terms.softmax(-1)[..., 1].numpy()
-    error = np.sqrt((probability * (1 - probability)).mean((0, 1)) / 400)
+    error = np.sqrt((probability * (1 - probability)).mean((0, 1)) / 100)
     assert (np.abs(posterior["kind"].values.mean((0, 1)) - probability.mean((0, 1))) < 7 * error).all()
     stats = get_dataset(idata, "sample_stats")
     loc = torch.from_numpy(posterior["loc"].values)

@@ -174,7 +174,7 @@ def test_missing_data_are_imputed_in_the_posterior(generator, covered):
     guide = guide_list(imputed, ["mu", "x_unobserved"] if covered else ["mu"], num_states=2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="no guide covers the latents")
-        idata = to_arviz(imputed, guide, x, is_seen, num_samples=50, num_predictive=2, seed=0)
+        idata = to_arviz(imputed, guide, x, is_seen, num_samples=20, num_predictive=2, seed=0)
     assert variables(idata, "posterior") == {"z_index", "mu", "z", "x", "x_unobserved"}
     for group in ("observed_data", "posterior_predictive", "log_likelihood"):
         assert variables(idata, group) == {"x_observed"}
@@ -192,7 +192,7 @@ def test_missing_data_are_imputed_in_the_posterior(generator, covered):
     np.testing.assert_allclose(found["x_observed"], likelihood(x[is_seen], mu), rtol=1e-4, atol=1e-5)
     assert "conditional_on" not in found.attrs
     if not covered:
-        # Missing values come from the mixture that their states were drawn from: 200 draws of three values, six standard errors.
+        # Missing values come from the mixture that their states were drawn from: 80 draws of three values, six standard errors.
         rest = completed[..., ~is_seen] - posterior["mu"].values[..., None]
         sd = math.sqrt(1 + RATE * (1 - RATE) * SHIFT**2)
         assert abs(rest.mean() - RATE * SHIFT) < 6 * sd / math.sqrt(rest.size)

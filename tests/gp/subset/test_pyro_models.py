@@ -123,6 +123,7 @@ def targets(name: str, f: torch.Tensor) -> tuple[object, torch.Tensor, dict[str,
     return likelihoods.MultiClass(3), classes, {"latent_shape": (3,)}
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["binary", "poisson", "student", "classes"])
 def test_likelihoods_train_with_minibatches_and_reselection(name):
