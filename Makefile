@@ -35,9 +35,9 @@ nightly: $(INSTALLED)
 soak: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --minutes 90
 
-# For the time between two edits.
+# For the time between two edits: tests that are not slow, and of each at most two variants.
 quick: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not paper and not benchmark and not nightly"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --variants 2 -m "not slow and not paper and not benchmark and not nightly"
 
 # What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins, and needs Python 3.12 or newer:
 # make arviz1 PYTHON=python3.13

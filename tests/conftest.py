@@ -34,17 +34,32 @@ def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.F
         yield best
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `nightly(keep=...)`, some variants belong to every run: they lose the mark."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--variants`: what `make quick` runs of each test."""
+    parser.addoption("--variants", type=int, help="of each parametrised test that is chosen, run at most so many variants")
+
+
+def _grids(items: list[pytest.Item]) -> list[list[pytest.Function]]:
+    """The variants of each test."""
     grids = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("nightly")
-        if isinstance(item, pytest.Function) and mark and "keep" in mark.kwargs:
+        if isinstance(item, pytest.Function):
             grids[item.parent, item.originalname].append(item)
-    for variants in grids.values():
-        for item in _kept(variants, variants[0].get_closest_marker("nightly").kwargs["keep"]):
+    return list(grids.values())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Of a test marked `nightly(keep=...)`, some variants belong to every run: they lose the mark. `--variants` leaves out others."""
+    marks = {item: item.get_closest_marker("nightly") for item in items}
+    for variants in _grids([item for item, mark in marks.items() if mark and "keep" in mark.kwargs]):
+        for item in _kept(variants, marks[variants[0]].kwargs["keep"]):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "nightly"]
+    yield
+    if most := config.getoption("--variants"):
+        left_out = {item for variants in _grids(items) for item in set(variants).difference(_kept(variants, most))}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ from pyro_truncated import LearnConfig
 from pyro_truncated.__main__ import main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_module_lists_what_there_is():
     found = subprocess.run([sys.executable, "-m", "pyro_truncated"], capture_output=True, text=True, check=True).stdout
     assert all(f"\n    {name}" in found for name in ("demo", "restoration", "check", "warmup"))
@@ -84,6 +84,7 @@ def test_a_saved_posterior_that_is_not_to_be_trusted_is_a_status_of_two(tmp_path
     assert "Nothing here tells how far the guide is right" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures_are_restored(tmp_path, capsys):
     assert main(["restoration", str(tmp_path / "none.png"), "--output", str(tmp_path / "out.png")]) == 1
     assert "none.png" in capsys.readouterr().err

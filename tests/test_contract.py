@@ -215,6 +215,7 @@ def test_a_plain_function_as_the_guide():
     assert truncated().loss(clusters, guide, y) == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_particles_in_company(vectorize):
     y = cluster_data()
@@ -270,6 +271,7 @@ def test_latents_without_a_guide_are_noticed_everywhere():
         guide.infer(y, ExhaustiveSearch(), 1)
 
 
+@pytest.mark.slow
 def test_a_direct_call_of_a_list_draws_states_that_fit_the_other_latents():
     y = cluster_data()
     guide = clusters_guide()
@@ -320,6 +322,7 @@ def test_predictive_generates_observations_from_the_posterior():
         assert (predicted.unsqueeze(-1) - loc).abs().amin(-1).max() < 0.08
 
 
+@pytest.mark.slow
 def test_reparameterised_models():
     def centred(y):
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
@@ -351,6 +354,7 @@ class Decoder(PyroModule):
             pyro.sample("y", dist.Normal(s @ self.weight.mT + shift, 0.5).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_modules_with_local_and_global_parameters(local):
     y = vector_data()

@@ -178,7 +178,7 @@ def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[flo
     return [step() for _ in range(steps)], step, guide
 
 
-@pytest.mark.nightly(keep=11)
+@pytest.mark.nightly(keep=7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
@@ -209,7 +209,7 @@ def sampler(move: Move) -> tuple[SVI, Tensor]:
     y = data(CASES["maxima"])
     model = MaxSpikeSlabSparseCoding(D, 6, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1))
     model, y = move(model), move(y)
-    return SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3), sweeps=2, burn_in=1)), y
+    return SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3), sweeps=1, burn_in=1, settling=2)), y
 
 
 def scenes(move: Move, order: str) -> tuple[SVI, Tensor]:
@@ -271,6 +271,7 @@ def test_what_is_refused_is_refused_before_anything_is_kept() -> None:
             torch.testing.assert_close(here(new), old, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_m_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     y = data(CASES["flips"])
     with PretendedDevice():

@@ -77,16 +77,28 @@ EXAMPLES = collect()
 SESSIONS = {name: (docstring, part) for name, docstring, part in DOCSTRINGS if ">>>" in docstring}
 LONG = {
     "AutoTruncated.infer",
+    "ConvergenceWarning",
     "DisagreeingStartsWarning",
     "GatedDecoder",
+    "InducingSubset",
+    "LearnConfig",
+    "LearnReport",
     "LinearMixture.likeliest_components",
     "SASDecoder",
     "SASDecoder.reconstruct",
+    "SparseCoding",
+    "SpikeSlabGPLVMTransformer",
     "SpikeSlabMRD 1",
+    "SpikeSlabMRD 2",
+    "TruncatedMixture",
+    "VaryingNoiseWarning",
+    "denoise",
     "fit",
     "learn",
     "plot_covered_mass",
+    "plot_forest",
     "plot_gap",
+    "to_arviz",
 }
 
 
@@ -388,6 +400,7 @@ def is_there(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_names_that_pages_and_docstrings_give_are_there():
     files = [path for folder in ("pyro_truncated", "models", "examples") for path in (ROOT / folder).rglob("*.py")]
     text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.md")])

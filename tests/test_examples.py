@@ -53,11 +53,15 @@ LONG = {
     "digits_as_counts",
     "enumeration_wall",
     "gp_select_mixture",
+    "image_decoder",
     "missing_frames",
     "moving_parts",
     "natural_images",
     "occlusive_components",
+    "own_spike_slab_gplvm",
+    "question_population",
     "question_predict",
+    "sparse_regression",
     "spike_slab_signals",
 }
 PICTURES = {

@@ -12,7 +12,7 @@ import pyro_truncated
 HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite", "pyro_truncated.gp")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heavy_libraries_wait_until_they_are_used():
     lines = [
         "import sys",

@@ -30,7 +30,10 @@ LONG = {
     "docs/how-to/arviz.md",
     "docs/how-to/denoise-when.md",
     "docs/how-to/models.md",
+    "docs/how-to/new-data.md",
+    "docs/how-to/photon-counts.md",
     "docs/how-to/scikit-learn.md",
+    "docs/how-to/watch-training.md",
     "docs/index.md",
 }
 # Of packages that the tests do not require: where they are missing, these pages are left out; what they warn of is theirs.

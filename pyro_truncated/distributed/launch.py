@@ -27,8 +27,13 @@ _made: WeakSet[AllReduced] = WeakSet()
 
 
 def local_names() -> frozenset[str]:
-    """Names of the parameters that are left to every process."""
-    return frozenset().union(*(optimizer.local for optimizer in _made))
+    """Names of the parameters that are left to every process.
+
+    Optimisers of other runs, whose parameters the store does not hold, do not count.
+    """
+    held = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    stepped = {optimizer: {id(value) for value in optimizer.optimizer.optim_objs} for optimizer in _made}
+    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & held))
 
 
 class AllReduced(Described, PyroOptim):

@@ -18,7 +18,7 @@ from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.launch import AllReduced, local_names
+from pyro_truncated.distributed.launch import AllReduced
 from pyro_truncated.distributed.shards import Portion, collect_rows, find_portion, with_rows, without_rows
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -443,7 +443,7 @@ def refuse_unsaved(svi: SVI) -> None:
             "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
             f"got {type(svi.guide).__name__}. Train without a checkpoint, or in one process"
         )
-    if local := sorted(local_names()):
+    if local := sorted(svi.optim.local) if isinstance(svi.optim, AllReduced) else []:
         raise NotImplementedError(
             f"checkpoints of several processes do not hold parameters that are left to every process, {local}: train without a checkpoint, "
             "or in one process"

@@ -61,6 +61,7 @@ def restarts(generator):
     return y, fit_restarts(make, y, restarts=3, steps=12)
 
 
+@pytest.mark.slow
 def test_restarts_that_agree_and_one_that_does_not(restarts):
     y, runs = restarts
     guides = [training.svi.guide for training in runs.trainings]
@@ -84,6 +85,7 @@ def test_restarts_that_agree_and_one_that_does_not(restarts):
         compare_restarts(guides, y, components=components[:1])
 
 
+@pytest.mark.slow
 def test_restarts_become_chains(restarts):
     y, runs = restarts
     models, guides = zip(*((training.svi.model, training.svi.guide) for training in runs.trainings), strict=True)
@@ -101,6 +103,7 @@ def test_restarts_become_chains(restarts):
     np.testing.assert_array_equal(states, get_dataset(idata, "posterior")["s"])
 
 
+@pytest.mark.slow
 def test_guides_that_do_not_go_together_are_refused(restarts):
     y, runs = restarts
     first = runs.training.svi

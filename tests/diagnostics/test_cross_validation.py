@@ -65,6 +65,7 @@ def bayesian(generator):
     return converted(shifted, y, guide, num_samples=40, num_predictive=4), y
 
 
+@pytest.mark.slow
 def test_plug_in_estimates_are_the_log_likelihood_and_say_so(generator):
     y = draw(30, generator)
     result = cross_validate(converted(fixed, y))
@@ -145,6 +146,7 @@ def test_transforms_of_the_right_model_are_uniform(generator):
     assert stats.kstest(wrong[:, 0], "uniform").pvalue < 1e-6
 
 
+@pytest.mark.slow
 def test_transforms_of_counts_are_uniform_too(generator):
     def model(y):
         with pyro.plate("data", len(y)):
@@ -157,6 +159,7 @@ def test_transforms_of_counts_are_uniform_too(generator):
     assert stats.kstest(transforms[:, 0], "uniform").pvalue > 2e-5
 
 
+@pytest.mark.slow
 def test_p_values_count_draws(generator):
     idata = converted(fixed, draw(50, generator))
     drawn = get_dataset(idata, "marginal_predictive")["y"].values[0]
@@ -190,6 +193,7 @@ def test_missing_groups_are_named(generator):
         loo_pit(idata)
 
 
+@pytest.mark.slow
 def test_transforms_where_observations_are_missing(generator):
     y = draw(400, generator)
     is_missing = torch.rand(y.shape, generator=generator) < 0.3

@@ -9,6 +9,14 @@ import pytest
 from tests.distributed.crew import Crew
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes runs nightly."""
+    for item in items:
+        if "crew" in getattr(item, "fixturenames", ()):
+            item.add_marker("nightly")
+
+
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
     """Four processes, of which some form a group."""

@@ -44,7 +44,6 @@ def trained(folder: str | None, kind: str, steps: int, scale: float = 1.0) -> tu
     return training.record["free_energy"], svi.guide.words
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_three_processes_goes_on_with_any_number(kind, crew, tmp_path):
     expected, words = trained(None, kind, 9)
@@ -57,7 +56,6 @@ def test_a_run_of_three_processes_goes_on_with_any_number(kind, crew, tmp_path):
         assert torch.equal(torch.cat([own for _, own in found]), words)
 
 
-@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two(crew, tmp_path):
     expected, words = trained(None, "incremental", 7)
     trained(str(tmp_path), "incremental", 3)
@@ -67,7 +65,6 @@ def test_a_run_of_one_process_goes_on_with_two(crew, tmp_path):
     assert torch.equal(torch.cat([own for _, own in found]), words)
 
 
-@pytest.mark.slow
 def test_other_data_and_damaged_rows_are_refused(crew, tmp_path):
     crew.results(2, trained, str(tmp_path), "full", 2)
     for found in crew.run(2, trained, str(tmp_path), "full", 4, 2.0):
@@ -93,7 +90,6 @@ def blocked(folder: str) -> str:
     return str(caught[0].message)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_written_is_a_warning_on_all(crew, tmp_path):
     crew.results(2, blocked, str(tmp_path))
     assert not (tmp_path / "run.pt").exists()

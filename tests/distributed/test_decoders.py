@@ -79,7 +79,6 @@ def stepped(kind: str, missing: bool, steps: int = 8) -> tuple[list[float], dict
     return losses, {name: value.detach().clone() for name, value in decoder.named_parameters()}, predictions
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [("free", False), ("free", True), ("encoder", False), ("active", True), ("bayesian", True), ("bayesian-encoder", False)],
@@ -103,7 +102,6 @@ def fitted(num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return decoder.latents(data(num)), decoder.predict(torch.zeros(1, 2).double())[0]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("num", [N, 3])
 def test_a_fit_leaves_every_process_with_all_latents(num, crew):
     # Of three data points every process has one.
@@ -132,7 +130,6 @@ def refused(what: str) -> None:
         SASFunctionDecoder(N, D, lambda f: pyro.distributions.Bernoulli(logits=f).to_event(1)).initialize(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -154,7 +151,6 @@ def components(num: int, size: int) -> torch.Tensor:
     return principal_components(distributed.shard(x), 3, torch.Generator().manual_seed(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num", "size"), [(9, 4), (5, 8), (7, 2)])
 def test_principal_components_are_those_of_all_data(num, size, crew):
     expected = components(num, size)

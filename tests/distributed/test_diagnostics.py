@@ -51,7 +51,6 @@ def looked_at(is_list: bool) -> tuple[Any, dict[str, Any] | None, Any]:
     return report, values, (growth, losses, dataclasses.asdict(evidence))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("is_list", [False, True])
 def test_reports_and_conversions_are_those_of_one_process(is_list, crew):
     expected, values, (growth, loss, evidence) = looked_at(is_list)

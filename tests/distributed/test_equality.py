@@ -56,7 +56,6 @@ def test_a_process_without_data_points_in_a_minibatch_leaves_its_populations_alo
     assert num_idle > 2
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("minibatch", ["online", "incremental"])
 def test_a_minibatch_with_all_data_points_of_one_process_is_a_minibatch(minibatch, crew):
     run = Run("BinarySparseCoding-offset", minibatch=minibatch, num_data=23, steps=12, size=8, block=3)
@@ -99,14 +98,11 @@ def minibatches_of_its_own() -> float:
     return float(svi.optim.statistics["num_data"])
 
 
-@pytest.mark.nightly
 def test_what_is_all_data_for_one_process_is_a_minibatch_where_others_have_more(crew):
     # Of three, four and four data points each process draws three.
     assert crew.results(3, minibatches_of_its_own) == pytest.approx([11.0] * 3)
 
 
-@pytest.mark.nightly(keep=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("run", SHORT, ids=str)
 def test_several_processes_equal_one(run, crew):
     expected, parameters = losses(run)

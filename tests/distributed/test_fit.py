@@ -27,7 +27,6 @@ def fitted() -> tuple[Any, ...]:
     return training.record["free_energy"], training.stopped_early, calls
 
 
-@pytest.mark.slow
 def test_the_first_process_decides_when_a_run_ends(crew):
     found = crew.results(3, fitted)
     assert all(record == found[0][0] and early and calls == [1, 2, 3] for record, early, calls in found)
@@ -49,7 +48,6 @@ def hurried(folder: str) -> tuple[Any, ...]:
     return training.steps, training.record["free_energy"], training.stopped_early, time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_the_clock_of_the_first_process_counts(crew, tmp_path):
     (steps, record, early, seconds), *others = crew.results(3, hurried, str(tmp_path))
     assert early
@@ -75,7 +73,6 @@ def fails_in_the_middle() -> Any:
         assert time.monotonic() - start < 30
 
 
-@pytest.mark.slow
 def test_an_error_of_one_process_ends_all(crew):
     first, second = crew.run(2, fails_in_the_middle)
     assert isinstance(second, ZeroDivisionError)
@@ -89,7 +86,6 @@ def restarted() -> tuple[list[list[float]], int, list[torch.Tensor]]:
     return runs.record["free_energy"].tolist(), runs.best, [value.detach() for value in runs.training.svi.model.parameters()]
 
 
-@pytest.mark.nightly
 def test_restarts_are_those_of_one_process(crew):
     record, best, parameters = restarted()
     for found, own, held in crew.results(2, restarted):

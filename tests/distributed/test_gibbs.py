@@ -37,7 +37,6 @@ def sampled(batch_size: int | None, learns: bool) -> tuple[list[float], float, t
     return losses, svi.evaluate_loss(y), svi.model.weight.detach(), svi.guide.marginals()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("batch_size", "learns"), [(None, False), (2, False), (7, True)])
 def test_gibbs_sampling_is_that_of_one_process(batch_size, learns, crew):
     losses, last, weight, marginals = sampled(batch_size, learns)
@@ -56,7 +55,6 @@ def fitted(folder: str | None, steps: int) -> tuple[list[float], torch.Tensor]:
     return training.record["free_energy"], svi.guide.marginals()
 
 
-@pytest.mark.nightly
 def test_chains_go_on_with_any_number_of_processes(crew, tmp_path):
     expected, marginals = fitted(None, 5)
     crew.results(3, fitted, str(tmp_path / "saved"), 2)

@@ -48,7 +48,6 @@ def selected(
     return losses, svi.guide.words, new.words
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rank", "in_batches", "flips"), [(None, False, False), (None, True, False), (5, False, False), (5, True, False), (None, True, True)]
 )
@@ -88,7 +87,6 @@ def affinities(rank: int | None, most: int) -> tuple[torch.Tensor, torch.Tensor]
     return search.affinity(batch), torch.tensor(float(len(search.affinity.regression.inputs)))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [None, 6])
 def test_affinities_are_those_of_one_process(rank, crew):
     expected, _ = affinities(rank, 1000)
@@ -117,7 +115,6 @@ def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[li
     return [svi.step(y) for _ in range(5)], svi.guide.words
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("leave_out", "rank"), [(True, None), (False, None), (True, 4)])
 def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
     losses, words = scenes(leave_out, rank)
@@ -160,7 +157,6 @@ def resumed(folder: str | None, kind: str, steps: int) -> tuple[list[float], tor
     return training.record["free_energy"], svi.guide.words
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "saved", "numbers"),
     [("of low rank", 2, (1, 3)), ("minibatches", 2, (1, 3)), ("minibatches", 1, (2,)), ("flips", 2, (3,)), ("places", 2, (3,))],

@@ -45,7 +45,6 @@ def mixed_guides() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
     return losses, {name: value.detach() for name, value in pyro.get_param_store().items()}, svi.guide[1].words
 
 
-@pytest.mark.nightly
 def test_guides_beside_others_are_trained_as_by_one_process(crew):
     losses, parameters, words = mixed_guides()
     # Draws differ from loss to loss.
@@ -65,7 +64,6 @@ def beside_local_draws() -> float:
     return list_of_guides().step(y, torch.zeros(()).double())
 
 
-@pytest.mark.slow
 def test_guides_that_draw_for_every_data_point_are_refused(crew):
     for found in crew.run(2, beside_local_draws):
         assert isinstance(found, (NotImplementedError, OtherProcessError))
@@ -78,7 +76,6 @@ def fitted(folder: str | None, steps: int) -> tuple[list[float], torch.Tensor]:
     return training.record["free_energy"], svi.guide[1].words
 
 
-@pytest.mark.nightly
 def test_guides_beside_others_go_on_with_any_number_of_processes(crew, tmp_path):
     expected, words = fitted(None, 5)
     crew.results(3, fitted, str(tmp_path / "saved"), 2)
@@ -95,8 +92,32 @@ def with_parameters_of_its_own(folder: str) -> None:
     fit(svi, y, steps=1, checkpoint=Path(folder) / "run.pt", progress=False)
 
 
-@pytest.mark.slow
 def test_parameters_that_are_left_to_every_process_are_not_lost(crew, tmp_path):
     for found in crew.run(2, with_parameters_of_its_own, str(tmp_path)):
         assert isinstance(found, (NotImplementedError, OtherProcessError))
         assert "do not hold parameters that are left to every process, ['loudness']" in str(found)
+
+
+def with_an_earlier_optimizer(folder: str) -> list[torch.Tensor]:
+    """A parameter that one run leaves to every process, and then of a run that shares it while the first optimiser is still there."""
+
+    def model(y: torch.Tensor) -> None:
+        level = pyro.param("level", lambda: torch.tensor([1.0 + distributed.rank()]).double())
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((9,), 0.3).double()).to_event(1))
+            pyro.sample("y", dist.Normal(level * s, 0.5).to_event(1), obs=y)
+
+    y, found = distributed.shard(data(17)), []
+    optimizers = [distributed.AllReduced(Adam({"lr": 0.05}), local=local) for local in (["level"], [])]
+    for optimizer in optimizers:
+        pyro.clear_param_store()
+        svi = SVI(model, AutoTruncated(model, num_states=4), optimizer, Truncated_ELBO(EvolutionarySearch(3, 2)))
+        fit(svi, y, steps=2, checkpoint=None if optimizer.local else Path(folder) / "run.pt", progress=False)
+        found.append(pyro.param("level").detach().clone())
+    return found
+
+
+def test_an_optimizer_of_an_earlier_run_leaves_nothing_to_every_process(crew, tmp_path):
+    (own, shared), (other, same) = crew.results(2, with_an_earlier_optimizer, str(tmp_path))
+    assert not torch.equal(own, other)
+    assert torch.equal(shared, same)

@@ -28,7 +28,6 @@ def trained(missing: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     return bounds, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("missing", [False, True])
 def test_minibatches_are_those_of_one_process(missing, crew):
     bounds, state = trained(missing)

@@ -65,6 +65,7 @@ def test_a_saved_guide_holds_what_would_have_begun(y, tmp_path):
     assert torch.equal(other.words, expected.words)
 
 
+@pytest.mark.slow
 def test_what_files_cannot_hold_is_refused(y, tmp_path):
     states = torch.zeros(100, 8, 6)
     with pytest.raises(ValueError, match="a guide with a store takes no init"):
@@ -116,7 +117,6 @@ def shared(folder: str, rows: Tensor) -> tuple[list[float], Tensor]:
     return found, svi.guide.words.clone()
 
 
-@pytest.mark.slow
 def test_each_process_has_files_of_its_own(y, crew, tmp_path):
     expected, words = shared(str(tmp_path / "one"), y)
     found = crew.results(2, shared, str(tmp_path / "two"), y)

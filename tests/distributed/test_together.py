@@ -48,7 +48,6 @@ def starts_differently() -> list[float]:
     return [svi.step(y) for _ in range(4)]
 
 
-@pytest.mark.slow
 def test_processes_with_other_seeds_start_as_the_first_does(crew):
     _, svi = made(data(), seed=0)
     expected = [svi.step(data()) for _ in range(4)]
@@ -63,7 +62,6 @@ def chosen_starts() -> tuple[list[float], torch.Tensor]:
     return reached, model.weight.detach()
 
 
-@pytest.mark.slow
 def test_best_start_is_that_of_one_process(crew):
     expected, weight = chosen_starts()
     for reached, found in crew.results(3, chosen_starts):
@@ -80,7 +78,6 @@ def learned(number: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     return guide.starts, model.weight.detach(), guide.marginals()["s"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("number", [40, 1010])
 def test_learn_is_that_of_one_process(number, crew):
     starts, weight, marginals = learned(number)
@@ -100,7 +97,6 @@ def impossible_data() -> Any:
     return svi.step(y)
 
 
-@pytest.mark.slow
 def test_data_that_one_process_refuses_are_refused_by_all(crew):
     first, second = crew.run(2, impossible_data)
     assert isinstance(second, ValueError)
@@ -155,7 +151,6 @@ def with_local_parameters() -> tuple[list[float], torch.Tensor, torch.Tensor]:
     return losses, pyro.param("weight").detach(), pyro.param("loudness").detach()
 
 
-@pytest.mark.slow
 def test_parameters_of_data_points_stay_with_their_process(crew):
     losses, weight, loudness = with_local_parameters()
     found = crew.results(2, with_local_parameters)
@@ -197,7 +192,6 @@ def by_gradients(is_parallel: bool) -> tuple[list[float], torch.Tensor]:
     return losses, model.weight.detach()
 
 
-@pytest.mark.slow
 def test_data_parallel_takes_the_steps_of_one_process(crew):
     expected, weight = by_gradients(False)
     for number in (2, 3):
@@ -221,7 +215,6 @@ def launched() -> tuple[str, int, str, int]:
             del os.environ[name]
 
 
-@pytest.mark.slow
 def test_processes_take_their_share_of_the_machine_and_draw_alike(crew):
     first, second = crew.results(2, launched)
     share = max(1, len(os.sched_getaffinity(0)) // 2)

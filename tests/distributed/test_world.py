@@ -24,7 +24,6 @@ def sums() -> list[list[float]]:
     return [value.flatten().tolist() for value in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3])
 def test_sums(number, crew):
     total = number * (number + 1) / 2
@@ -44,7 +43,6 @@ def says() -> tuple[object, object, list[int], bool]:
     )
 
 
-@pytest.mark.slow
 def test_what_the_first_says_and_what_all_say(crew):
     for told, decided, everyone, number in crew.results(3, says):
         assert told == {"rank": 0, "nan": math.inf}
@@ -74,7 +72,6 @@ def misshapen():
     return distributed.add([torch.ones(2 + distributed.rank())])
 
 
-@pytest.mark.slow
 def test_processes_that_do_different_things_are_told(crew):
     for found in crew.run(2, unlike):
         assert isinstance(found, OtherProcessError)
@@ -95,7 +92,6 @@ def one_fails():
         assert time.monotonic() - start < 30
 
 
-@pytest.mark.slow
 def test_an_error_of_one_is_an_error_of_all_that_names_it(crew):
     first, second, third = crew.run(3, one_fails)
     assert isinstance(second, KeyError)
@@ -136,7 +132,6 @@ def shards(path: str) -> tuple[object, ...]:
     return shard.portion, shard.clone().as_subclass(torch.Tensor), everything.as_subclass(torch.Tensor), some.as_subclass(torch.Tensor)
 
 
-@pytest.mark.slow
 def test_shards_are_successive_rows_and_rows_travel(crew, tmp_path):
     y = np.arange(22.0).reshape(11, 2)
     y[3, 1] = np.nan
@@ -158,7 +153,6 @@ def too_few():
     return distributed.shard(torch.ones(1))
 
 
-@pytest.mark.slow
 def test_data_that_cannot_be_shared_out(crew):
     assert all("every process must be given all data" in str(found) for found in crew.run(2, different))
     assert all("at least one data point per process; got 1 for 2" in str(found) for found in crew.run(2, too_few))

@@ -41,6 +41,7 @@ def test_densities_and_gradients_are_those_of_the_stock_distribution(shared: boo
         close(found.variance, expected.variance)
 
 
+@pytest.mark.slow
 def test_forward_derivatives_are_those_of_the_stock_distribution() -> None:
     loc, tril = parameters(shared=False)
     component, y = torch.arange(K), torch.linspace(-1, 1, K * D, dtype=D64).reshape(K, D)

@@ -72,6 +72,7 @@ def test_proposal_is_the_posterior_where_at_most_one_cause_is_on(with_missing: b
     torch.testing.assert_close(evidence[0, 1:], exact.mT, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_weights_of_the_proposal_estimate_the_evidence_of_two_causes() -> None:
     model, value = parameters(), data()
     states = torch.tensor([1.0, 1.0, 0.0]).double()

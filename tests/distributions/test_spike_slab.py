@@ -69,6 +69,7 @@ def test_dense_and_packed_are_the_marginal_gaussian(dtype: torch.dtype, is_scala
     torch.testing.assert_close(slope, torch.einsum("cn,cnh->h", weights, states), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_log_prob_is_the_integral_over_the_slabs() -> None:
     states, parameters, value = draw()
     weight, scale, mean, deviation, bias = (tensor.detach() for tensor in parameters)

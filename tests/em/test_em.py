@@ -51,6 +51,7 @@ SEARCHES = {
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
@@ -166,6 +167,7 @@ def test_gradients_reach_what_closed_form_reaches():
     assert gradient == pytest.approx(closed, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_annealing_is_em_again_once_it_has_cooled_down():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=256)

@@ -152,6 +152,7 @@ def test_checkpoints_saved_by_hand_know_the_run_too(tmp_path):
     load_checkpoint(tmp_path / "run.pt", make(optimizer=Adam({"lr": 0.1})))
 
 
+@pytest.mark.slow
 def test_an_optimiser_that_has_taken_steps_takes_the_state_of_the_checkpoint(tmp_path):
     svi = make(optimizer=Adam({"lr": 0.1}))
     losses = [svi.step(**ORIGINAL) for _ in range(6)]

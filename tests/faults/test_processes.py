@@ -168,6 +168,7 @@ def test_without_a_folder_for_its_cache_a_function_is_compiled_and_one_line_logg
     assert "NUMBA_CACHE_DIR" in record.message
 
 
+@pytest.mark.slow
 def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_another_file(monkeypatch, tmp_path):
     def defined(name, source, **names):
         path = tmp_path / f"{name}.py"
@@ -184,6 +185,7 @@ def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_anoth
     assert results == [(10, 0), (10, 1), (15, 0)]
 
 
+@pytest.mark.slow
 def test_a_function_is_compiled_anew_once_an_intrinsic_that_it_calls_has_changed(monkeypatch, tmp_path):
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
     source = (

@@ -91,6 +91,7 @@ def test_closed_forms_equal_exact_sums(make, per_datum_switches, prior_share, pe
     check_against(found, exact(kernel, inputs, inducing), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [rbf, linear])
 def test_closed_forms_agree_with_samples(make):
     inputs, kernel, inducing = make_inputs(3, 5, prior_share=True), make(5), torch.randn(4, 5, dtype=DOUBLE)
@@ -180,6 +181,7 @@ def test_gradient_of_samples_is_that_of_the_expectation():
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [rbf, linear])
 @pytest.mark.parametrize("per_datum", [False, True])
 def test_gradients(make, per_datum):

@@ -87,6 +87,7 @@ class TestAgainstConditioning:
 
 @pytest.mark.parametrize("form", FORMS)
 class TestFit:
+    @pytest.mark.slow
     def test_climbs_and_stays_in_the_box(self, form: str, data: tuple[Tensor, Tensor]) -> None:
         x, targets = data
         regression = LeaveOneOutRegression(x, **FORMS[form])

@@ -36,6 +36,7 @@ def left(kernel, latents, active, noise):
         return float((kernel(latents, diag=True) - (cross * torch.linalg.solve(C, cross)).sum(0)).mean())
 
 
+@pytest.mark.slow
 def test_least_variance_takes_the_best_point_at_every_step(generator):
     latents = torch.randn(30, 2, dtype=torch.float64, generator=generator)
     kernel = kernels.Matern52(2, lengthscale=torch.tensor(0.5)).double()

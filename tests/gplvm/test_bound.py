@@ -79,6 +79,7 @@ def test_bound_stays_below_the_exact_evidence(kernel, num_observed, num_latents,
     assert gap < 30
 
 
+@pytest.mark.slow
 def test_divergence_of_switches_and_latents_agrees_with_samples():
     model = random_model(3, (2, 2), 2)
     gamma = model.probability.detach()
@@ -129,6 +130,7 @@ def test_with_all_switches_on_it_is_the_bayesian_gplvm():
         torch.testing.assert_close(found, bayesian_gplvm(model, y), rtol=1e-9, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 3)])
 @pytest.mark.parametrize("missing", [0.0, 0.4])
 def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missing):
@@ -184,6 +186,7 @@ def test_minibatches_estimate_bound_and_gradient_without_bias(missing, monkeypat
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_random_minibatches_cover_all_data():
     model = random_model(6, (3,), 2, collapsed=False)
     views = random_views(model)
@@ -252,6 +255,7 @@ def test_a_dimension_that_the_kernel_removed_shows_the_degeneracy():
     assert float(model.relevance()[0, 1]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
 def test_all_patterns_together_are_at_least_as_tight_as_independent_switches(num_observed):
     model = random_model(2, num_observed, 1 if len(num_observed) == 2 else 2, num_inducing=2)

@@ -98,6 +98,7 @@ def test_what_makes_no_sense_is_refused():
     assert torch.equal(again.infer(x[:2].numpy()), again.infer(x[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0.0, 0.2])
 def test_the_decoders_own_reconstructions_are_those_of_candidates(missing):
     decoder, x = untrained(missing=missing)
@@ -132,6 +133,7 @@ def test_variances_are_scaled_by_which_entries_are_hidden():
     assert scale(circle(90, 4, torch.Generator().manual_seed(3)), last) == pytest.approx(scale(new, last))
 
 
+@pytest.mark.slow
 def test_reconstructions_need_the_training_data():
     decoder, x = untrained()
     other = SASDecoder(30, 4)

@@ -82,6 +82,7 @@ def test_inferred_latents_are_those_of_a_long_ascent(generator):
     assert total().item() < before + 1e-2
 
 
+@pytest.mark.slow
 def test_the_own_latent_is_one_more_component(generator):
     decoder, x, new = conditioned(generator)
     candidates = CandidateLatents(decoder, x, generator=generator)

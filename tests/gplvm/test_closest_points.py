@@ -58,6 +58,7 @@ def test_points_with_gaps_are_no_neighbours():
         decoder.condition_(x.index_fill(1, torch.tensor([0]), math.nan), num_neighbors=5)
 
 
+@pytest.mark.slow
 def test_inferred_latents_are_stationary_given_their_closest_points():
     decoder, x = conditioned(300, 6, num_neighbors=40)
     decoder = decoder.double().condition_(x.double(), num_neighbors=40)

@@ -61,6 +61,7 @@ def test_contribution_of_new_points_is_the_growth_of_the_bound(missing):
     assert float(latents.bound.sum()) == pytest.approx(growth, rel=1e-9, abs=1e-8)
 
 
+@pytest.mark.slow
 def test_inferred_latents_are_optimal_and_rows_do_not_interact():
     model = random_model(6, (3, 2), 2)
     posterior = Posterior(model, random_views(model))
@@ -141,6 +142,7 @@ def test_missing_outputs_are_filled_in():
     assert bool((found.variance > 0).all())
 
 
+@pytest.mark.slow
 def test_pure_noise_is_called_noise():
     model = SpikeSlabGPLVM(20, 4, 2, kernel="linear")
     result = fit(model, torch.randn(20, 4, dtype=DOUBLE), warm_up=20, steps=40, rounds=2)
@@ -177,6 +179,7 @@ def test_dimensions_that_stand_for_bends_are_removed():
         assert float(model.bound(y).detach()) == pytest.approx(reached, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_every_start_begins_with_the_same_length_scales(monkeypatch):
     model = SpikeSlabGPLVM(8, 3, 2, num_inducing=3)
     (y,) = random_views(model)

@@ -131,6 +131,7 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
         assert float(gradient.abs().max()) < 1e-4
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_stock_elbo_estimates_the_bound(collapsed):
@@ -198,6 +199,7 @@ def test_few_labels_are_carried_over_by_the_other_view():
     assert float((probabilities.argmax(1) == labels[100:, 0]).double().mean()) > 0.9
 
 
+@pytest.mark.slow
 def test_gradients_of_explicit_inducing_variables_agree_with_finite_differences():
     model, views = labelled(collapsed=False)
     for view in list(model.views)[1:]:
@@ -227,6 +229,7 @@ def test_minibatches_of_labels():
     assert float(explicit.bound(views).detach()) >= before - 1e-9
 
 
+@pytest.mark.slow
 def test_the_model_generates_labels():
     model, views = labelled(names=("categorical", "bernoulli", "poisson"))
     drawn = Predictive(model.model, guide=model.guide, num_samples=1)(views)

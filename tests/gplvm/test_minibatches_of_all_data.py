@@ -64,6 +64,7 @@ def test_a_fit_is_reproduced_by_its_generator_and_takes_gaps(generator):
     assert bool(first.predict(first.infer(x))[0].isfinite().all())
 
 
+@pytest.mark.slow
 def test_decoders_with_an_encoder_or_an_observation_distribution_fit(generator):
     x = torch.rand(12, 3, generator=generator).round()
     encoded = SASDecoder(12, 3, encoder=torch.nn.Linear(3, 2)).fit(x, epochs=2)

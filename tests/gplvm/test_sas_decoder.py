@@ -64,6 +64,7 @@ def objective_by_hand(decoder, x, active):
         return float(likelihood.log_prob(x[order]).sum() + dist.Normal(0.0, 1.0).log_prob(z).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free", "point", "active"])
 def test_minibatch_losses_average_to_the_objective_of_each_active_set(kind, generator):
     """For each active set alone, over all choices of the rest: the weights hold for encoders that look at the active set as well."""
@@ -402,6 +403,7 @@ def test_best_candidates_are_those_of_the_density(hide_active, hide_new, generat
         assert torch.equal(best_candidates(posterior, new, z, 3), z[values.topk(3, 1).indices].movedim(1, 0))
 
 
+@pytest.mark.slow
 def test_state_dict_holds_what_predictions_need(generator):
     x = circle(40, 3, generator)
     decoder = make("point", False, 40, 3).initialize(x).condition_(x, 20)

@@ -128,6 +128,7 @@ def test_refreshed_populations_are_averages_and_keep_the_mean_free_energy(y):
     assert_averages(part.weights(), guide, y)
 
 
+@pytest.mark.slow
 def test_reading_uses_up_no_random_numbers_and_changes_nothing(y):
     guide = guide_of(model)
     step(model, guide, y)

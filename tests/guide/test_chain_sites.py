@@ -58,6 +58,7 @@ def evidence(model, y: Tensor, num_chains: int = 2) -> Tensor:
     return torch.stack(totals).logsumexp(0)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["normal", "vector", "superposition", "masked"])
 def test_full_sets_are_exact(form: str) -> None:
@@ -104,6 +105,7 @@ def test_sets_rise_and_train() -> None:
     assert new.marginals()["s"].shape == (1, 20, 5)
 
 
+@pytest.mark.slow
 def test_stock_elbos_have_no_noise() -> None:
     model, y = program(), torch.randn(2, 6, 3, dtype=DOUBLE)
     guide = AutoTruncated(model, num_states=3)

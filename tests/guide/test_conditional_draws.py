@@ -48,6 +48,7 @@ READINGS = {
 
 
 @pytest.mark.nightly(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reading", READINGS)
 def test_what_is_read_is_averaged_over_draws(reading):
     joint = exact_evidence(Y)

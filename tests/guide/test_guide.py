@@ -124,7 +124,7 @@ def test_plain_call_gives_model_shaped_values(make):
         assert value.dtype == trace.nodes[name]["value"].dtype
 
 
-@pytest.mark.nightly(keep="values")
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 @cases

@@ -59,6 +59,7 @@ def test_latents_of_each_data_point_are_not_those_of_new_data(family, size):
         guide[1].infer(torch.randn(size, dtype=D64), SEARCH, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 6])
 def test_amortised_latents_are_computed_for_new_data(size):
     guide = in_a_list(Encoder(shifted), torch.randn(6, dtype=D64))

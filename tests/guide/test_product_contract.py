@@ -77,6 +77,7 @@ def test_a_copy_reads_the_same_and_trains_on(y):
     assert_same_marginals(before, guide.marginals())
 
 
+@pytest.mark.slow
 def test_a_pickled_guide_holds_its_sets(y):
     guide, _ = trained(y)
     back = pickle.loads(pickle.dumps(guide))
@@ -84,6 +85,7 @@ def test_a_pickled_guide_holds_its_sets(y):
         assert torch.equal(one.words, other.words)
 
 
+@pytest.mark.slow
 def test_a_loaded_guide_asks_for_its_model_first(y):
     guide, _ = trained(y)
     file = io.BytesIO()
@@ -142,8 +144,8 @@ def test_learn_and_check_beside_a_normal_guide(y):
     guide = AutoGuideList(chain_with_prior)
     guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
     guide.append(AutoTruncated(chain_with_prior, num_states=NUM_VALUES))
-    svi = SVI(chain_with_prior, guide, Adam({"lr": 0.02}), Truncated_ELBO())
-    losses = [svi.step(y) for _ in range(100)]
+    svi = SVI(chain_with_prior, guide, Adam({"lr": 0.05}), Truncated_ELBO())
+    losses = [svi.step(y) for _ in range(50)]
     assert sum(losses[-20:]) < sum(losses[:20])
     report = check_truncation(guide, y)
     assert report.is_trusted
@@ -202,6 +204,7 @@ def decoded(y):
             pyro.sample(f"y_{t}", dist.Normal(mean, 1.0), obs=y[:, t])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_truncated.DisagreeingStartsWarning")
 def test_learn_takes_networks_of_many_rows_on_product_sets():
     torch.manual_seed(0)
@@ -211,6 +214,7 @@ def test_learn_takes_networks_of_many_rows_on_product_sets():
     assert all(math.isfinite(restart.free_energy) for restart in guide.learn_report.restarts)
 
 
+@pytest.mark.slow
 def test_whole_states_are_refused_with_advice(y):
     guide, _ = trained(y)
     for read in (guide.weights, guide.states, lambda: guide.expectation(lambda states: states)):

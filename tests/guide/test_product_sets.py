@@ -55,13 +55,14 @@ def exact_loss(model, *args):
     return float(TraceEnum_ELBO().loss(config_enumerate(model), lambda *args: None, *args))
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_some_structured_programs_equal_brute_force(name):
     check(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_long_chains_equal_enumeration_in_both_precisions(dtype, tolerance):
     y = torch.randn(3, 30, dtype=dtype)
@@ -85,6 +86,7 @@ def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
     assert free_energy == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_saved_guide_goes_on_in_a_fresh_one():
     y = torch.randn(2, 6)
     guide = AutoTruncated(chain, num_states=2)
@@ -103,6 +105,7 @@ def test_a_saved_guide_goes_on_in_a_fresh_one():
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.slow
 def test_infers_new_sequences_exactly():
     guide = AutoTruncated(chain, num_states=3)
     Truncated_ELBO(EvolutionarySearch(2, 2)).loss(chain, guide, torch.randn(2, 6))
@@ -177,10 +180,10 @@ def test_smaller_sets_bound_the_evidence_and_search_never_loses():
             z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer={"enumerate": "parallel"})
             pyro.sample(f"y_{t}", dist.Normal(z.double(), 0.7), obs=y[t])
 
-    y = (torch.randn(15, dtype=torch.float64).cumsum(0) + 5).clamp(0, 11)
+    y = (torch.randn(8, dtype=torch.float64).cumsum(0) + 5).clamp(0, 11)
     expected = exact_loss(model, y)
     guide, objective = AutoTruncated(model, num_states=6), Truncated_ELBO(EvolutionarySearch(2, 2))
-    losses = [float(objective.loss_and_grads(model, guide, y)) for _ in range(20)]
+    losses = [float(objective.loss_and_grads(model, guide, y)) for _ in range(15)]
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(losses))
     assert expected - 1e-9 <= losses[-1] < expected + 0.05
 
@@ -225,6 +228,7 @@ def test_a_step_at_full_sets_runs_the_model_once(monkeypatch):
         assert len(runs) == step
 
 
+@pytest.mark.slow
 def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch):
     def model(y):
         z = torch.tensor(0)

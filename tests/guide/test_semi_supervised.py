@@ -68,6 +68,7 @@ def find_elbo(kind: str):
     return Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncated", "stock"])
 @pytest.mark.parametrize(("model", "num_states"), [(classes, 2), (features, 8)])
 def test_alternating_calls_use_the_labels_they_have(model, num_states, kind):
@@ -97,6 +98,7 @@ def test_labelled_data_may_be_others_than_the_unlabelled():
         assert svi.step(Y[:2] + 1, LABELS[:2]) == pytest.approx(expected.item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_populations_that_hold_few_states_take_in_what_is_observed():
     guide = AutoTruncated(features, 3)
     elbo = Truncated_ELBO(EvolutionarySearch(parents=2, children=2), max_plate_nesting=1)

@@ -63,6 +63,7 @@ def brute_force(covariance: str, x: Tensor, owner: Tensor, within: Tensor, numbe
     return owner.unique(return_inverse=True)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", KINDS)
 def test_clusters_become_one_in_the_order_of_what_that_costs(covariance: str) -> None:
     x = some_data()

@@ -66,6 +66,7 @@ def test_bound_and_gradients_of_all_states_are_those_of_the_evidence_under_a_net
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_fewer_states_are_a_bound_that_searches_raise_to_that_of_the_best() -> None:
     model = make_model()
     y = generate(model, NUM_DATA)

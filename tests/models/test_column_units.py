@@ -29,6 +29,7 @@ def free_energies(model: torch.nn.Module, y: Tensor, num_states: int) -> list[fl
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["full", "diag", "tied"])
 @pytest.mark.parametrize("pseudo_data", [0.0, None])
 @pytest.mark.parametrize("dtype", [D64, torch.float32])

@@ -69,7 +69,7 @@ def value(model: GaussianMixture, y: Tensor) -> float:
     return objective(model, full_population(model, y))
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_em_never_falls_and_ends_at_a_maximum(kind: str) -> None:

@@ -116,6 +116,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 def test_trains_through_svi_with_every_search(search: str) -> None:
     y = generate(make_model(), NUM_DATA)

@@ -67,6 +67,7 @@ def test_reconstructions_are_posterior_means_over_switches_and_poses(generator):
     torch.testing.assert_close(model.reconstruct(population, new, num_draws=2000), expected, rtol=0, atol=0.015)
 
 
+@pytest.mark.slow
 def test_free_energy_is_the_enumerated_evidence_given_the_active_set(generator):
     """All eight states, poses fixed: joint densities of the active set and each image by dense normals."""
     x, switches, poses = (part.double() for part in data(14, generator))

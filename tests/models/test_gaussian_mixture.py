@@ -60,6 +60,7 @@ def fit_sklearn(model: GaussianMixture, y: Tensor, num_iterations: int) -> sklea
         return theirs.fit(y.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_exact_em_is_that_of_scikit_learn(covariance: str) -> None:
     y = make_data()
@@ -75,6 +76,7 @@ def test_exact_em_is_that_of_scikit_learn(covariance: str) -> None:
     assert values[-1] == pytest.approx(last.score(y.numpy()) * NUM_DATA, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_singular_components_stay_at_the_floor(covariance: str) -> None:
     # Half of the points coincide: without a floor the likelihood has no bound.
@@ -121,6 +123,7 @@ def test_data_far_from_the_origin(covariance: str) -> None:
     assert free_energies(far, y + 1e7, num_iterations=10) == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.slow
 def test_trains_through_svi_in_minibatches() -> None:
     y = make_data()
     expected = free_energies(make_model(y).initialize(y, torch.Generator().manual_seed(1)), y, num_iterations=5)

@@ -91,6 +91,7 @@ def test_minibatches_take_the_place_of_what_was_expected(kind: str) -> None:
         torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "diag", "low-rank"])
 def test_integers_are_searched_as_the_same_numbers_are(kind: str) -> None:
     model, y = problem(kind)

@@ -45,6 +45,7 @@ def test_a_single_hidden_cause_gets_the_means_that_maximise_the_expected_log_joi
     assert model.weight[3, 0].item() in (pytest.approx(hidden), pytest.approx(on[3].item()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_under_the_posteriors_of_the_truth_explain_what_the_truth_does(family: str) -> None:
     bars = 0.5 + 8.5 * bar_components(3)

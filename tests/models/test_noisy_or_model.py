@@ -65,6 +65,7 @@ def test_updates_are_proportional_to_the_gradient_of_the_log_likelihood(with_mis
         torch.testing.assert_close(getattr(model, name), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_maximize_is_the_expected_share_of_the_hidden_causes(with_missing: bool) -> None:
     model = make_model(learn_leak=True)

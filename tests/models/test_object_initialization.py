@@ -95,6 +95,7 @@ def scenes_in_noise(noise: float, seed: int = 0) -> tuple[torch.Tensor, Objects]
     return occluded_scenes(objects, 400, (14, 14), presence=0.3, noise=noise, generator=generator).data, objects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.05, 0.15, 0.25])
 def test_all_objects_are_there_at_the_start(noise: float) -> None:
     y, objects = scenes_in_noise(noise)
@@ -122,6 +123,7 @@ def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
     assert model.scale.item() == pytest.approx(0.15, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     y, _ = scenes_in_noise(0.15)
     model = OcclusiveComponents(2, (14, 14), (5, 5), order="depth", wrap=False)

@@ -194,6 +194,7 @@ def test_svi_with_closed_form_trains_from_the_data() -> None:
     assert math.isfinite(losses[-1])
 
 
+@pytest.mark.slow
 def test_floors_hold_on_data_without_noise() -> None:
     model = OcclusiveComponents(2, CANVAS, TEMPLATE, 2, min_scale=0.03, dtype=torch.float64)
     y = torch.zeros(20, *CANVAS, 2, dtype=torch.float64)

@@ -129,6 +129,7 @@ def test_the_evidence_is_stationary_where_em_stands_still(family: str, with_miss
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [30.0, -1e5])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,6 +140,7 @@ def test_free_energies_know_no_background(family: str, with_missing: bool, backg
     torch.testing.assert_close(energies(family, y + per_dimension), energies(family, y), rtol=1e-9, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_free_energies_on_a_background_know_no_unit(family: str) -> None:
     y = data(with_missing=True) + 1e3
@@ -147,6 +149,7 @@ def test_free_energies_on_a_background_know_no_unit(family: str) -> None:
     torch.testing.assert_close(found, energies(family, y), rtol=1e-8, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_single_precision_on_a_background_of_1e5_loses_less_than_its_rounding(family: str) -> None:
     # The data themselves are rounded by up to 0.004, the offset as much; noise of one.

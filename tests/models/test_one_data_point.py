@@ -54,6 +54,7 @@ def test_one_data_point(name):
     if hasattr(model, "initialize"):
         model.initialize(y[:1])
     guide = AutoTruncated(model, 3, conditional=getattr(model, "pose_guide", None))
+    guide.num_draws = 4
     optimizers = [Adam({"lr": 0.01})] + ([ClosedForm(model)] if hasattr(model, "maximize") else [])
     for optimizer in reversed(optimizers):
         if not isinstance(optimizer, ClosedForm) and ClosedForm.driving(model) is not None:

@@ -103,6 +103,7 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
     assert max(costs[1:]) < 1.1 * costs[0]
 
 
+@pytest.mark.slow
 def test_draws_are_held_against_all_that_are_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "_MAX_SCATTERED_AT_ONCE", 100)
     points = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
@@ -122,6 +123,7 @@ def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPa
     assert points[rows].unique().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_the_rows_for_a_thousand_components_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(seeding, "_in_rounds")
     points = 1e30 * torch.rand(2200, 8, generator=torch.Generator().manual_seed(0), dtype=D64)
@@ -136,6 +138,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, few=1000, rows_per_function=0))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_are_many")
 def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
     y, _, _ = clusters(1500, 4)
@@ -183,6 +186,7 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
             functions.largest(features, 3, known)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_are_many", "kind")
 def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -206,6 +210,7 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     assert missed < missed_before / 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_are_many", "kind")
 def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)

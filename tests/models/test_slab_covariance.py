@@ -53,6 +53,7 @@ def test_collapsed_log_joint_is_the_mixture_of_gaussians() -> None:
     torch.testing.assert_close(log_joint(model, y, states), prior + likelihood, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_log_prob_is_the_integral_over_the_slabs() -> None:
     weight, scale, mean = torch.randn(4, 2, dtype=D64), 0.5 + torch.rand(4, dtype=D64), torch.randn(2, dtype=D64)
     root, value = torch.tensor([[0.9, 0.0], [-0.6, 0.5]], dtype=D64), 2 * torch.randn(4, dtype=D64)
@@ -95,6 +96,7 @@ def test_a_correlated_slab_is_found(rarely: float) -> None:
     assert (correlation[~torch.eye(3, dtype=torch.bool)] - 0.8).abs().max() < (0.05 if rarely > 0.5 else 0.2)
 
 
+@pytest.mark.slow
 def test_steps_from_the_truth_only_gain() -> None:
     truth = make_model(3, 0.8)
     values = free_energies(truth, generate(truth, 2000), num_iterations=11)
@@ -150,6 +152,7 @@ def test_with_one_latent_the_two_kinds_of_covariance_are_one() -> None:
     torch.testing.assert_close(free_energies(full, y, num_iterations=8), free_energies(diag, y, num_iterations=8), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_while_starts_are_made_independent_slabs_stay_so() -> None:
     full = make_model(3, 0.0)
     y = generate(make_model(3, 0.8), 300, with_missing=True)

@@ -113,6 +113,7 @@ def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> Non
         assert gradient.abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_steps_from_the_truth_only_gain() -> None:
     # Updates with products of posterior means, or with a matrix inverse in the slabs' variances, lose here.
     truth = make_model()
@@ -124,6 +125,7 @@ def test_steps_from_the_truth_only_gain() -> None:
     assert 0 < 2 * (values[-1] - values[0]) < 37 + 5 * math.sqrt(2 * 37)
 
 
+@pytest.mark.slow
 def test_noise_does_not_shrink_with_missing_data() -> None:
     truth = make_model()
     truth.scale = torch.tensor(1.0).double()
@@ -194,6 +196,7 @@ def test_latents_that_are_never_active_keep_their_parameters() -> None:
     assert model.prior[2].item() == pytest.approx(1e-6)
 
 
+@pytest.mark.slow
 def test_clamps() -> None:
     model = make_model()
     y = torch.zeros(NUM_DATA, NUM_OBSERVED, dtype=torch.float64)

@@ -147,6 +147,7 @@ def test_the_free_energy_never_falls_and_every_cluster_gets_a_component(kind: st
 
 
 @pytest.mark.nightly(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_nothing_is_gained_nothing_changes(kind: str) -> None:
     y = clusters()
@@ -159,6 +160,7 @@ def test_where_nothing_is_gained_nothing_changes(kind: str) -> None:
     assert svi.optim.statistics is statistics
 
 
+@pytest.mark.slow
 def test_single_precision_far_from_the_origin() -> None:
     y = clusters(dtype=torch.float32, offset=1000.0)
     model = badly_started("full", y)
@@ -169,6 +171,7 @@ def test_single_precision_far_from_the_origin() -> None:
     assert model.loc.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_seeds_reproduce_and_others_do_not_matter() -> None:
     y = crowd()
     found = []
@@ -256,6 +259,7 @@ def test_refuses_guides_of_other_models_and_other_data() -> None:
         other.split_and_merge(guide, y[:, :2])
 
 
+@pytest.mark.slow
 def test_an_error_leaves_the_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     y = clusters()
     model = badly_started("diag", y)

@@ -101,6 +101,7 @@ def test_missing_entries_have_no_influence(name: str) -> None:
     assert part.isfinite().all()
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_gradient_steps_raise_the_evidence(name: str) -> None:
@@ -114,7 +115,7 @@ def test_gradient_steps_raise_the_evidence(name: str) -> None:
     assert row.log_joint(model, y).logsumexp(-1).sum().item() > before
 
 
-@pytest.mark.nightly(keep="values")
+@pytest.mark.nightly(keep=20)
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["random", "data"])
 @pytest.mark.parametrize(("name", "with_missing"), [(name, missing) for name, missing in WITH_MISSING if name in CLOSED_FORM])
@@ -211,6 +212,7 @@ def test_generates_predicts_and_subsamples(name: str) -> None:
     assert nodes["y"]["value"].shape == (8, D)
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_one_data_point(name: str) -> None:

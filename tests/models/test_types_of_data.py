@@ -75,6 +75,7 @@ def trained(make: Callable[[], Any], y: Any) -> tuple[float, Tensor]:
     return losses[-1], model.reconstruct(guide.population(), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_COUNTS, *OF_BOOLEANS])
 def test_types_of_numbers_make_no_difference(name: str) -> None:
     is_boolean = name in OF_BOOLEANS

@@ -85,6 +85,7 @@ def test_binary_autoencoders_train_alike_in_any_unit(unit, hidden):
 
 
 # Powers of two: rounding, which decides between windows that lie equally alone, is the same.
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "order"), [(2.0**-40, "exclusive"), (2.0**40, "depth")])
 def test_units_of_occlusive_components(unit, order):
     def after_em(unit: float) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ def odd_data() -> dict[str, Tensor]:
     return odd
 
 
-@pytest.mark.nightly(keep="values")
+@pytest.mark.nightly(keep=11)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the data lie on a background")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -93,6 +93,7 @@ MAKES = {
 }
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKES)
 def test_the_free_energy_of_posteriors_rises(kind):

@@ -218,7 +218,7 @@ def test_a_seed_repeats_a_run():
     assert torch.equal(*weights)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "y"),
@@ -242,6 +242,7 @@ def test_every_model_with_closed_form_learns(model, y):
     assert all(value.isfinite().all() for value in trained.state_dict().values())
 
 
+@pytest.mark.slow
 def test_gibbs_sampling_learns_with_a_search_that_selects():
     torch.manual_seed(0)
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data.abs()
@@ -394,6 +395,7 @@ def test_a_search_for_other_latents_is_refused_before_anything_changes(model, se
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_search_for_other_latents_may_be_given_where_populations_hold_all_states():
     model = GaussianMixture(2, 3)
     guide = learn(model, torch.randn(40, 2, generator=generator()), SurrogateSearch(), **QUICK)
@@ -439,6 +441,7 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [(0.4, 0.5, 0.6), (0.5, 0.5, 0.5)])
 def test_starts_of_a_function_do_not_begin_where_others_have_ended(rates):
     """Whether latents are alike or not."""
@@ -536,7 +539,7 @@ class SumsWithNoise(Sums):
             pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pyro_truncated.ConvergenceWarning")
 def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
     pyro.set_rng_seed(0)

@@ -32,6 +32,7 @@ def test_iris_is_learned_as_well_as_by_scikit_learn_with_many_starts(seed: int) 
     assert float(guide.population().free_energy().mean()) == pytest.approx(best, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
     y = torch.cat([torch.randn(100, 2), torch.randn(100, 2) + 6])
     model = GaussianMixture(2, 2, covariance="diag")
@@ -42,6 +43,7 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
 
 
 @pytest.mark.nightly(keep="values")
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 @pytest.mark.parametrize("covariance", ["full", "tied", "low-rank"])
 def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tuple[torch.dtype, torch.dtype]) -> None:
@@ -60,6 +62,7 @@ def ends_at(heights: Iterator[float]) -> Callable[..., Solution]:
     return lambda profile, *_: ended(profile, FreeEnergyEstimate(next(heights)))
 
 
+@pytest.mark.slow
 def test_starts_of_a_mixture_end_when_another_one_promises_little() -> None:
     """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
     heights = [1.0, 1.9, 2.0, 1.7, 1.2]
@@ -89,6 +92,7 @@ def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(oth
     assert len(found.pool.energies) == (8 if is_sure else 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
 def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:
     guide = learn(

@@ -99,7 +99,7 @@ def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     assert has_warned or learned > reference - max(0.5, 0.01 * len(y)) - 3 * (error**2 + other**2) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(
     "ignore::pyro_truncated.multistart.ConvergenceWarning", "ignore::pyro_truncated.multistart.DisagreeingStartsWarning"
 )

@@ -47,6 +47,7 @@ def test_free_energies_of_starts_are_of_the_one_posterior():
     assert max(guide.starts) == pytest.approx(float(truth), abs=1.0)
 
 
+@pytest.mark.slow
 def test_starts_see_all_rows():
     """A part of the edges does not fit to the nodes: 120 have more than the 6000 rows that latents of each row would get."""
     model, edges, _ = graph(120, torch.Generator().manual_seed(1))
@@ -112,6 +113,7 @@ def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_e
     return Solution(FreeEnergyEstimate(free_energy), snapshot(model, y), population)
 
 
+@pytest.mark.slow
 def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     pyro.set_rng_seed(4)
     x = torch.randn(10, 6)

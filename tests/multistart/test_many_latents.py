@@ -53,6 +53,7 @@ class Counted(NoisyOr):
         return super().initialize(y, generator)
 
 
+@pytest.mark.slow
 def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them():
     y = (torch.rand(20, 16, generator=generator()) < 0.3).float()
     model = Counted(16, 260)

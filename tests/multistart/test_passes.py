@@ -79,6 +79,7 @@ def in_parts(model, y: Tensor, search: Search | None = None) -> bool:
     return Trainer(profile_model(model, y, search, num_states=4)).is_in_parts
 
 
+@pytest.mark.slow
 def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
     y = data()
     assert in_parts(program(network()), y)
@@ -123,12 +124,14 @@ def changed(kind: str):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["index", "neighbours", "mean", "outside", "size"])
 def test_programs_in_which_parts_would_be_something_else_are_trained_on_all_rows_at_once(kind):
     assert in_parts(changed("none"), data())
     assert not in_parts(changed(kind), data())
 
 
+@pytest.mark.slow
 def test_counts_whose_bound_is_that_of_all_rows_are_not_divided():
     y = data().clamp(-1.0, 1.0)
     assert in_parts(changed("counts"), y)

@@ -24,6 +24,7 @@ def topics(y):
         pyro.sample("y", dist.Normal(loc[z], 0.1 + shares[z][..., :2]).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_two_starts_begin_apart_in_vectors_and_simplices():
     begins = []
     for seed in range(2):

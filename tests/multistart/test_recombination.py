@@ -237,6 +237,7 @@ def recombination(y: Tensor) -> Recombination:
     return Recombination(Medians(bars_model, y, guide), EvolutionarySearch(), Exchangeable(slice(0, 6), {"weight": 1, "rate": 0}), 0.01)
 
 
+@pytest.mark.slow
 def test_two_models_find_together_what_each_of_them_lacks() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     whole = {"weight": bars.components, "rate": torch.full((6,), -0.7) + 0.01 * torch.arange(6)}
@@ -263,6 +264,7 @@ def test_two_models_find_together_what_each_of_them_lacks() -> None:
             assert child.parameters["rate"][latent] == whole["rate"][source]
 
 
+@pytest.mark.slow
 def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     bars = linear_bars(200, 3, mean_active=2.0, noise=1.0, generator=generator())
     crossing = recombination(bars.data)
@@ -272,6 +274,7 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     assert crossing.cross(broken, whole) is whole
 
 
+@pytest.mark.slow
 def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_both_show() -> None:
     """All starts may end in such a code, where they have nothing to exchange."""
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
@@ -288,6 +291,7 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
 
 
+@pytest.mark.slow
 def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() -> None:
     """With both log odds added a cause that is on in one of seventeen data points would be eight times as rare."""
     odds = -2.75
@@ -372,6 +376,7 @@ def with_continuous_latents(profile: Profile | None, solution: Solution, less: f
     return Solution(FreeEnergyEstimate(solution.free_energy - less), solution.parameters, None, {"scale": torch.ones(())})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_better", [True, False])
 def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is_trained(is_better: bool) -> None:
     """What it has before is an estimate, with the spread of the continuous latents that the parent has."""
@@ -389,6 +394,7 @@ def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is
         assert assembly.best.free_energy == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     starts = [without(bars, 1, 5), without(bars, 3), without(bars, 5)]
@@ -417,6 +423,7 @@ def test_a_latent_that_two_starts_repeat_ends_nothing_and_is_not_missed() -> Non
     assert not alike.is_complete()
 
 
+@pytest.mark.slow
 def test_spare_latents_are_excused_while_there_are_no_more_of_them_than_of_others() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     few, many = without(bars, 5), without(bars, 0, 1, 2, 3)
@@ -447,6 +454,7 @@ def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
     assert together.best.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_is_complete_before_each_group_is() -> None:
     """What a single start has found is missed in each of two groups."""
     bars = linear_bars(100, 3, mean_active=2.0, noise=1.0, generator=generator())
@@ -575,6 +583,7 @@ def mostly_on(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() -> None:
     torch.manual_seed(0)
     weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.full((100, 6), 0.75))

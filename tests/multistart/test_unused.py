@@ -27,6 +27,7 @@ def _run(num_data: int = 400) -> tuple[SVI, BinarySparseCoding, torch.Tensor]:
     return SVI(model, AutoTruncated(model, num_states=64), ClosedForm(model), Truncated_ELBO()), model, y
 
 
+@pytest.mark.slow
 def test_an_element_that_is_never_on_finds_what_is_badly_explained() -> None:
     svi, model, y = _run()
     training = fit(svi, y, steps=10, progress=False)

@@ -208,6 +208,7 @@ class TestFlipSparse:
         expected = torch.where(values.bool(), 1 - probability, probability).sum(-1)
         assert ((mutated.sum(-1).mean(0) - expected).abs() < SIGMAS * (num_latents / trials) ** 0.5).all()
 
+    @pytest.mark.slow
     def test_flips_are_independent(self) -> None:
         space = StateSpace([2] * 100)
         words = torch.zeros(40000, 1, 2, dtype=torch.long)

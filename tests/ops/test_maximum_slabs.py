@@ -212,6 +212,7 @@ def pattern_probabilities() -> Tensor:
     return torch.stack(masses) / sum(masses)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["cpu", "dense"])
 def test_gibbs_samples_the_joint_posterior_of_two_causes(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

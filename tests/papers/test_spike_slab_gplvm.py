@@ -42,6 +42,7 @@ def test_digits_keep_their_classes_in_the_dimensions_that_are_on(real_data):
     assert result["error"] < 0.5 * result["spread"]
 
 
+@pytest.mark.slow
 def test_experiments_run():
     # Only that the experiments work: a few iterations.
     result = spike_slab_signals.run("SSMRD", "linear", 0.1, "pca", 0, steps=2, warm_up=2, rounds=1)

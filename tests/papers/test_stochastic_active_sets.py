@@ -81,6 +81,7 @@ def test_runs_that_the_output_holds_are_not_made_again(tmp_path, monkeypatch):
     assert len(made) == 7
 
 
+@pytest.mark.slow
 def test_estimates_on_trained_latents_are_below_the_exact_value_and_come_closer(monkeypatch, real_data):
     """The bias of the whole rest is negative and shrinks with the active set; with all points but one there is none."""
     real_data("mnist_train")

@@ -6,6 +6,7 @@ import logging
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from pyro.ops.indexing import Vindex
 
@@ -136,6 +137,7 @@ def test_what_nothing_couples_are_components_of_their_own():
     assert graph_of(model, 2, torch.zeros(4)).components == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
+@pytest.mark.slow
 def test_a_component_without_small_cliques_keeps_whole_states_and_says_so(caplog):
     def model(y):
         z = [pyro.sample(f"z_{i}", dist.Bernoulli(0.5)) for i in range(24)]

@@ -76,6 +76,7 @@ def test_default_plate_nesting_suffices_alone():
     assert TraceEnum_ELBO().loss(given, guide, Y) == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_continuous_matrices_that_depend_on_states_have_room_too():
     torch.manual_seed(0)
     guide = beside(AutoNormal, noisy, "z")

@@ -198,6 +198,7 @@ def test_scalar_sites_are_scored_one_state_after_the_other_too():
     assert Truncated_ELBO().loss(scalar_chain, guide) == pytest.approx(exact.item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_support_reaches_through_the_supports_of_others():
     def thrice():
         a = pyro.sample("a", dist.Binomial(2, rate()))
@@ -246,6 +247,7 @@ def test_a_number_of_classes_that_python_reads_reaches_the_largest():
         assert found.space.cardinalities == (3, 3)
 
 
+@pytest.mark.slow
 def test_a_smaller_population_stays_below_the_evidence_and_the_check_sees_the_gap():
     exact = -torch.stack(list(scalar_chain_terms(torch.tensor(0.4))[0].values())).logsumexp(0).item()
     guide = truncated(scalar_chain, 4)

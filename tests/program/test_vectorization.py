@@ -431,6 +431,7 @@ def test_modules_whose_parameters_are_attributes():
     assert model.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_what_is_scored_together_but_cannot_be_enumerated_in_parallel_works_under_every_elbo():
     """The product gains a dimension beside the plate, which scores forgive and Pyro's enumeration does not."""
 
@@ -476,6 +477,7 @@ def exact_maximum(shift):
     return (dist.Normal(loc, 1.0).log_prob(Y.unsqueeze(-1)) + prior).logsumexp(-1).sum() + dist.Normal(0.0, 1.0).log_prob(shift)
 
 
+@pytest.mark.slow
 def test_a_likelihood_that_scores_packed_states_does_not_say_that_pyro_can_enumerate_the_model():
     guide = list_of(maximum, "s", AutoDelta, 2**H)
     guide(Y)

@@ -118,6 +118,7 @@ def test_unrelated_sensors_are_restored_as_each_alone():
     torch.testing.assert_close(found.image[:, 1] / 1e4, alone.image)
 
 
+@pytest.mark.slow
 def test_a_constant_channel_is_returned_as_it_is():
     image = torch.cat([waves(16, 16, 3), torch.full((16, 16, 1), 255.0).double()], -1)
     image[..., :3] += torch.randn(16, 16, 3, generator=generator())

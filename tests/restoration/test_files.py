@@ -117,6 +117,7 @@ def test_pictures_that_are_too_large_for_a_format_are_refused_before_the_work(tm
     assert "--output must end with the name of a format that Pillow writes pictures of size 16384x2 in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "side"), [(".ico", 16), (".pdf", 20)])
 def test_icons_of_their_own_size_and_formats_that_are_not_read_are_written(tmp_path, ending, side):
     grey = np.random.default_rng(0).integers(0, 255, (side, side), dtype=np.uint8)
@@ -125,6 +126,7 @@ def test_icons_of_their_own_size_and_formats_that_are_not_read_are_written(tmp_p
     assert ending == ".pdf" or pixels_of(tmp_path / "out.ico").shape[:2] == (side, side)
 
 
+@pytest.mark.slow
 def test_grey_pictures_in_files_of_colours_are_restored_as_grey_ones(tmp_path):
     grey = np.random.default_rng(0).integers(0, 255, (12, 13), dtype=np.uint8)
     Image.fromarray(grey).save(tmp_path / "grey.png")

@@ -17,6 +17,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.nightly(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "number", "expected"),
     [

@@ -72,6 +72,7 @@ def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeyp
     torch.testing.assert_close(predicted(image, 2, 0.2), smooth + known)
 
 
+@pytest.mark.slow
 def test_covariances_are_those_of_pairs_near_places(monkeypatch):
     monkeypatch.setattr(kriging, "_NEIGHBOURS", 20)
     array = with_holes(torch.randn(9, 7, 2, generator=generator(12), dtype=torch.float64), 0.3, 13)
@@ -89,6 +90,7 @@ def test_covariances_are_those_of_pairs_near_places(monkeypatch):
     torch.testing.assert_close(distances[:, 0], distances[:, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "most"), [((40,), 0.02), ((12, 12), 0.005)])
 def test_windows_of_small_arrays_are_small(shape, most):
     # Of windows of 32 entries, and of 8 by 8, covariances are mostly chance: these errors are .038 and .066, of small ones .009 and .0004.
@@ -167,6 +169,7 @@ def test_arrays_of_any_dimensions_have_finite_predictions(shape, num_dims, dtype
     assert float((found - array)[seen].square().mean()) < 0.01
 
 
+@pytest.mark.slow
 def test_large_holes_and_single_entries_are_no_obstacle():
     array = torch.full((30, 30), math.nan)
     array[3, 4] = 2.0

@@ -136,6 +136,7 @@ def test_dots_want_small_patches_and_waves_large_ones():
     assert large > 0.6 > small
 
 
+@pytest.mark.slow
 def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypatch):
     asked = []
 

@@ -65,6 +65,7 @@ def test_photon_counts_are_restored_in_their_unit(shape):
         assert bool((filled >= 0).all())
 
 
+@pytest.mark.slow
 def test_negative_counts_are_refused_and_others_than_counts_are_told():
     with pytest.raises(ValueError, match="none below zero"):
         denoise(torch.randn(16, 16), "poisson")

@@ -44,6 +44,7 @@ def test_the_noise_of_a_smooth_image_is_estimated():
     assert noise_level(smooth + 3 * torch.randn(64, 64, generator=generator()), 2) == pytest.approx(3.0, rel=0.06)
 
 
+@pytest.mark.slow
 def test_texture_does_not_count_for_noise():
     # Of ten draws the mean is 9.7 and the standard deviation 0.1; the median of differences says 14.
     left = torch.arange(160).expand(160, 160) < 80
@@ -56,6 +57,7 @@ def test_texture_does_not_count_for_noise():
     assert noise_level(coloured, 2) == pytest.approx(10, rel=0.08)
 
 
+@pytest.mark.slow
 def test_of_a_large_image_some_windows_say_how_much_noise_there_is(monkeypatch):
     image = 0.2 * torch.arange(300) + 10 * torch.randn(300, 300, generator=generator())
     every = noise_level(image, 2)
@@ -111,6 +113,7 @@ def test_most_of_the_noise_goes_and_its_level_is_learned():
     assert 256 * small.noise == pytest.approx(restored.noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share_missing", [0.0, 0.1])
 def test_entries_are_averaged_by_the_inverse_of_their_expected_squared_errors(monkeypatch, share_missing):
     monkeypatch.setattr(patch_mixture, "_AGREEMENTS", 0)

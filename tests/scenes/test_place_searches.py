@@ -345,6 +345,7 @@ def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() ->
     assert affinity.regression is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 20])
 def test_a_search_that_takes_back_what_another_has_learned_goes_on_to_the_same_proposals(rank: int | None, tmp_path: Path) -> None:
     batch, canvas = scene_batch()

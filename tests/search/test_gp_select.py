@@ -110,6 +110,7 @@ def test_data_that_come_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [5, 10, 20, 40, 40]
 
 
+@pytest.mark.slow
 def test_fits_come_at_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, sizes = Toy(), refits(monkeypatch)
     affinity = RegressionAffinity(refit_every=3)
@@ -272,6 +273,7 @@ def test_selecting_everything_is_exact() -> None:
     torch.testing.assert_close(population.free_energy(), toy.field.logsumexp(-1).sum(-1))
 
 
+@pytest.mark.slow
 def test_seeds_reproduce() -> None:
     toy, results = Toy(), []
     for seed in (1, 1, 2):

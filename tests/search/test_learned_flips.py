@@ -60,6 +60,7 @@ class Counted(Search):
         return found
 
 
+@pytest.mark.slow
 def test_fewer_scores_are_needed_than_by_flips_at_random() -> None:
     pyro.set_rng_seed(0)
     y, components, _ = linear_bars(100, 10, mean_active=4.0, generator=torch.Generator().manual_seed(0))
@@ -74,6 +75,7 @@ def test_fewer_scores_are_needed_than_by_flips_at_random() -> None:
     assert reached["learned"][0] > reached["evolution"][0] + 1.0
 
 
+@pytest.mark.slow
 def test_a_seed_reproduces_and_other_latents_are_refused() -> None:
     y = linear_bars(30, 4, mean_active=2.0).data
     model = BinarySparseCoding(16, 8).initialize(y)

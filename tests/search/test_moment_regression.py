@@ -180,6 +180,7 @@ def test_new_data_are_searched_with_what_was_learned_and_teach_nothing() -> None
     assert float((best - found[0].double()).mean()) < 1.0
 
 
+@pytest.mark.slow
 def test_likelihoods_that_mislead_are_not_followed() -> None:
     model, y = hiding_discs("heavy tails")
     search = SurrogateSearch(4)

@@ -45,6 +45,7 @@ def test_neighbours_on_a_grid_are_found() -> None:
         assert distances[component, row[0]] < 3.1
 
 
+@pytest.mark.slow
 def test_searches_find_what_matters_without_looking_at_all() -> None:
     model, y = mixture(100, 2000)
     bounds = {}

@@ -362,6 +362,7 @@ def run_em(
     return [svi.step(y) for _ in range(steps)], model.weight.detach()
 
 
+@pytest.mark.slow
 def test_em_with_every_latent_selected_is_exact_em() -> None:
     losses, weight = run_em(lambda model: Preselection(Cosine(lambda: model.weight), 6), 64, 8)
     exact, exact_weight = run_em(lambda model: ExhaustiveSearch(), 64, 8)

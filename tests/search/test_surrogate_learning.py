@@ -66,6 +66,7 @@ def searched(search, y: Tensor = Y, steps: int = 4, **arguments):
 # --- how far likelihoods were wrong ---
 
 
+@pytest.mark.slow
 def test_own_effects_deviate_by_what_likelihoods_were_wrong_and_impossible_states_do_not_count(deviations) -> None:
     searched(SurrogateSearch(4))
     assert deviations[0] is None
@@ -105,6 +106,7 @@ def test_new_data_do_not_vote_on_likelihoods(monkeypatch) -> None:
     assert search.takes_moments
 
 
+@pytest.mark.slow
 def test_new_data_of_which_likelihoods_are_not_known_are_searched_with_what_was_learned_and_nothing_is_lost() -> None:
     search = SurrogateSearch(4)
     guide = searched(search, Y[:16], 6)

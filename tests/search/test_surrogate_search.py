@@ -121,6 +121,7 @@ def test_what_a_flip_changes_is_in_the_unit_of_log_joints_and_impossible_states_
     assert ScoredBatch(states[:, :1], log_joint[:, :1], features).median_flip_change() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_data", [20, 40])
 def test_own_effects_are_not_taken_for_small_because_many_features_fit_few_data_points(num_data: int) -> None:
     """Effects that have nothing to do with features, half as many of these as data points: little is missing in how much they deviate.
@@ -236,6 +237,7 @@ def test_few_data_points_are_enough_whatever_the_unit_of_log_joints(scale: float
     torch.testing.assert_close(*best, rtol=1e-5, atol=0.1)
 
 
+@pytest.mark.slow
 def test_the_best_states_are_found_where_log_joints_are_quadratic() -> None:
     """All 1024 states are known; those that few scores find are the best ones, in training data and, with what was learned, in others."""
     pyro.set_rng_seed(0)
@@ -265,6 +267,7 @@ def test_impossible_states_and_missing_data_do_no_harm() -> None:
     assert SurrogateSearch(4).propose(batch).words.shape == (4, 4, 1)
 
 
+@pytest.mark.slow
 def test_a_seed_reproduces_and_what_was_learned_is_saved() -> None:
     y, model = bars_with_model(40, 5)
     search, found = SurrogateSearch(4), []
@@ -282,6 +285,7 @@ def test_a_seed_reproduces_and_what_was_learned_is_saved() -> None:
     assert torch.equal(*states)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_what_was_learned_under_other_parameters() -> None:
     from pyro.infer import SVI
 

@@ -87,6 +87,7 @@ def test_active_sets_are_smaller_than_the_data_and_numbers_are_checked():
         ActiveSetGPLVM(max_iter=0).fit(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", [SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=2), ActiveSetGPLVM(max_iter=2)])
 def test_latents_of_another_width_are_refused(space):
     space.fit(plane(10))

@@ -28,6 +28,7 @@ def test_it_reaches_the_density_of_scikit_learns_mixture():
     np.testing.assert_array_equal(ours.predict(X), joint.argmax(1))
 
 
+@pytest.mark.slow
 def test_posteriors_are_cut_down_to_the_most_probable_components():
     X = load_iris().data
     whole = TruncatedMixture(5, max_iter=5, n_init=1, random_state=0).fit(X)
@@ -102,6 +103,7 @@ def test_categories_that_are_missing_are_named(missing):
             TruncatedMixture(2, family="categorical").fit(table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [float, str, bool])
 def test_latent_classes_of_binary_and_categorical_columns(kind):
     random = np.random.default_rng(0)

@@ -87,6 +87,7 @@ def test_averages_are_those_over_all_models(prior):
     np.testing.assert_allclose(deviation**2, weights @ (variances + (means - weights @ means) ** 2), rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_relevant_predictors_are_found_among_many():
     generator = np.random.default_rng(1)
     X = generator.normal(size=(80, 120))
@@ -116,6 +117,7 @@ def test_parameters_out_of_range_are_refused_by_name(options, message):
         SpikeSlabRegressor(**options).fit(*problem())
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_librarys_regression():
     X, y = load_diabetes(return_X_y=True)
     ours = SubsetGPRegressor(n_inducing=15, max_epochs=3, random_state=0).fit(X[:150], y[:150])

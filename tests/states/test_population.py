@@ -228,6 +228,7 @@ class TestInitialPopulation:
         # Means per data point spread from 2 to 4 uniformly (standard deviation 0.58), not just by chance (0.1).
         assert active.mean(1).std() > 0.4
 
+    @pytest.mark.slow
     def test_nearly_full_sparse_levels_are_left_behind(self) -> None:
         # 8192 states, 2000 wanted: not enumerated, and far more than there are sparse ones.
         space = StateSpace([2] * 13)

@@ -35,6 +35,7 @@ def test_round_trip(values_per_latent: list[int], seed: int) -> None:
     assert len(set(map(tuple, words.flatten(0, 1).tolist()))) == len(set(map(tuple, values.flatten(0, 1).tolist())))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(cardinalities)
 def test_fields_are_disjoint_and_inside_a_word(values_per_latent: list[int]) -> None:

@@ -77,6 +77,7 @@ def train(svi: SVI, y: torch.Tensor, steps: int, kind: str) -> list[float]:
     return [svi.step(y, *batch) for _ in range(steps)]
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
@@ -99,6 +100,7 @@ def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
     torch.testing.assert_close(dict(svi.guide.state_dict()), state, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_what_another_search_has_learned_is_left_alone_if_searches_may_differ(y, tmp_path):
     svi = fresh("GPSelect", y)
     train(svi, y, 3, "GPSelect")

@@ -142,6 +142,7 @@ def test_subsampled_search_touches_only_its_data_points():
     assert torch.equal(guide.words[~scored], before[~scored])
 
 
+@pytest.mark.slow
 def test_parameters_inside_the_model_are_optimised_by_svi():
     y = torch.randn(20, 3, dtype=torch.float64)
     guide = AutoTruncated(subsampled, num_states=16)
@@ -150,6 +151,7 @@ def test_parameters_inside_the_model_are_optimised_by_svi():
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_module_form_trains_with_a_torch_optimiser():
     y = torch.randn(20, 3, dtype=torch.float64)
 

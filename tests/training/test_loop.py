@@ -103,6 +103,7 @@ def test_bad_arguments_are_refused(y):
         fit_restarts(lambda restart: fresh("plain", y), y, restarts=0, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["closed form", "plain"])
 def test_a_run_cut_short_resumes_to_the_same_numbers(kind, y, tmp_path):
     path = tmp_path / "folder" / "run.pt"
@@ -172,6 +173,7 @@ def test_restarts_keep_the_best_and_do_not_touch_each_other(kind, y):
     assert svi.evaluate_loss(y) == expected
 
 
+@pytest.mark.slow
 def test_records_of_restarts_that_stopped_early_are_padded(y, tmp_path):
     restarts = fit_restarts(
         lambda restart: fresh("closed form", y, seed=restart),
@@ -200,6 +202,7 @@ class Growth:
         return {"growth": growth}
 
 
+@pytest.mark.slow
 def test_a_callback_that_starts_does_not_notice_an_interruption(y, tmp_path):
     def watched(steps, **options):
         pyro.clear_param_store()

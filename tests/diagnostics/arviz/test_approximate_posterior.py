@@ -74,7 +74,7 @@ def test_log_densities_weight_the_draws_to_the_evidence(idata: Any, y: Tensor) -
     assert abs(weight.mean() - 1) < 4.5 * weight.std() / math.sqrt(weight.size)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_log_densities_correct_leave_one_out_for_the_guide(idata: Any, y: Tensor) -> None:
     """The estimate's standard deviation is 0.037 over 200 seeds: five of them, and what no correction makes wrong by 1.0."""
     _, elpd = exact(y)

@@ -207,6 +207,7 @@ def test_large_arrays_are_left_out_with_a_hint(model: Callable[..., None], data:
     assert "omitted" not in get_dataset(to_arviz(model, fitted(model, data), data, num_samples=5), "posterior").attrs
 
 
+@pytest.mark.slow
 def test_guides_trained_on_minibatches(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
     guide = fitted(model, data, batch_size=2, steps=40)
     with pytest.raises(ValueError, match="needs all 6 data points; the model subsampled 2"):
@@ -429,6 +430,7 @@ def test_arviz_reads_it(data: Tensor, weight: Tensor) -> None:
     assert in_sample - 5 < (elpd.elpd_loo if hasattr(elpd, "elpd_loo") else elpd.elpd) < in_sample
 
 
+@pytest.mark.slow
 def test_guide_lists_trained_on_minibatches(data: Tensor, weight: Tensor) -> None:
     def model(y: Tensor, batch_size: int | None = None) -> None:
         shift = pyro.sample("shift", dist.Normal(torch.zeros(NUM_OBSERVED, dtype=torch.float64), 1.0).to_event(1))
@@ -450,6 +452,7 @@ def test_guide_lists_trained_on_minibatches(data: Tensor, weight: Tensor) -> Non
     assert poutine.trace(guide).get_trace(data, batch_size=2).nodes["own"]["value"].shape == (2,)
 
 
+@pytest.mark.slow
 def test_observed_counts_are_integers_and_plotted_as_such():
     def model(y: Tensor, seen: Tensor) -> None:
         with pyro.plate("data", len(y)):
@@ -490,6 +493,7 @@ def test_data_that_a_prior_draw_makes_impossible_convert(generator):
         torch.testing.assert_close(found, expected.double().expand_as(found), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_classes_that_are_partly_observed_are_plotted():
     def model(y: Tensor, classes: Tensor, known: Tensor) -> None:
         with pyro.plate("data", len(y)):
@@ -520,6 +524,7 @@ def test_counts_are_integers_where_masks_hide_whole_data_points():
     assert get_dataset(idata, "log_likelihood")["y"].dtype.kind == "f"
 
 
+@pytest.mark.slow
 def test_a_hidden_scalar_observation_is_missing() -> None:
     def model(y: Tensor) -> None:
         z = pyro.sample("z", dist.Bernoulli(0.3))

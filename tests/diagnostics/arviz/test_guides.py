@@ -64,6 +64,7 @@ def log_prior(posterior):
     return dist.Normal(0.0, 1.0).log_prob(weight).sum(-1) + dist.LogNormal(-1.0, 0.5).log_prob(noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", GUIDES)
 def test_autoguides(inputs, y, make):
     guide = trained(regression, make(regression), inputs, y=y)
@@ -145,15 +146,15 @@ def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_p
     model = config_enumerate(mixture)
     guide = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
     guide = trained(model, guide, y, elbo=TraceEnum_ELBO(max_plate_nesting=1))
-    idata = to_arviz(model, guide, y, num_samples=100, num_predictive=1, seed=0)
+    idata = to_arviz(model, guide, y, num_samples=25, num_predictive=1, seed=0)
     posterior = get_dataset(idata, "posterior")
     assert posterior["kind"].dims == ("chain", "draw", "data")
     assert posterior["kind"].dtype == np.int8
     terms = mixture_terms(posterior, y)
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"], terms.logsumexp(-1), rtol=1e-4, atol=1e-5)
-    # 400 draws; seven standard errors of each of 12 means.
+    # 100 draws; seven standard errors of each of 12 means.
     probability = terms.softmax(-1)[..., 1].numpy()
-    error = np.sqrt((probability * (1 - probability)).mean((0, 1)) / 400)
+    error = np.sqrt((probability * (1 - probability)).mean((0, 1)) / 100)
     assert (np.abs(posterior["kind"].values.mean((0, 1)) - probability.mean((0, 1))) < 7 * error).all()
     stats = get_dataset(idata, "sample_stats")
     loc = torch.from_numpy(posterior["loc"].values)
@@ -187,6 +188,7 @@ def chain_model(y):
             pyro.sample(f"y_{t}", dist.Normal(2.0 * state, 1.0), obs=y[:, t])
 
 
+@pytest.mark.slow
 def test_enumerated_markov_chains(generator):
     y = torch.randn(3, 4, generator=generator) + 1
     guide = AutoNormal(poutine.block(chain_model, expose=["stay"]))
@@ -287,6 +289,7 @@ def test_latents_that_nobody_infers_are_refused(inputs, y):
         to_arviz(regression, AutoNormal(poutine.block(regression, hide=["noise"])), inputs, y=y)
 
 
+@pytest.mark.slow
 def test_gibbs_guides(generator):
     model = MaxSpikeSlabSparseCoding(4, 3).double()
     y = 3 * torch.rand(6, 4, generator=generator, dtype=torch.float64)

@@ -51,6 +51,7 @@ def described(y):
         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
+@pytest.mark.slow
 def test_computed_values_belong_to_the_posterior_and_factors_nowhere(generator):
     y = torch.randn(8, generator=generator)
     idata = to_arviz(described, guide_list(described, ["mu"], num_states=2), y, num_samples=5, seed=0)
@@ -133,6 +134,7 @@ def test_data_with_a_point_mass_for_their_likelihood_are_data():
     np.testing.assert_array_equal(drawn, np.broadcast_to(total, drawn.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reparam", [LocScaleReparam(0.0), TransformReparam()])
 def test_reparametrised_latents_belong_to_the_posterior(generator, reparam):
     y = torch.randn(6, generator=generator)
@@ -172,7 +174,7 @@ def test_missing_data_are_imputed_in_the_posterior(generator, covered):
     guide = guide_list(imputed, ["mu", "x_unobserved"] if covered else ["mu"], num_states=2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="no guide covers the latents")
-        idata = to_arviz(imputed, guide, x, is_seen, num_samples=50, num_predictive=2, seed=0)
+        idata = to_arviz(imputed, guide, x, is_seen, num_samples=20, num_predictive=2, seed=0)
     assert variables(idata, "posterior") == {"z_index", "mu", "z", "x", "x_unobserved"}
     for group in ("observed_data", "posterior_predictive", "log_likelihood"):
         assert variables(idata, group) == {"x_observed"}
@@ -190,7 +192,7 @@ def test_missing_data_are_imputed_in_the_posterior(generator, covered):
     np.testing.assert_allclose(found["x_observed"], likelihood(x[is_seen], mu), rtol=1e-4, atol=1e-5)
     assert "conditional_on" not in found.attrs
     if not covered:
-        # Missing values come from the mixture that their states were drawn from: 200 draws of three values, six standard errors.
+        # Missing values come from the mixture that their states were drawn from: 80 draws of three values, six standard errors.
         rest = completed[..., ~is_seen] - posterior["mu"].values[..., None]
         sd = math.sqrt(1 + RATE * (1 - RATE) * SHIFT**2)
         assert abs(rest.mean() - RATE * SHIFT) < 6 * sd / math.sqrt(rest.size)
@@ -237,6 +239,7 @@ def test_names_that_arviz_or_files_cannot_have(generator, tmp_path):
     assert get_dataset(az.from_netcdf(tmp_path / "fit.nc"), "posterior")["z"].shape == (4, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda model, y: (functools.partial(model, y), ()), lambda model, y: (Wrapped(model), (y,))])
 def test_models_in_wrappers(generator, wrap):
     model, args = wrap(described, torch.randn(4, generator=generator))

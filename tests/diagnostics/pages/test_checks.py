@@ -59,6 +59,7 @@ def test_a_bad_truncation_warns_and_says_what_to_change(y):
         check_truncation(guide, y, num_samples=0, warn=False)
 
 
+@pytest.mark.slow
 def test_checks_travel_with_the_data(y, tmp_path):
     guide = AutoTruncated(model, 2)
     checks = check_truncation(guide, y, num_samples=50, warn=False)
@@ -93,6 +94,7 @@ def test_diagnose_prints_a_verdict_and_writes_one_page(y, tmp_path, capsys):
     assert any("point estimates" in remark for remark in verdict.remarks)
 
 
+@pytest.mark.slow
 def test_diagnose_of_a_good_fit_and_of_little_data(y, tmp_path, capsys):
     guide = AutoTruncated(model, 32).infer(y, ExhaustiveSearch(), 1)
     idata = to_arviz(model, guide, y, num_samples=5, num_predictive=0, seed=0)
@@ -106,6 +108,7 @@ def test_diagnose_of_a_good_fit_and_of_little_data(y, tmp_path, capsys):
     assert "Nothing speaks against" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures_show_the_numbers(y):
     guide = AutoTruncated(model, 4)
     record = {"free_energy": np.array([[1.0, 2.0, 3.0], [1.0, 4.0, np.nan]])}

@@ -107,6 +107,7 @@ def test_the_interval_of_the_total_holds_what_it_says(spread, widest, generator)
     assert sum(widths) / num_sets < widest
 
 
+@pytest.mark.slow
 def test_stochastic_bounds_sandwich_the_truth(sparse, generator):
     _, y, states, evidence = sparse
     guide = found(sparse, 3)

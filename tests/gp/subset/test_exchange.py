@@ -208,6 +208,7 @@ def test_same_seed_same_subset():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_weighted_draws():
     generator = torch.Generator().manual_seed(0)
     weights = torch.tensor([0.0, 1.0, 3.0, 0.0])

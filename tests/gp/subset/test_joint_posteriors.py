@@ -100,6 +100,7 @@ def test_joint_posterior_agrees_with_dense_formulas(num_inducing, objective):
     torch.testing.assert_close(noisy, found.covariance_matrix + own, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_draws_are_differentiable_in_numeric_inputs():
     x, y = curve()
     for size in (None, 10):
@@ -201,6 +202,7 @@ def test_coregionalised_regression_refuses_what_it_cannot_use():
         CoregionalizedGPRegression(smooth_rbf(x), y.repeat(1, 200))
 
 
+@pytest.mark.slow
 def test_predictions_of_a_saved_regression_need_the_inducing_inputs_only(tmp_path):
     x, y = curve()
     new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE)

@@ -27,6 +27,7 @@ def predicted_without(K, index, Y):
     return tuple(torch.stack(part) for part in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, True])
 def test_share_has_the_highest_density_of_targets_that_were_not_seen(repeated):
     problem, index, K = problem_and_index(H=2, n=40, m=8)
@@ -69,6 +70,7 @@ def test_inducing_inputs_that_are_no_data_points_are_not_left_out():
     torch.testing.assert_close(variance, 1 / others.inverse().diagonal() + free.share * left, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_intervals_hold_what_they_say_where_a_third_of_the_data_are_inducing_inputs(seed):
     # Of 2000 new targets; with all inducing inputs in their places while targets were left out, 95 % intervals held .66 to .75 of them.
@@ -130,6 +132,7 @@ def test_a_tenth_that_are_no_members_is_held_out():
     assert len(held_out_rows(30_000, members)) == 1000
 
 
+@pytest.mark.slow
 def test_held_out_points_alone_calibrate():
     problem, index, _ = problem_and_index(n=40, m=8)
     inputs, held_out = problem.kernel.inputs[index] + 0.01, torch.tensor([3, 11, 17, 30])

@@ -40,6 +40,7 @@ def test_regression_has_the_density_and_predictions_of_pyro(approx):
     torch.testing.assert_close(found[1], variance, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_regression_learns_hyper_parameters_by_svi_and_the_subset_by_exchange():
     kernel, Y = toy(60)
     gp = SubsetSparseGPRegression(kernel, Y[:, 0], num_inducing=8, index=torch.arange(8))
@@ -122,6 +123,7 @@ def targets(name: str, f: torch.Tensor) -> tuple[object, torch.Tensor, dict[str,
     return likelihoods.MultiClass(3), classes, {"latent_shape": (3,)}
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["binary", "poisson", "student", "classes"])
 def test_likelihoods_train_with_minibatches_and_reselection(name):
@@ -171,6 +173,7 @@ def test_reselection_carries_the_posterior_over():
     torch.testing.assert_close(after[1].detach(), variance[new], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_selection_lowers_the_best_loss_of_the_variational_process():
     losses = []
     for choose in (False, True):
@@ -197,6 +200,7 @@ def test_selection_lowers_the_best_loss_of_the_variational_process():
     assert losses[1] < losses[0] - 10
 
 
+@pytest.mark.slow
 def test_strings_and_loading():
     words = ["ab" * k + "c" * j for k in range(1, 6) for j in range(4)]
     y = torch.tensor([float("c" in word) for word in words], dtype=torch.float64)

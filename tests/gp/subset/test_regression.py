@@ -239,6 +239,7 @@ def regression_data(n: int = 200):
 
 
 class TestRegression:
+    @pytest.mark.slow
     def test_learns_and_predicts(self):
         X, y = regression_data()
         model = SubsetGPRegression(smooth_rbf(X[:150]), y[:150], num_inducing=15, generator=torch.Generator().manual_seed(0))
@@ -258,6 +259,7 @@ class TestRegression:
         loo = model.leave_one_out()[0]
         assert ((loo - y[:150]).square().mean() / y[:150].var()) < 0.05
 
+    @pytest.mark.slow
     def test_both_phases_lower_the_objective(self):
         X, y = regression_data()
         model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=10, generator=torch.Generator().manual_seed(0))
@@ -265,6 +267,7 @@ class TestRegression:
         values = [objective for _, _, objective in model.history]
         assert all(b <= a + 1e-6 for a, b in itertools.pairwise(values))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("objective", ["vfe", "fitc"])
     def test_some_rows_at_a_time_never_raise_the_objective_of_all(self, objective):
         X, y = regression_data(400)
@@ -285,6 +288,7 @@ class TestRegression:
         # Phases "subset" are recorded where all rows take part.
         assert "subset" in {phase for _, phase, _ in model.history}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("objective", ["pp", "fitc"])
     def test_other_objectives(self, objective):
         X, y = regression_data(100)
@@ -292,6 +296,7 @@ class TestRegression:
         model.fit(max_epochs=4)
         assert ((model.predict(X)[0] - y).square().mean() / y.var()) < 0.1
 
+    @pytest.mark.slow
     def test_several_outputs(self):
         X, y = regression_data(100)
         model = SubsetGPRegression(smooth_rbf(X), torch.stack([y, 3 * y - 7], 1), num_inducing=10)
@@ -300,6 +305,7 @@ class TestRegression:
         torch.testing.assert_close(mean[:, 1], 3 * mean[:, 0] - 7)
         torch.testing.assert_close(variance[:, 1], 9 * variance[:, 0])
 
+    @pytest.mark.slow
     def test_polish_goes_on_from_the_subset(self):
         X, y = regression_data(120)
         model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=5, generator=torch.Generator().manual_seed(0))
@@ -310,6 +316,7 @@ class TestRegression:
         assert not torch.equal(model.inducing_inputs, X[model.subset])
         assert model.history[-1][1] == "polish"
 
+    @pytest.mark.slow
     def test_saved_and_loaded(self, tmp_path):
         X, y = regression_data(80)
         for polish in (False, True):
@@ -345,6 +352,7 @@ class TestRegression:
         SubsetGPRegression(kernel, y, num_inducing=25).fit(max_epochs=15)
         assert kernel.relevance[0] > 5 * kernel.relevance[1]
 
+    @pytest.mark.slow
     def test_all_noise_warns(self):
         generator = torch.Generator().manual_seed(0)
         y = torch.randn(80, generator=generator, dtype=torch.float64)
@@ -366,6 +374,7 @@ class TestRegression:
         with pytest.warns(AllNoiseWarning, match="as noise"):
             model.fit(max_epochs=20)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
     def test_inputs_of_any_unit_start_alike(self, unit):
         X, y = regression_data(80)
