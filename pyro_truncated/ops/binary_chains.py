@@ -1,15 +1,12 @@
 r"""Exact sums over sequences of binary chains on sets of states.
 
-Every step has a set of packed states.
-
-A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with their own
-transitions. A table has the log likelihoods of the kept states. The sum over the product :math:`K_1
-\times \dots \times K_T` of the sets,
+A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with their own transitions. The sum over the product of the
+sets kept at every step,
 
 .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_T \in K_T} \prod_t p(s_t \mid s_{t-1})\, p(y_t \mid s_t),
 
-is a lower bound of the log evidence, and exact where the sets are full. Words have shape ``(N, T, S, W)`` and log likelihoods
-``(N, T, S)``; a member whose log likelihood is minus infinity is as good as absent.
+is a lower bound of the log evidence, and exact where the sets are full. Words have shape ``(N, T, S, W)`` and log likelihoods ``(N, T,
+S)``; a member whose log likelihood is minus infinity is as good as absent.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ def pair_terms(log_prob: Tensor) -> PairTerms:
 
 
 class Transitions(NamedTuple):
-    """Log transition probabilities of ``M`` binary chains.
-
-    There are several kinds; ``kind`` says which one leads into each step.
+    """Log transition probabilities of ``M`` binary chains, of several kinds.
 
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
 
@@ -83,10 +78,7 @@ class Messages(NamedTuple):
         return self.log_norm.sum(1)
 
     def log_weights(self) -> Tensor:
-        """Returns log posterior probabilities of all members, ``(N, T, S)``.
-
-        They are minus infinity where no path is possible.
-        """
+        """Log posterior probabilities of all members, ``(N, T, S)``."""
         joint = self.forward + self.backward
         total = joint.logsumexp(-1, keepdim=True)
         return torch.where(total > -torch.inf, joint - total, joint)
@@ -114,10 +106,7 @@ class Flips(NamedTuple):
 
 
 def safe_log(probability: Tensor) -> Tensor:
-    """Returns logarithms whose gradient is zero where probabilities are zero.
-
-    There the gradient is not NaN.
-    """
+    """Logarithms whose gradient is zero, not NaN, where probabilities are zero."""
     is_zero = probability == 0
     logarithm: Tensor = torch.where(is_zero, 1.0, probability).log()
     return logarithm.masked_fill(is_zero, -torch.inf)
@@ -166,8 +155,6 @@ def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tenso
 def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
     r"""Returns expected numbers of transitions of each kind and chain.
 
-    They are summed over all sequences.
-
     They are the gradient of the bounds with respect to ``transitions.log_prob``, and divided by their row sums the M-step.
 
     Args:
@@ -190,9 +177,7 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
 
 
 def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """Returns the most probable path of each product of sets.
-
-    The Viterbi algorithm finds it.
+    """Returns the most probable path of each product of sets (Viterbi).
 
     Returns:
         Positions ``(N, T)`` of the members along the path, zero beyond the end, and the log joints of the paths ``(N,)``.
@@ -202,9 +187,7 @@ def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[T
 
 
 def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
-    """Draws independent paths from the posterior on the sets.
-
-    The draws use backward sampling.
+    """Draws independent paths from the posterior on the sets, sampling backward.
 
     Args:
         words: as for :func:`messages`.
@@ -224,16 +207,12 @@ def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform
 def select(
     words: Tensor, unary: Tensor, transitions: Transitions, size: int, ahead: Tensor, *, forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Chooses the best sets, one step after the other.
+    r"""Chooses the best sets among candidates, one step after the other.
 
-    They are chosen among candidates of every step.
-
-    Given the sets of both neighbours, a state contributes to :math:`e^{\mathcal F}` the product of
-    the neighbours' messages and its own likelihood. So the best ``size`` distinct states are the
-    best set. The pass takes new messages from where it comes from, and from where it goes the
-    messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice
-    is exact coordinate ascent, and the bound never falls. If they are all candidates, choices look
-    ahead: a better stretch may begin that costs something at first, and the bound may fall.
+    Given the sets of both neighbours, a state contributes to :math:`e^{\mathcal F}` the product of the neighbours' messages and its own
+    likelihood. So the best ``size`` distinct states are the best set. The pass takes new messages from where it comes from, and from where
+    it goes the messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice is exact coordinate ascent,
+    and the bound never falls. If they are all candidates, choices look ahead, and the bound may fall.
 
     Args:
         words: candidates ``(N, T, C, W)``, the members first.
@@ -261,10 +240,8 @@ def select(
 def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
     r"""Returns the states of largest mass one flip from a member.
 
-    They differ from a member of their step in one latent, and are no members.
-
-    Given a member, let :math:`w_j` be weights of the previous step's states and :math:`a_m = \sum_j
-    w_j s'_{jm}`. The left factor of a member with latent ``m`` flipped is that of the member times
+    Let :math:`w_j` be weights of the previous step's states and :math:`a_m = \sum_j w_j s'_{jm}`. The left factor of a member with latent
+    ``m`` flipped is that of the member times
 
     .. math:: (1 - a_m) \frac{A_m(0, 1 - s_m)}{A_m(0, s_m)} + a_m \frac{A_m(1, 1 - s_m)}{A_m(1, s_m)},
 
@@ -294,9 +271,7 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
 
 
 def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
-    """Returns the log mass of states, members or not.
-
-    It is relative to the sum over the sets: of members it is their log posterior probability.
+    """Returns log masses of states, of members their log posterior probabilities.
 
     Args:
         words: members ``(N, T, S, W)``.
@@ -322,7 +297,7 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
     r"""Returns exact posteriors of the joint configurations of ``k`` chains.
 
-    Kronecker products give them at every step, at :math:`k 2^k` a step.
+    A step costs :math:`k 2^k`, by Kronecker products.
 
     Args:
         unary: log likelihood of every configuration, ``(N, T, 2**k)``. Bit ``i`` of its position is the value of ``block[i]``.
@@ -339,7 +314,7 @@ def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> 
 def draw_blocks(unary: Tensor, transitions: Transitions, block: Tensor, uniform: Tensor) -> Tensor:
     r"""Draws paths of ``k`` chains from their exact posterior.
 
-    Filtering forward and sampling backward with Kronecker products, at :math:`k 2^k` a step.
+    A step costs :math:`k 2^k`, by Kronecker products.
 
     Args:
         unary: as for :func:`block_posteriors`.

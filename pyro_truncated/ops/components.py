@@ -42,9 +42,7 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
 
 
 def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """Checks that components, weights and rows fit; returns 64-bit components.
-
-    Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
+    """Checks components ``(N, S)``, weights and rows ``(N, D)``; returns 64-bit components.
 
     Raises:
         ValueError: if shapes do not fit, or there are other components.
@@ -93,9 +91,8 @@ _CACHED = 2**22
 class Grouped:
     """Entries sorted by group, in blocks of one group each.
 
-    The last block of a group is filled up with other entries, which belong elsewhere and whose
-    results are dropped. On a device, counting the blocks would wait for it. There are then as many
-    blocks as there can be, and the last ones have no entries of their own.
+    The last block of a group is filled up with other entries, whose results are dropped. On a device there are as many blocks as there can
+    be, as counting them would wait.
 
     Example:
         >>> from pyro_truncated.ops.components import Grouped
@@ -136,10 +133,7 @@ class Grouped:
         return cls(block, entry, within < size[block].unsqueeze(1), place)
 
     def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
-        """Yields some blocks at a time.
-
-        Their entries of so many bytes stay in the cache and within the memory budget.
-        """
+        """Yields blocks whose entries stay in the cache and the memory budget."""
         per_block = bytes_per_entry * self.entry.shape[1]
         rows = rows_per_block(per_block)
         if self.entry.is_cpu:
@@ -261,10 +255,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
 def _means_of_what_is_seen(
     rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same with missing entries.
-
-    Every row has a posterior covariance of its own.
-    """
+    """The same with missing entries, and a posterior covariance for every row."""
     number, size = (~rows.isnan()).sum(1)[row], rows.shape[1]
     # The smaller of two systems of equations: one for each direction, or one for each entry that is seen, which needs whole covariances.
     bytes_of_covariance = rows.element_size() * size**2
@@ -286,10 +277,7 @@ def _means_of_what_is_seen(
 
 
 def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`.
-
-    Rows ``(E, D)`` with more observed entries come last.
-    """
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}`, rows in order of observed entries."""
     covariance = factor @ factor.mT
     prior, found = covariance.diagonal(dim1=1, dim2=2), []
     per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
@@ -329,10 +317,7 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
 
 
 def _ranks(factor: Tensor) -> Tensor | None:
-    """Returns numbers of columns ``(K,)`` up to the last non-zero one.
-
-    On a device they are ``None``, as reading them would wait.
-    """
+    """Numbers of columns up to the last non-zero, ``None`` on devices."""
     if not factor.is_cpu:
         return None
     last: Tensor = ((factor.detach() != 0).any(1) * torch.arange(1, factor.shape[2] + 1)).amax(1)
@@ -340,10 +325,7 @@ def _ranks(factor: Tensor) -> Tensor | None:
 
 
 def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
-    """Drops columns that are zero in all of some groups' matrices.
-
-    Their gradients are zero, too.
-    """
+    """Drops columns that are zero in all of some groups' matrices."""
     return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
 
 
@@ -406,9 +388,7 @@ def _identity(basis: Tensor) -> Tensor:
 
 
 def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
-    """Returns centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
-
-    A centre that loses all its points stays where it is.
+    """Centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
 
     Args:
         points: ``(N, D)``.
@@ -430,10 +410,7 @@ def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
 
 
 def nearest_centres(points: Tensor, centres: Tensor, number: int = 1) -> Tensor:
-    """Returns the nearest centres of ``(K, D)`` for points ``(N, D)``.
-
-    They are ``(N, number)``, nearest first, or all if there are fewer.
-    """
+    """The nearest centres of points ``(N, D)``, nearest first, ``(N, number)``."""
     mean = points.mean(0)
     return _nearest(points - mean, centres - mean, min(number, len(centres)))
 

@@ -1,7 +1,4 @@
-"""The largest of many linear functions of features.
-
-They are the largest of all, of groups, or along neighbours.
-"""
+"""The largest linear functions of features: of all, in groups, along neighbours."""
 
 from __future__ import annotations
 
@@ -63,9 +60,7 @@ def follow_neighbours(
     depth: int,
     also: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Follows neighbours of the best functions to convergence.
-
-    It stops when all neighbours of the best functions have been evaluated.
+    """Follows neighbours of the best functions until all have been evaluated.
 
     Args:
         features: of the data points, ``(N, F)``.

@@ -123,20 +123,13 @@ class Fields:
         return self.rows(latents) if what == "rows" else self.masks[latents]
 
     def _tails(self) -> Tensor:
-        """Returns suffix masks of latents, ``(L - 1, W)``.
-
-        They have the bits from each latent but the first on, with all bits behind them in their
-        words.
-        """
+        """Masks ``(L - 1, W)`` of the bits from each latent but the first on."""
         position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
         rest = ~((1 << self.shift[1:, None]) - 1)
         return torch.where(position > word, -1, torch.where(position < word, 0, rest))
 
     def rows(self, latents: Tensor) -> Tensor:
-        """Returns word, shift and cardinality of some latents, ``(3, M)``.
-
-        Compiled kernels take them so.
-        """
+        """Word, shift and cardinality of some latents, ``(3, M)``."""
         return torch.stack([self.word[latents], self.shift[latents], self.cardinality[latents]])
 
 
@@ -172,9 +165,7 @@ def enumerate_states(fields: Fields, device: torch.device | str | None = None) -
 
 
 def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the states in which one latent has a non-zero value.
-
-    All other latents are zero. They are on the CPU.
+    """The states in which one latent is not zero, on the CPU.
 
     Args:
         fields: where the latents lie.
@@ -200,9 +191,7 @@ _counts: Any = WeakIdKeyDictionary()
 
 
 class _Count:
-    """The largest number of active latents among some states.
-
-    It was read, or is bounded by their sources and some flips.
+    """The largest number of active latents among states, read or bounded.
 
     Attributes:
         number: what has been seen, or the sources have. Of open sources nothing yet.
@@ -236,9 +225,7 @@ class _Count:
 
 # Whatever is padded to a larger number than need be costs its square: so many flips are followed.
 def most_active(words: Tensor, most_flips: int = 2) -> int | None:
-    """Returns a bound of active latents of one state.
-
-    ``None`` means that it is not known closely.
+    """A bound of active latents of one state; ``None`` if not known.
 
     Args:
         words: packed states, ``(..., W)``.
@@ -249,19 +236,14 @@ def most_active(words: Tensor, most_flips: int = 2) -> int | None:
 
 
 def note_most_active(words: Tensor, number: int) -> None:
-    """Records what has been read of states on a device.
-
-    It holds for all states in the same memory.
-    """
+    """Records the most active latents of states on a device, as read."""
     if not words.is_cpu:
         count = _count_of(words) or _keep(words, _Count())
         count.see(number)
 
 
 def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
-    """Records that states were selected among others.
-
-    They may have so many more latents.
+    """Records that states were selected among others, with so many more latents.
 
     Args:
         words: the states.
@@ -319,8 +301,6 @@ def check_words(name: str, words: Tensor) -> None:
 
 def check_bits(words: Tensor, num_latents: int) -> None:
     """Refuses states ``(N, C, W)`` without exactly ``num_latents`` binary latents.
-
-    Kernels use set bits as positions of latents.
 
     Raises:
         ValueError: if the number of words is another, or bits are set beyond those of the last latent.
@@ -394,13 +374,9 @@ _MAX_STATES = 2**20
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
-    r"""Returns unions of at most ``max_active`` of each data point's singletons.
+    r"""Unions of at most ``max_active`` of each data point's single-latent states.
 
-    These are its selected single-latent states.
-
-    Every state but the first, all-zero one extends a state with one latent fewer by one
-    single-latent state. So building a state takes one operation per word, and its latents are never
-    unpacked.
+    Every state extends one with one latent fewer, so building it takes one operation per word.
 
     Args:
         chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
@@ -434,10 +410,7 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _table(num_selected: int, max_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the combination that each extends, and the added position.
-
-    The empty combination comes first.
-    """
+    """The combination that each extends, and the position it adds."""
     subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
     position = {subset: i for i, subset in enumerate(subsets)}
     parent = torch.tensor([position[subset[:-1]] for subset in subsets], device=device)

@@ -1,7 +1,4 @@
-"""Likelihoods of unpacked states in plain torch.
-
-They run on any device and are differentiable any number of times.
-"""
+"""Likelihoods of unpacked states in plain torch, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -16,18 +13,12 @@ _CERTAIN = 1e15
 
 
 def product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``.
-
-    If all vectors share the matrix, it is one large product.
-    """
+    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``."""
     return vectors @ matrix.mT if matrix.dim() == 2 else (matrix @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
-    """Returns ``log p(y_d = 0 | s)`` of states ``(..., H)``.
-
-    A weight of one (log complement minus infinity) acts only where its latent is on.
-    """
+    """``log p(y_d = 0 | s)`` of states ``(..., H)``, where weights may be one."""
     # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
     result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
     return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)

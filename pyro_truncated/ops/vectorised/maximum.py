@@ -1,7 +1,4 @@
-"""Superpositions by maximum in plain torch, for any device.
-
-Where the terms of all latents do not fit the memory budget, those of the active latents alone are looked at.
-"""
+"""Superpositions by maximum in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`.
-
-    Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
-    """
+    """See :func:`pyro_truncated.ops.maximum_statistics`."""
     is_small = are_few(words, weight.numel() + len(weight))
     return (_statistics_of_all if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
 
@@ -86,10 +80,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
 
 
 def _terms(block: ActiveLatents, weight: Tensor) -> Tensor:
-    """Returns contributions of active latents, ``(n, c, K, D)``.
-
-    They are zero in places that are not taken.
-    """
+    """Contributions of active latents, ``(n, c, K, D)``, zero in unused places."""
     return weight.mT[block.latents] * block.is_taken.unsqueeze(-1)
 
 
@@ -174,10 +165,7 @@ def slab_gibbs(
 
 
 def log_likelihood(value: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
-    """Returns log densities ``(*batch)`` of observed entries around their mean.
-
-    Data are ``(*batch, D)``.
-    """
+    """Log densities ``(*batch)`` of observed entries of data ``(*batch, D)``."""
     normal = torch.distributions.Normal(mean, precision.rsqrt(), validate_args=False)
     return torch.where(value.isnan(), 0.0, normal.log_prob(value.nan_to_num(0.0))).sum(-1)
 
