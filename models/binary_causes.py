@@ -25,10 +25,7 @@ Model = TypeVar("Model", bound=Any)
 
 
 def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns the data to initialise from, in floating point.
-
-    Very many data points are subsampled, with equal results in all processes.
-    """
+    """The data to initialise from, in floating point, subsampled if very many."""
     rows = some_rows(y, MOST_ROWS, generator)
     return cast_like(rows, rows)
 
@@ -49,8 +46,6 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
 def check_real(y: Tensor, name: str = "y") -> None:
     """Refuses complex data, including NumPy arrays.
 
-    Only real ones are made tensors.
-
     Raises:
         TypeError: if they are complex.
     """
@@ -59,9 +54,7 @@ def check_real(y: Tensor, name: str = "y") -> None:
 
 
 def count_data(y: Tensor | None, num_data: int | None) -> int:
-    """Returns the number of data points of a model.
-
-    They are observed, or so many are generated, by default one.
+    """The number of data points: observed, or generated, by default one.
 
     Raises:
         TypeError: if they are complex: here a model sees them first.
@@ -73,55 +66,37 @@ def count_data(y: Tensor | None, num_data: int | None) -> int:
 
 
 def cast_like(mean: Tensor, y: Tensor) -> Tensor:
-    """Returns means in the data's type.
-
-    For integers it is torch's default type.
-    """
+    """Means in the data's type, for integers in torch's default type."""
     return mean.to(y.dtype if y.is_floating_point() else torch.get_default_dtype())
 
 
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
-    """Returns ``num_rows`` randomly chosen data points.
-
-    They are distinct if there are as many. Missing entries become their dimension's mean.
-    """
+    """Random data points, distinct if possible, missing entries replaced by means."""
     order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
     rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
 
 def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
-    """:func:`random_rows`, with noise that tells equal ones apart.
-
-    It is a hundredth of the ``deviation``.
-    """
+    """:func:`random_rows` with noise, a hundredth of the ``deviation``."""
     rows = random_rows(y, num_rows, generator)
     noise = torch.randn(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
     return rows + 0.01 * deviation * noise.to(rows)
 
 
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns initial probabilities, a scalar or ``(H,)``.
-
-    Two latents are active on average.
-    """
+    """Initial probabilities, a scalar or ``(H,)``, for two active latents."""
     return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
 
 
 def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
-    """The prior of so many latents, each active with its probability.
-
-    The parameter's constraint is the unit interval. On a device, checking it again would wait.
-    """
+    """The prior of so many latents, each active with its probability."""
     probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
     return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
-    r"""Returns the maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle`.
-
-    It maximises the expected log prior. If shared, it is the mean over latents.
-    """
+    r"""The maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle`, if shared its mean over latents."""
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
     return frequency.clamp(FLOOR, 1 - FLOOR)
@@ -130,8 +105,6 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
 @torch.no_grad()
 def with_latents(model: Model, index: Tensor) -> Model:
     r"""Copies a model of exchangeable causes by an index.
-
-    Cause ``i`` is a copy of cause ``index[i]``; the mean number of active causes stays.
 
     Args:
         model: has ``num_latents``, ``prior`` and parameters with the latents in their last dimension, named by ``latent_parameters``.

@@ -83,9 +83,7 @@ class CategoricalMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> CategoricalMixture:
-        """Starts from the shares and frequencies of clusters of the data.
-
-        The frequencies of all data count as one more data point of each cluster.
+        """Starts from the shares and frequencies of clusters, with one mean datum.
 
         Args:
             y: values ``(N, D)``.
@@ -141,10 +139,7 @@ class CategoricalMixture(LinearMixture):
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        """Sets the parameters to frequencies, which maximise the expected log joint.
-
-        A class without data keeps its probabilities.
-        """
+        """Sets the parameters to frequencies; classes without data keep theirs."""
         counts = statistics["counts"].unsqueeze(-1)
         self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floored(statistics["sums"] / counts), self.probs)
         self.weights = best_weights(statistics["counts"]).to(self.weights)

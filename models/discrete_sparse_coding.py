@@ -1,7 +1,4 @@
-"""Discrete sparse coding: causes with a few given values.
-
-They superpose linearly, with Gaussian noise.
-"""
+"""Discrete sparse coding: causes with a few given values."""
 
 from __future__ import annotations
 
@@ -26,12 +23,8 @@ class DiscreteSparseCoding(LinearDictionary):
     r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s + b, \sigma^2 I)`.
 
     The site ``s`` holds the *numbers* of the values :math:`\phi_0 = 0, \phi_1, \dots`, so that zero means "off" as everywhere. The default
-    is ternary sparse coding, with the values -1, 0 and 1. States are scored with the products of data and dictionary taken once, at a cost
-    per state that does not depend on ``D``.
-
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    If the values lie symmetrically around zero, the sign of an element is not determined.
+    is ternary sparse coding, with the values -1, 0 and 1. Entries of the data that are NaN are missing. If the values lie symmetrically
+    around zero, the sign of an element is not determined.
 
     Example:
         >>> y = linear_bars(50, 3, mean_active=2.0).data
@@ -151,13 +144,11 @@ class DiscreteSparseCoding(LinearDictionary):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points
-        with :math:`y_{nd}` observed and :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then
-        :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the mean expected squared residual of
-        the observed entries. :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data
-        points, over the latents if they share it, and over values of equal magnitude if these are
-        tied. Elements of latents that are never active stay as they are. An offset is maximised
-        jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
+        Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
+        :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then :math:`W_d = A_d^{-1} c_d`, with an offset see
+        :func:`.best_dictionary_and_offset`. :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi_k`
+        is the mean of :math:`q_n(s_h = k)` over the data points, and over latents and magnitudes that share it. Elements of latents that
+        are never active stay as they are.
         """
         weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)
@@ -166,10 +157,7 @@ class DiscreteSparseCoding(LinearDictionary):
 
     @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a model whose latent ``i`` copies latent ``index[i]``.
-
-        The mean number of active latents stays.
-        """
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
         other = copy.deepcopy(self)
         other.weight = self.weight[:, index].contiguous()
         other.num_latents = len(index)
@@ -184,8 +172,6 @@ class DiscreteSparseCoding(LinearDictionary):
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Returns the posterior mean :math:`W \langle \phi_s \rangle + b` of noise-free data.
-
-        It is ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.

@@ -1,7 +1,4 @@
-"""Maximal causes analysis of counts, binary data and positive data.
-
-The strongest cause determines the mean of every dimension.
-"""
+"""Maximal causes analysis of counts, binary data and positive data."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def raised_means(means: Tensor) -> Tensor:
-    """Returns means ``(D, H + 1)`` with hidden ones slightly above the background.
-
-    The background comes last.
-    """
+    """Means ``(D, H + 1)`` with hidden ones slightly above the background."""
     background = means[:, -1:]
     # Above what means are rounded to before they are compared, and far below what a free energy
     # shows.
@@ -39,10 +33,7 @@ def raised_means(means: Tensor) -> Tensor:
 
 
 def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
-    """Returns sums ``(D, H + 1)`` with some causes' given to the background.
-
-    It comes last.
-    """
+    """Sums ``(D, H + 1)`` with some causes' given to the background, the last."""
     given = (sums * is_left).sum(-1, keepdim=True)
     return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
 
@@ -56,17 +47,12 @@ def with_returns(
     within: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
-    r"""Returns claims with recovered hidden causes.
+    r"""Returns claims with hidden causes that recover where this lowers losses.
 
-    A cause recovers in the dimensions where this lowers the expected losses.
-
-    A mean below the background wins nothing, so that an average of what it wins leaves it there for
-    ever. To the likelihood it is the same as one at the background. Data points that have the cause
-    and nothing stronger then belong to the cause as well. If their mean is above that of all data
-    that the background explains, two means explain them better than the common one. This includes
-    the data that it hides. In each dimension the cause that gains most is tried at its mean, and
-    the background at that of the rest. One cause moves at a time, as causes that are on together
-    would each ask for what is due to one of them. The others follow in later steps.
+    A mean below the background wins nothing, so that an average of what it wins leaves it there for ever. Data points that have the cause
+    and nothing stronger belong to the cause as well. If their mean is above that of all data that the background explains, two means
+    explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
+    the rest.
 
     Args:
         means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.
@@ -129,13 +115,11 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \qquad m_d = \max(b_d, \max_h s_h W_{dh}), \qquad y_d \sim p(y_d;\; m_d),
 
     where :math:`m_d` is the mean of a Poisson, Bernoulli, exponential or gamma distribution, and the background :math:`b` that of a
-    dimension without a cause. Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+    dimension without a cause. Entries of the data that are NaN are missing.
 
-    The M-step of the dictionary is the same for all families: it averages the data that each cause
-    wins. As the winners depend on the dictionary, that may lower the expected log joint. The step
-    is then halved in these dimensions until it does not. A mean below the background wins nothing.
-    It recovers where data of its cause ask for more, and the expected log joint rises by it. So
-    with the full batch the free energy never decreases.
+    The M-step of the dictionary averages the data that each cause wins. As the winners depend on the dictionary, the step is halved in
+    dimensions where the expected log joint would fall. A mean below the background recovers where data of its cause ask for more. So with
+    the full batch the free energy never decreases.
 
     Example:
         >>> y = torch.poisson(5 * linear_bars(50, 3, mean_active=2.0).data.clamp(min=0))
@@ -289,13 +273,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and
-        :math:`b_d` that of the data that no latent wins. A step may end on the way there (see
-        :meth:`sufficient_statistics`). :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged
-        over the latents if shared. Entries that never win stay as they are, unless the background
-        alone hides them from data that ask for more. The concentration of gamma distributions
-        solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the
-        observed entries.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and :math:`b_d` that of the data that no latent
+        wins, or on the way there. :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The concentration of
+        gamma distributions solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
@@ -323,12 +303,7 @@ def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tu
 
 
 def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
-    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k`, at most a million.
-
-    It uses Newton's method in :math:`1 / k`.
-
-    The start is off by less than 2 %.
-    """
+    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
     c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
     k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
     for _ in range(newton_steps):

@@ -1,7 +1,4 @@
-"""Mixtures whose log joints are linear in features of the data.
-
-Products of matrices find the likely components.
-"""
+"""Mixtures whose log joints are linear in features of the data."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ NEVER_USED = 1e-8
 
 
 def best_weights(counts: Tensor) -> Tensor:
-    """Returns mixing proportions that maximise the expected log prior.
-
-    None is below a floor, as a component at zero could never recover.
-    """
+    """Mixing proportions, above a floor, that maximise the expected log prior."""
     weights = (counts / counts.sum()).clamp(min=FLOOR)
     return weights / weights.sum()
 
@@ -35,7 +29,7 @@ def best_weights(counts: Tensor) -> Tensor:
 class Shares:
     """Responsibilities :math:`r_{nk}` of ``K`` components, and sums weighted with them, in float64.
 
-    Where there are many more components than states are kept of a data point, only those are looked at.
+    Where there are many more components than kept states, only those are looked at.
 
     Args:
         population: truncated posteriors over the component.
@@ -98,7 +92,7 @@ _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 class ComponentTable(TorchDistribution):
     """The distribution of a component, with a table of all log densities.
 
-    Where nearly as many components are asked for as there are, one product of matrices gives the table.
+    Where nearly all components are asked for, one product of matrices gives the table.
 
     Args:
         component: components ``z``, integers of any shape.
@@ -194,20 +188,14 @@ class LinearMixture(UniqueModule):
         return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles mixtures of earlier versions, too.
-
-        Their weights show whether they have data.
-        """
+        """Unpickles mixtures of earlier versions, too."""
         super().__setstate__(state)
         for name, value in self.later_buffers().items():
             if name not in self._buffers:
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Loads states of earlier versions, too.
-
-        Mixtures without the purpose of a buffer load as well.
-        """
+        """Loads states of earlier versions, too."""
         for name, value in self.later_buffers().items():
             found = state_dict.setdefault(f"{prefix}{name}", value)
             if found.shape != value.shape and 0 in (found.numel(), value.numel()):
@@ -220,10 +208,7 @@ class LinearMixture(UniqueModule):
 
     @abc.abstractmethod
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """Returns the components' log joints as functions of the features.
-
-        They are in the type of the data.
-        """
+        """The components' log joints as functions of the features."""
 
     @abc.abstractmethod
     def datum_statistics(self) -> dict[str, Tensor]:
@@ -250,14 +235,10 @@ class LinearMixture(UniqueModule):
     def likeliest_components(self, y: Tensor, num_states: int) -> Tensor:
         r"""The components of highest :math:`\log \pi_k + \log p_k(y_n)`, the best states that populations can have.
 
-        Log joints are linear in features of the data, so that this is a product of matrices. For
-        Gaussians these are the data and their squares, for Poisson distributions the data. Up to
-        three thousand components, or for fewer than ten data points per component, all are looked
-        at. Of more only those in the two likeliest groups and the neighbours of the best two, and
-        in sixteen groups for those data points
-        that have no likely one there. The best component is missed for 0.1 to 0.2 % of the data
-        points if components are separate, and for 1 to 2 % if they overlap. In training,
-        populations that hold some lead on, so that less is missed.
+        Log joints are linear in features of the data, so that this is a product of matrices. Up to three thousand components, or for fewer
+        than ten data points per component, all are looked at. Of more only those in the two likeliest groups and the neighbours of the best
+        two, and in sixteen groups for data points without a likely one there. The best component is missed for 0.1 to 0.2 % of the data
+        points if components are separate, and for 1 to 2 % if they overlap. In training less is missed.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -279,10 +260,7 @@ class LinearMixture(UniqueModule):
         return self.likeliest_beside(check_data(y, self.num_observed), min(num_states, self.num_components))
 
     def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
-        """The same for populations that may hold likely components.
-
-        Their neighbours are evaluated, too.
-        """
+        """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
             _ROWS_PER_BLOCK
@@ -298,10 +276,6 @@ class LinearMixture(UniqueModule):
 
     def default_search(self, num_states: int) -> Search:
         """Returns the default search of :func:`pyro_truncated.learn`.
-
-        It proposes the likeliest components at every step.
-
-        Of more than three thousand components some likely ones are missed, see :meth:`likeliest_components`.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -321,10 +295,8 @@ class LinearMixture(UniqueModule):
 class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
-    Populations need not be likely beforehand, and nothing is learned of the data. Of more than three thousand components not all likely
-    ones are found at once: some are in groups that are not looked at. Populations that hold the
-    best component of the likeliest two groups are then extended by its neighbours, and no more
-    groups are evaluated. Later steps miss less, in less time.
+    Populations need not be likely beforehand. Of more than three thousand components not all likely ones are found at once; later steps
+    miss less, in less time.
 
     Args:
         model: the mixture, whose data are called ``y``.

@@ -1,7 +1,4 @@
-"""Maximal causes analysis of binary causes.
-
-The strongest cause determines every observed dimension.
-"""
+"""Maximal causes analysis: the strongest cause determines every observed dimension."""
 
 from __future__ import annotations
 
@@ -19,11 +16,9 @@ from pyro_truncated.models.superposed_causes import SparseCoding
 class MaximalCauses(SparseCoding):
     r"""Maximal causes: :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y_d \sim \mathcal N(\max_h s_h W_{dh}, \sigma^2)`, :math:`W > 0`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    The M-step of the dictionary averages the data that each cause wins. As the winners depend on
-    the dictionary, that may lower the expected log joint. The step is then halved in these
-    dimensions until it does not. So with the full batch the free energy never decreases.
+    Entries of the data that are NaN are missing. The M-step of the dictionary averages the data that each cause wins. As the winners depend
+    on the dictionary, the step is halved in dimensions where the expected log joint would fall. So with the full batch the free energy
+    never decreases.
 
     Example:
         >>> y = linear_bars(50, 3, mean_active=2.0).data.clamp(min=0)
@@ -91,9 +86,8 @@ class MaximalCauses(SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``. A step may end on the way there (see
-        :meth:`sufficient_statistics`). The variance :math:`\sigma^2` is the mean expected squared residual of the observed entries. The
-        prior is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they
-        are.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, or on the way there (see
+        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of the observed entries, and :math:`\pi =
+        \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])

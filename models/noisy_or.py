@@ -19,12 +19,9 @@ from pyro_truncated.models.superposed_causes import SuperposedCauses
 class NoisyOr(SuperposedCauses):
     r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`. Their posterior
-    is :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is exact EM: with the full batch the free energy never
-    decreases and the weights stay in the unit interval. As the statistics depend on the weights through the posterior of the causes,
-    statistics collected under other weights (minibatches) make it an online EM.
+    Entries of the data that are NaN are missing. The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`,
+    :math:`y_d = \mathrm{OR}_h\, t_{dh}`, with the posterior :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is
+    exact EM, with minibatches an online EM.
 
     Example:
         >>> y = noisy_or_bars(100, 3).data
@@ -140,11 +137,9 @@ class NoisyOr(SuperposedCauses):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Maximises the expected log joint of states and hidden causes.
 
-        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, divided by the
-        expected number of data points with latent ``h`` active and dimension ``d`` observed. The
-        leak is the same for a latent that is always active. :math:`\pi = \frac1N \sum_n \langle s
-        \rangle`, averaged over the latents if shared. The weights of latents that are never active
-        stay as they are.
+        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, divided by the expected number of data points with
+        latent ``h`` active and dimension ``d`` observed. The leak is the same for a latent that is always active. :math:`\pi = \frac1N
+        \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
@@ -157,10 +152,7 @@ class NoisyOr(SuperposedCauses):
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Returns the right-hand side of the fixed-point equation.
-
-        In it, the other causes' probability of silence is ``(1 - N) / (1 - W)``.
-        """
+        """The right-hand side of the fixed-point equation."""
         old = self.weight.double()
         blamed = statistics["claims"] - statistics["causes"] / old
         weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])

@@ -82,13 +82,9 @@ class PoissonMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
-        r"""Initialises from clusters of the data.
+        r"""Initialises from clusters of the data, with one mean data point more.
 
-        Shares are theirs; rates are their means, with the mean of all data as one more data point.
-
-        The clusters belong to rows that are spread over the data, chosen among 20 000 random rows.
-        The method is k-means++ with local search on :math:`\sqrt y`, whose variance does not depend
-        on the rate.
+        The clusters belong to spread rows (k-means++ with local search) of :math:`\sqrt y`, whose variance does not depend on the rate.
 
         Args:
             y: counts ``(N, D)``.
@@ -146,8 +142,7 @@ class PoissonMixture(LinearMixture):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        :math:`\lambda_k = \sum_n r_{nk} y_n / \sum_n r_{nk}` and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data keeps its
-        rates.
+        :math:`\lambda_k = \sum_n r_{nk} y_n / \sum_n r_{nk}` and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data stays.
         """
         counts = statistics["counts"].unsqueeze(-1)
         rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
@@ -159,8 +154,6 @@ class PoissonMixture(LinearMixture):
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Returns the posterior mean :math:`\sum_k r_{nk}\, \lambda_k` of noise-free data.
 
-        It is ``(N, D)`` for the population's data points.
-
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
             y: all data, ``(N, D)``.
@@ -170,20 +163,14 @@ class PoissonMixture(LinearMixture):
 
 
 def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
-    """Returns log probabilities ``(N, K)`` of counts ``(N, D)`` under all components.
-
-    Terms of large counts cancel, so they are taken in float64.
-    """
+    """Log probabilities ``(N, K)`` of counts ``(N, D)``, in float64 as terms cancel."""
     counts, exact = y.double(), rate.double()
     found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - (counts + 1).lgamma().sum(1, keepdim=True)
     return found.to(torch.promote_types(rate.dtype, y.dtype))
 
 
 def _least_loss(features: Tensor) -> Tensor:
-    """Returns minus each data point's highest log density, ``(N,)``.
-
-    It is attained by the rates that fit it best.
-    """
+    """Minus each data point's highest log density, ``(N,)``."""
     counts = features[:, 1:]
     loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
     return loss

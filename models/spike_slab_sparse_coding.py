@@ -1,7 +1,4 @@
-"""Spike-and-slab sparse coding: causes that are off or normally distributed.
-
-They superpose linearly.
-"""
+"""Spike-and-slab sparse coding: causes are off or normally distributed."""
 
 from __future__ import annotations
 
@@ -28,16 +25,13 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z \sim \mathcal N(\mu, \Psi), \qquad
         y \sim \mathcal N(W (b \odot z) + a, \sigma^2 I),
 
-    with independent slabs, :math:`\Psi = \mathrm{diag}(\tau^2)`, or any covariance.
-
-    The model itself has the site ``s`` of the indicators :math:`b` only: the slabs :math:`z` are integrated out exactly. For a posterior
-    over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact conditional::
+    with independent slabs, :math:`\Psi = \mathrm{diag}(\tau^2)`, or any covariance. The site ``s`` are the indicators :math:`b`; the slabs
+    :math:`z` are integrated out exactly. For a posterior over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact
+    conditional::
 
         guide = AutoTruncated(model.with_slabs, conditional=model.conditional)
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    Scaling a dictionary element and unscaling its slab changes nothing. :meth:`maximize` therefore
+    Entries of the data that are NaN are missing. Scaling a dictionary element and unscaling its slab changes nothing, so :meth:`maximize`
     keeps the norm of every element and makes slab means non-negative.
 
     Args:
@@ -109,10 +103,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     @pyro_method
     @takes_arrays
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The same model with the slabs as a site ``z (H,)``.
-
-        Slabs of latents that are off have their prior.
-        """
+        """The same model with the slabs as a site ``z (H,)``."""
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
         bias = self.bias
         size = count_data(y, num_data)
@@ -126,10 +117,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        """Samples the slabs ``z`` from their exact posterior given the indicators.
-
-        It is a ``conditional`` for :meth:`with_slabs`.
-        """
+        """Samples the slabs ``z`` from their exact posterior given the indicators."""
         likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
@@ -180,10 +168,9 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         Sums are over the data points with :math:`y_{nd}` observed. Let :math:`A_d = \sum_n \langle s s^\top \rangle`, :math:`c_d = \sum_n
         y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the
         mean expected squared residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n \langle s \rangle /
-        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`. Parameters of latents that are never active stay as they are; for a
-        full covariance see :class:`.CorrelatedSlabs`. An offset is maximised jointly with the elements, see
-        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative. The ``statistics``
-        are scaled to the same units, so that they can be added to later ones.
+        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`; for a full covariance see :class:`.CorrelatedSlabs`, with an offset
+        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm, slab means made non-negative, and the
+        ``statistics`` brought to the same units.
         """
         old = self.weight.double()
         weight, errors = self._best_dictionary(statistics)
@@ -199,10 +186,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, vanishing: float = 1e-8) -> Tensor:
-    """Returns factors ``(H,)`` that elements are divided by.
-
-    They are the ratio of new and old norm, with the sign of the slab mean.
-    """
+    """Factors ``(H,)``, with the slab mean's sign, that keep elements' norms."""
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
     # An element that vanishes does so itself: the scale of its slab would soon be no number.
     ratio = torch.where((old_norm > 0) & (norm > vanishing * old_norm), norm / old_norm, 1.0)

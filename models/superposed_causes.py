@@ -1,7 +1,4 @@
-"""Base of models of independent binary causes with a dictionary.
-
-It has the program, restoration, and other numbers of causes.
-"""
+"""Base of models of independent binary causes with a dictionary."""
 
 from __future__ import annotations
 
@@ -121,10 +118,7 @@ class SuperposedCauses(UniqueModule):
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _scored(self, population: Population, y: Tensor) -> Population:
-        """Returns the population with new data points scored.
-
-        They are scored under the current model if never before.
-        """
+        """The population, with new data points scored under the current model."""
         is_new = population.log_joint.isnan().any(-1)
         if not bool(is_new.any()):
             return population
@@ -229,10 +223,7 @@ class SparseCoding(SuperposedCauses):
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
 
     def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor) -> None:
-        """Sets the dictionary, and maximises noise and prior.
-
-        The expected squared errors are given.
-        """
+        """Sets the dictionary, and maximises noise and prior."""
         self.weight = weight.to(self.weight)
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
