@@ -97,8 +97,8 @@ class Shard(Tensor):
 def shard(array: Any, *, split: bool = True) -> Shard:
     """Returns this process's rows of the data as a :class:`Shard`.
 
-    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays and
-    tensors nothing is copied, so that only rows which are used are ever read.
+    Every process gets successive rows, as many as the others or one more. Nothing is copied, and of memory maps only rows which are used
+    are read.
 
     Example:
         >>> import numpy as np
@@ -328,12 +328,7 @@ _STEP, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4
 
 
 def fingerprint(shard: Shard) -> int:
-    """Returns a 64-bit hash of all data and their positions.
-
-    It is a sum over data points, and so does not depend on how processes share them.
-
-    All processes that hold shards of the data must ask for it.
-    """
+    """A 64-bit hash of all data and their positions, however shared."""
     width = max(1, shard[:1].numel())
     rows = max(1, 2**22 // width)
     total = 0
@@ -404,11 +399,8 @@ def current_batch() -> RowBatch | None:
 class Batches:
     """Minibatches that hold every data point once per epoch.
 
-    They are made of blocks of successive rows in random order.
-
-    Data on a disk are read in blocks. The data points of a minibatch depend on the seed and its number, not on the
-    number of processes: each process takes those that it has. Within a minibatch call the model with all data, and
-    without a size for its plate::
+    They are made of blocks of successive rows in random order, which depend on the seed and the number of the minibatch. Within a minibatch
+    call the model with all data, and without a size for its plate::
 
         for batch in itertools.islice(distributed.Batches(y, 1000), 30):
             with batch:
@@ -468,10 +460,7 @@ _left: Any = WeakIdKeyDictionary()
 
 
 def leave_to_owners(parameter: Tensor) -> None:
-    """Marks a parameter whose rows belong to this process's data points.
-
-    No gradients of other processes are added to it.
-    """
+    """Marks a parameter whose rows belong to this process's data points."""
     _left[parameter] = True
 
 
@@ -486,11 +475,9 @@ def is_owned(parameter: Tensor) -> bool:
 
 
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
-    """Returns rows at global positions ``(n,)``, the same on each process.
+    """Rows at global positions ``(n,)``, whose gradients go to the owners.
 
-    Gradients add up and go to the owners.
-
-    Every process must ask for them, and take the gradient of what it makes of them if one of them does.
+    Every process must ask for them, and take the gradient if one of them does.
 
     Args:
         own: the rows of this process, ``(m, ...)``.
@@ -512,10 +499,7 @@ def as_shard_like(values: Tensor, y: Any) -> Tensor:
 
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
-    """Selects this process's data points among global positions.
-
-    Returns them with their places here. Of whole data these are all.
-    """
+    """This process's data points among global positions, and their places."""
     if portion is None:
         return positions
     return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
@@ -546,9 +530,8 @@ class _RowsOfOwners(Function):
 def rows_of(state: Any) -> dict[str, Tensor]:
     """Returns all tensors of rows in a nested state, by their path.
 
-    Kept apart, any number of processes can share them. A state with rows is a dictionary. Its ``rows`` are tensors with a row for each
-    of the first data points of this process; zeros mark unknown ones. Its ``first_position`` is the position of the first row among all
-    data. Its ``is_spread`` says whether other processes have the rest.
+    A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process, zeros where
+    unknown. ``first_position`` is that of the first row among all data; ``is_spread`` says whether other processes have the rest.
     """
     found: dict[str, Tensor] = {}
 

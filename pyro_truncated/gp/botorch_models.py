@@ -1,6 +1,4 @@
-"""Sparse and exact regressions for BoTorch.
-
-They are a model for its acquisition functions, and inducing inputs for its own models.
+"""Sparse and exact regressions for BoTorch, and inducing inputs for its models.
 
 It needs ``pip install pyro-truncated[botorch]``, and is imported by its name, ``from pyro_truncated.gp.botorch_models import ...``.
 """
@@ -115,9 +113,7 @@ class SubsetGPModel(Model):
 
 
 class SubsetAllocator(InducingPointAllocator):
-    """Inducing points of a BoTorch model by :class:`~pyro_truncated.gp.InducingSubset`.
-
-    They explain the targets, not the inputs.
+    """Inducing points of a BoTorch model by :class:`~pyro_truncated.gp.InducingSubset`, which explain the targets.
 
     Example::
 

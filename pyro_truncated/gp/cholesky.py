@@ -39,8 +39,6 @@ DEPENDENT = 1e-8
 class JitterWarning(UserWarning):
     """A covariance matrix was nearly singular, and its diagonal was raised.
 
-    The limit depends on its floating point type.
-
     Example:
         >>> x = torch.randn(20, 1)
         >>> with warnings.catch_warnings(action="error", category=JitterWarning):  # a covariance that is nearly singular is an error here
@@ -55,11 +53,8 @@ class NotPositiveDefiniteError(ValueError):
 def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     r"""Returns the Cholesky factor of :math:`K + \sigma^2 I`, and the added share.
 
-    The share is that of the mean prior variance that had to be added to the noise.
-
-    Nothing is added if the noise is above the floor of the floating point type and the
-    factorisation succeeds. The floor is 1e-5 of the mean prior variance in float32, 1e-10 in
-    float64. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
+    Nothing is added if the noise is above 1e-5 of the mean prior variance in float32, 1e-10 in float64, and the factorisation succeeds.
+    Otherwise the noise is raised to this floor, and further by powers of ten if need be; the share is that of the mean prior variance.
 
     Args:
         covariance: kernel matrix ``(*batch, A, A)``.
@@ -93,9 +88,7 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
 
 
 def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
-    """Returns the Cholesky factor of a positive semi-definite matrix.
-
-    Only if rounding makes that fail, its diagonal is raised slightly.
+    """Cholesky factor of a positive semi-definite matrix, slightly raised only if necessary.
 
     Args:
         matrix: ``(*batch, m, m)``.
@@ -115,9 +108,7 @@ def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
 
 
 def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor:
-    """Returns the Cholesky factor of inducing inputs' covariance matrix ``(m, m)``.
-
-    A share of the mean variance is added to its diagonal.
+    """Cholesky factor of inducing inputs' covariance matrix ``(m, m)``, always slightly raised.
 
     The addition is noise on the inducing variables, so that a lower bound stays one.
     """
@@ -125,9 +116,7 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
 
 
 def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
-    r"""Returns the Cholesky factor of a covariance matrix without dependent rows.
-
-    A mask replaces jitter: rows that depend on earlier ones are left out.
+    r"""Cholesky factor without rows that depend on earlier ones, by a mask.
 
     Args:
         matrix: ``(m, m)``, positive semi-definite.
@@ -157,10 +146,7 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance:
 
 
 def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
-    """Returns the factor with the least addition that makes it exist.
-
-    The addition is a share of a level.
-    """
+    """The factor with the least share of a level added."""
     for addition in _ladder(matrix.dtype):
         share = least + addition
         factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
@@ -188,8 +174,6 @@ def _lift(matrix: Tensor, amount: Tensor) -> Tensor:
 @dataclasses.dataclass(frozen=True)
 class PivotedCholesky:
     r"""A pivoted Cholesky approximation :math:`K \approx L L^\top`, exact at the pivots.
-
-    Rows and columns of the pivots are exact.
 
     Example:
         >>> found = pivoted_cholesky(pyro.contrib.gp.kernels.RBF(2), torch.randn(20, 2), 5)
@@ -230,11 +214,9 @@ class PivotedCholesky:
 def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
     r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
 
-    Every step takes the input of largest remaining variance as the next pivot and removes what it
-    explains. It stops at ``max_rank`` pivots or if :math:`\operatorname{tr}(K - L L^\top) \le
-    \mathrm{tolerance} \cdot \operatorname{tr} K`. It takes :math:`O(N Q^2)` time and :math:`O(N Q)`
-    memory. Only the diagonal and one column of :math:`K` per pivot are computed, or a few more if
-    inputs have hundreds of dimensions.
+    Every step takes the input of largest remaining variance as the next pivot and removes what it explains. It stops at ``max_rank`` pivots
+    or if :math:`\operatorname{tr}(K - L L^\top) \le \mathrm{tolerance} \cdot \operatorname{tr} K`, in :math:`O(N Q^2)` time and :math:`O(N
+    Q)` memory.
 
     Example:
         >>> x = torch.randn(30, 2, dtype=torch.float64)
@@ -286,9 +268,7 @@ def greedy_cholesky(
     enough: float | Tensor = 0.0,
     ahead: int = 1,
 ) -> PivotedCholesky:
-    """Returns the factor by pivots of largest conditional variance.
-
-    Each pivot is given (noisy) function values at those before. Columns define the matrix.
+    """The factor by pivots of largest conditional (noisy) variance.
 
     Args:
         prior: the diagonal ``(N,)``.
@@ -329,8 +309,6 @@ def greedy_cholesky(
 
 def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
     r"""Returns the factor at given pivots, without those that depend on others.
-
-    Only earlier pivots count.
 
     Args:
         kernel: covariance function.

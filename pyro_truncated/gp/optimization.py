@@ -46,7 +46,7 @@ def minimize(
 ) -> Minimum:
     """L-BFGS with strong Wolfe line searches that keeps the best parameters.
 
-    Where there is no value (NaN, infinity, or a matrix that cannot be factorised) the line search meets a wall, far above and flat.
+    Where there is no value (NaN, infinity, a failed factorisation) the line search meets a wall, far above and flat.
 
     Args:
         evaluate: returns the value and adds its gradient to the parameters.

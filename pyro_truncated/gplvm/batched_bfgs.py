@@ -19,11 +19,7 @@ Functions = Callable[[Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass
 class _Climb:
-    """The state of batched BFGS runs.
-
-    It has functions, points ``(L, Q)``, values, gradients, inverse curvatures ``(L, Q, Q)`` and
-    next steps.
-    """
+    """Batched BFGS runs: functions, points ``(L, Q)``, values, gradients, inverse curvatures."""
 
     rows: Tensor
     points: Tensor
@@ -81,10 +77,7 @@ class _Climb:
 
 
 def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
-    """Updates inverse curvatures by a BFGS step; tells whether they are scaled.
-
-    They are updated where the function bends down along the step.
-    """
+    """Updates inverse curvatures where functions bend down; tells whether they are scaled."""
     step, bend = here.steps, (here.steps * fall).sum(1)
     bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
     safe = torch.where(bends, bend, 1.0)
@@ -109,11 +102,8 @@ def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple
 def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length: float, tolerance: float = 1e-3) -> Tensor:
     """Returns the best points ``(M, Q)`` of batched BFGS from several starts.
 
-    There are starts ``(S, M, Q)`` and one function for each of the ``M``.
-
-    All runs are quasi-Newton (BFGS) with backtracking, in one batch. Each converges by itself.
-    After a few evaluations only the best run of each function continues. No result is below the
-    best start.
+    There are starts ``(S, M, Q)`` and one function for each of the ``M``. All runs backtrack in one batch, and each converges by itself.
+    After a few evaluations only the best run of each function continues. No result is below the best start.
 
     Args:
         functions: values ``(L,)`` of points ``(L, Q)`` under the functions at positions ``(L,)``, differentiable in the points.

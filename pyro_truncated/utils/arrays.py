@@ -1,6 +1,6 @@
 """Arrays of NumPy, pandas, polars, xarray and Pillow where tensors are expected.
 
-They are converted once, where they come in. None of these packages but NumPy is imported.
+None of these packages but NumPy is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def package_of(value: Any) -> str | None:
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
     """The axes of a labelled array, one per dimension.
 
-    Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
+    Labels are numbers, times or strings; any others become strings.
     """
     if package_of(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
@@ -66,9 +66,7 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """Returns the numbers of an array of another package.
-
-    NaN is what is null, ``pandas.NA``, or the ``_FillValue`` of xarray.
+    """The numbers of another package's array, NaN where null or ``_FillValue``.
 
     Raises:
         TypeError: if there is anything but numbers and truth values in it.
@@ -98,10 +96,7 @@ def _plain(value: Any) -> np.ndarray:
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
-    """Returns the numbers of a ``DataArray``, NaN where they are fill values.
-
-    These are named by the attributes, or by an encoding without scale.
-    """
+    """The numbers of a ``DataArray``, NaN where they are fill values."""
     values = np.asarray(array.values)
     kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
     fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
@@ -112,10 +107,7 @@ def _without_fill_values(array: Any) -> np.ndarray:
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """Returns a floating point copy with NaN where entries are missing.
-
-    Integers and truth values become double precision.
-    """
+    """A floating point copy with NaN where entries are missing."""
     found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
     found[is_missing] = np.nan
     return found
@@ -127,10 +119,7 @@ def _is(value: Any, package: str, *names: str) -> bool:
 
 
 def _numbers(frame: Any) -> np.ndarray:
-    """Returns columns of one type as they are, others in double precision.
-
-    Columns with missing values count among the others.
-    """
+    """Columns of one type as they are, others in double precision."""
     array = np.asarray(frame.to_numpy())
     return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
@@ -152,12 +141,9 @@ T = TypeVar("T")
 
 
 def as_tensors(value: Any, like: Tensor | None = None) -> Any:
-    """Converts arrays in a value to tensors.
+    """Converts arrays in a value, or its lists and dictionaries, to tensors.
 
-    They may lie in lists, tuples and dictionaries. Anything else stays as it is.
-
-    Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked, null, ``pandas.NA`` or the
-    ``_FillValue`` of xarray becomes NaN, which marks missing entries everywhere.
+    Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked or null becomes NaN.
 
     Args:
         value: any value.
@@ -180,10 +166,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
 
 
 def as_plain_array(value: Any) -> Any:
-    """Returns arrays of any package as NumPy arrays, NaN where missing.
-
-    Anything else is as it was.
-    """
+    """Arrays of any package as NumPy arrays, NaN where missing."""
     if package_of(value):
         value = as_numpy(value)
     if isinstance(value, np.ma.MaskedArray):
@@ -250,18 +233,13 @@ def is_array(value: Any) -> bool:
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:
-    """Returns the array, or a copy if torch cannot share its memory.
-
-    Copies are made of read-only arrays, reversed ones and foreign byte orders.
-    """
+    """The array, or a copy if torch cannot share its memory."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function take NumPy arrays, DataFrames and DataArrays for tensors.
-
-    It may be a method, or a function of a ``model``.
+    """Lets a method take NumPy arrays, DataFrames and DataArrays for tensors.
 
     Floating point ones take the type of the parameters.
 

@@ -1,7 +1,6 @@
 """Alternates between the inducing subset and hyper-parameters, by one objective.
 
-The likelihood of the projected process is no bound, and lets free inducing inputs go to where they fit the noise. Every data point that it
-looks at is then predicted too well, and none of these tells how wide intervals have to be. Some are kept out of sight for that.
+The likelihood of the projected process is no bound: some data points are kept out of sight to calibrate variances.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ EXACT_UP_TO = 5000
 
 
 def default_size(num_data: int) -> int:
-    """Returns the default number of inducing inputs, and logs it.
+    """Returns and logs the default number of inducing inputs.
 
     It is all data points while an exact regression is affordable.
     """
@@ -52,9 +51,7 @@ def default_size(num_data: int) -> int:
 
 
 def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weight: float = 1.0) -> float:
-    """Adds the gradient of a weighted objective to all leaves.
-
-    Covariances and noise depend on these leaves.
+    """Adds the gradient of a weighted objective to covariances' and noise's leaves.
 
     Args:
         kernel: the kernel on the training inputs.
@@ -69,11 +66,9 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
 
 
 def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
-    """Returns the weighted objective of targets ``(n, H)``.
+    """The weighted objective of targets ``(n, H)``, with gradients in place.
 
-    Its gradient goes through their covariances ``(n, n)``, noise included.
-
-    Large matrices are changed in place: of 5000 data points each takes 0.2 GB.
+    It goes through their covariances ``(n, n)``, noise included.
     """
     with torch.no_grad():
         factor = stable_cholesky(covariance)
@@ -88,9 +83,7 @@ def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) 
 def fit_exactly(
     kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
-    """Learns kernel parameters and noise in place; returns the objective.
-
-    See :func:`learn_exactly`.
+    """Learns as :func:`learn_exactly`, in place; returns the objective.
 
     Args:
         kernel: the kernel on the training inputs.
@@ -151,10 +144,7 @@ class ExactPosterior:
         self.fitted = targets - noise * self.weights
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
-
-        They are without noise, and differentiable in numeric inputs.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.weights, (prior - self._explain(cross).square().sum(0)).clamp(min=0.0)
 
@@ -170,10 +160,7 @@ class ExactPosterior:
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
-
-        Variances include the noise.
-        """
+        """Means ``(n, H)`` and variances ``(n,)`` with noise, given all others."""
         return self.covariance.leave_one_out(self.targets)
 
 
@@ -198,10 +185,7 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, generator: torch.Generator | None = None) -> RowSample:
-    """Returns inducing inputs at positions ``index`` ``(m,)`` and random others.
-
-    They are ``num`` in all, or all data points if there are no more.
-    """
+    """Inducing inputs at positions ``index`` and random others, ``num`` in all."""
     if num >= len(targets):
         return RowSample(kernel, targets, index, None)
     order = random_subset(len(targets), len(targets), generator, targets.device)
@@ -212,9 +196,7 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
 
 
 def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None) -> int:
-    """Returns how many data points an alternation uses.
-
-    ``max_rows`` limits it where given.
+    """How many data points an alternation uses, at most ``max_rows``.
 
     Raises:
         ValueError: if there would be fewer than inducing inputs.
@@ -228,9 +210,7 @@ def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None)
 
 @dataclasses.dataclass(frozen=True)
 class Alternation:
-    """Data, kernel, noise and the search for a subset.
-
-    Parameters are learned in place.
+    """Data, kernel, noise and the search for a subset, learned in place.
 
     Attributes:
         kernel: the kernel on the training inputs.
@@ -362,11 +342,8 @@ def fitted_from_some_start(
 ) -> float:
     """Fits from the current parameters, or from those of an exact regression.
 
-    The latter uses some hundred data points, if the former finds nothing.
-
-    Too few inducing inputs for short length-scales cannot tell that these are better. Long ones are
-    a corner that no gradient leads out of. If the regression finds nothing, either, the fit goes on
-    from where it was first to start.
+    Too few inducing inputs for short length-scales cannot tell that these are better. If the fit finds nothing, an exact regression on some
+    hundred data points says where to start.
 
     Args:
         attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
@@ -440,9 +417,7 @@ def _shorten(kernel: DataKernel, share: float) -> None:
 
 
 class SomeInputs(InputKernel):
-    """Returns a kernel of numeric inputs on some training inputs.
-
-    The kernel keeps its parameters.
+    """A kernel of numeric inputs on some training inputs.
 
     Args:
         kernel: the kernel.
@@ -471,9 +446,7 @@ def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | N
 def polish(
     kernel: InputKernel, inputs: Tensor, targets: Tensor, log_noise: Tensor, objective: str, held_out: Tensor, most: int, record: FitRecord
 ) -> float:
-    """Optimises inducing inputs, kernel parameters and noise; returns the objective.
-
-    The objective is that of all data.
+    """Optimises inducing inputs, kernel parameters and noise on all data.
 
     Args:
         kernel: the kernel on the training inputs.

@@ -43,8 +43,6 @@ OBJECTIVES = ("vfe", "pp")
 class SubsetProblem:
     """Data, kernel and noise of an objective of inducing subsets.
 
-    Everything is computed in float64.
-
     Attributes:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64; the outputs share the subset, the kernel and the noise.
@@ -106,10 +104,7 @@ class SubsetProblem:
 
 
 def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective shows that a share of targets is explained.
-
-    It is compared with the cost of standardised targets as noise of variance one.
-    """
+    """Whether an objective shows that a share of targets is explained."""
     return objective < 0.5 * (1 - share) * targets.numel()
 
 
@@ -187,9 +182,7 @@ class FreeBasis(Basis):
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
-    """Returns covariances ``(n_new, m)`` with inducing inputs and variances ``(n_new,)``.
-
-    They are those of new inputs, in float64.
+    """Covariances ``(n_new, m)`` with inducing inputs, and variances ``(n_new,)``.
 
     Raises:
         ValueError: if one of them is not finite.
@@ -228,8 +221,6 @@ def noise_from_log(log_noise: Tensor) -> Tensor:
 
 def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     """Returns the objective and adds its gradient to all leaves.
-
-    Covariances and noise depend on these leaves.
 
     Args:
         basis: inducing inputs.
@@ -283,10 +274,7 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Differentiates outputs with their gradients, except those without learned parameters.
-
-    A frozen kernel has none.
-    """
+    """Differentiates outputs with their gradients, except those without learned parameters."""
     learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if learned:
         torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
@@ -300,10 +288,7 @@ class _Terms(NamedTuple):
 
 
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
-    """Returns the objective and its derivatives.
-
-    They are those in the inducing inputs' columns and square and in the noise.
-    """
+    """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     kept, C = independent_cholesky(square)
     if not len(kept):
@@ -354,9 +339,7 @@ class LeftOut(NamedTuple):
 
 
 def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
-    r"""Predicts each data point from all others.
-
-    A member of the subset is also left out as an inducing input.
+    r"""Predicts each data point from all others, without its inducing input.
 
     Let :math:`S = \hat K + \sigma^2 I`. Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of
     :math:`S` gains :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
@@ -415,16 +398,10 @@ class SparsePosterior:
 
     .. math:: \mu(x) = \phi^\top A^{-1} L^\top \Lambda^{-1} Y, \qquad v(x) = k(x, x) - \phi^\top (I - A^{-1}) \phi .
 
-    Both are kept as one vector and one matrix in terms of :math:`k_I(x)`: :math:`O(m)` per mean, :math:`O(m^2)` per variance.
-
-    Hyper-parameters learned by the projected process know nothing of the variance that the inducing
-    inputs leave, :math:`k(x, x) - \phi^\top \phi`. It may be far too large. With ``objective="pp"``
-    it is multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the
-    training targets have the highest density,
+    which takes :math:`O(m)` per mean, :math:`O(m^2)` per variance. With ``objective="pp"`` the variance that the inducing inputs leave is
+    multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
-
-    What is left out of an inducing input is the input, too: as long as it stays, its neighbours look easy to predict.
 
     Args:
         basis: inducing inputs. Those that depend on earlier ones are left out.
@@ -465,10 +442,7 @@ class SparsePosterior:
         self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
-
-        They are without noise, and differentiable in numeric inputs.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
@@ -482,11 +456,7 @@ class SparsePosterior:
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
         r"""Predicts each data point's targets from all others.
 
-        The inducing inputs are held fixed.
-
-        They are those of the approximate covariance :math:`L L^\top + \Lambda`. With ``"pp"``, the
-        variances hold the calibrated share that the inducing inputs leave, as those of new inputs
-        do.
+        They are those of the approximate covariance :math:`L L^\top + \Lambda`, with ``"pp"`` with the calibrated variances.
 
         Returns:
             Means ``(n, H)`` and variances ``(n,)``, noise included.

@@ -135,17 +135,12 @@ class RandomSearch(SubsetSearch):
 
 
 def random_subset(num_data: int, num: int, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:
-    """Returns distinct random positions ``(num,)``, or all if there are fewer.
-
-    They are drawn on the CPU, so that devices agree.
-    """
+    """Distinct random positions ``(num,)`` on the CPU, or all."""
     return torch.randperm(num_data, generator=generator)[:num].to(device)
 
 
 def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """Returns at most ``num`` distinct positions by weights ``(n,)``.
-
-    Probabilities are proportional to the weights, and zero weights are never drawn.
+    """At most ``num`` distinct positions, drawn in proportion to weights ``(n,)``.
 
     One exponential variable per position is raced against its weight, which needs neither loops nor a limit on ``n``.
     """
@@ -159,9 +154,9 @@ def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor
 class ExchangeFactors:
     r""":math:`L`, :math:`C^{-1} = L_I^{-1}`, :math:`G = L^\top L`, :math:`L^\top Y` and the diagonal of :math:`K - \hat K` of a subset.
 
-    A factor need not be triangular: the objective only sees :math:`L L^\top`, so columns may be rotated. Removing inputs is one block
-    Householder reflection that moves their directions into the last columns, which are then ignored. Taking a removal or an addition
-    back costs nothing but the number of columns in use. All that grows with ``n`` are products of matrices.
+    The objective only sees :math:`L L^\top`, so columns may be rotated. Removing inputs is one block Householder reflection that moves
+    their directions into the last columns, which are then ignored; taking it back costs nothing. All that grows with ``n`` are products of
+    matrices.
 
     Args:
         problem: data, kernel and noise.
@@ -180,10 +175,7 @@ class ExchangeFactors:
         self.rebuild(self._index[:0] if index is None else index)
 
     def rebuild(self, index: Tensor | None = None) -> None:
-        """Computes all factors anew, which removes rounding errors.
-
-        The inputs are given, or those that it holds.
-        """
+        """Computes all factors anew, which removes rounding errors."""
         index = self.index.clone() if index is None else index
         self.size = 0
         self._cholesky: Tensor | None = None
@@ -237,10 +229,7 @@ class ExchangeFactors:
         return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
 
     def candidates(self) -> Tensor:
-        """Returns which inputs may be added, ``(n,)`` boolean.
-
-        They are neither members nor determined by members.
-        """
+        """Which inputs may be added, ``(n,)``: no members, nor determined by them."""
         allowed = self.residual > DEPENDENT * self.prior
         allowed[self.index] = False
         return allowed
@@ -266,10 +255,7 @@ class ExchangeFactors:
         return len(kept)
 
     def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
-        """Extends all factors by new inputs.
-
-        Their residual columns and the Cholesky factor of their residual block are given.
-        """
+        """Extends all factors by new inputs' residual columns and block."""
         old, new = self.size, self.size + len(index)
         block = self._factor[:, old:new]
         block.copy_(torch.linalg.solve_triangular(triangle, residuals.mT, upper=False).mT)
@@ -308,10 +294,7 @@ class ExchangeFactors:
         self.residual = residual
 
     def move_to_end(self, places: Tensor) -> None:
-        """Moves members at ``places`` ``(t,)`` to the end.
-
-        The last ``t`` columns of :math:`L` are then theirs alone.
-        """
+        """Moves members at ``places`` ``(t,)`` to the last columns of :math:`L`."""
         m, t = self.size, len(places)
         member = torch.ones(m, dtype=torch.bool, device=places.device)
         member[places] = False
@@ -363,10 +346,7 @@ class CandidatePool:
         self._floor = DEPENDENT * factors.prior[index]
 
     def gains(self) -> Tensor:
-        """Returns exact decreases of the objective ``(p,)`` by single candidates.
-
-        They are minus infinity where a candidate depends on the members.
-        """
+        """Exact decreases of the objective ``(p,)`` by single candidates."""
         gains = _gains(self.problem, self._block, self.gram, self.precision_gram, self.alignment)
         return torch.where(self._block.diagonal() > self._floor, gains, -torch.inf)
 
@@ -453,9 +433,7 @@ def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
-    r"""Returns the ``count`` cheapest members to remove, and their exact costs.
-
-    They are removed one after the other.
+    r"""Returns the ``count`` cheapest members to remove in turn, and exact costs.
 
     Let :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and :math:`A = M K_{In}
     K_{nI} M`. To remove member ``i`` raises the objective by
@@ -514,16 +492,9 @@ _RELATIVE_GAIN = 1e-9
 class ExchangeSearch(SubsetSearch):
     """Exchanges members for inputs that lower the objective, until none does.
 
-    The best inputs are added and the cheapest members dropped, exactly.
-
-    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks
-    all inputs by information pivots and scores a pool of the best exactly. It picks a block from
-    the pool, each input given those picked before, and drops as many members. If the objective
-    would not fall, the block is halved. When no exchange succeeds any more, single swaps follow.
-    They first take a member out and then look for a better one, which helps small subsets out of
-    corners.
-
-    The objective never rises. It falls short of the optimum of a hard combinatorial problem, of course.
+    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks all inputs by information pivots, scores
+    a pool of the best exactly, and swaps a block of these for the cheapest members. If the objective would not fall, the block is halved.
+    At last single swaps first take a member out and then look for a better one. The objective never rises.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -582,10 +553,7 @@ class ExchangeSearch(SubsetSearch):
         return factors.index.clone()
 
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
-        """Adds the best of random candidates in blocks, up to ``num_inducing``.
-
-        It stops earlier if all others depend on the members.
-        """
+        """Adds the best of random candidates in blocks, up to ``num_inducing``."""
         while factors.size < min(num_inducing, factors.problem.num_data):
             wanted = min(block, num_inducing - factors.size)
             drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
@@ -689,10 +657,8 @@ class ExchangeSearch(SubsetSearch):
 class InducingSubset:
     r"""Chooses a sparse Gaussian process's inducing inputs from its training inputs.
 
-    The objective is the one that fits hyper-parameters.
-
-    Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
-    :mod:`pyro_truncated.gp.subset.objectives`) never rises, whatever the search.
+    Inputs may be anything a kernel is defined on. The objective (see :mod:`pyro_truncated.gp.subset.objectives`), which also fits
+    hyper-parameters, never rises, whatever the search.
 
     Example::
 
@@ -802,18 +768,12 @@ class InducingSubset:
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` at new inputs.
-
-        They are those of the targets, or ``noiseless`` of the function.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)``, or ``noiseless`` ones."""
         mean, variance = self.posterior().marginals(new)
         return mean, variance if noiseless else variance + self.problem.noise
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
-
-        Variances include the noise, and the subset is held fixed.
-        """
+        """Means ``(n, H)`` and variances ``(n,)`` with noise, given all others."""
         return self.posterior().leave_one_out()
 
     @torch.no_grad()

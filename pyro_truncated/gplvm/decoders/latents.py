@@ -1,9 +1,6 @@
 r"""The most probable latents of data points, and normal distributions around them.
 
-Normal distributions around the most probable latents of data points, and what they say about the outputs.
-
-Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes
-:math:`J_n`. So the posterior of the latent is nearly normal, and the outputs have the moments
+Around the most probable latent :math:`z_n` the decoder's means are nearly linear, with slopes :math:`J_n`, so the outputs have the moments
 
 .. math:: q(z) = \mathcal N(z_n, T H_n^{-1}), \qquad
     H_n = I + \sum_{d\ \mathrm{seen}} \frac{J_{nd} J_{nd}^\top}{v_n + \sigma_d^2}, \qquad
@@ -44,7 +41,7 @@ class Predictor(Protocol):
 
 
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
-    """Returns each data point's ``num`` most probable candidates: ``(num, M, Q)``.
+    """Each data point's ``num`` most probable candidates: ``(num, M, Q)``.
 
     Data points are ``(M, D)``, NaN where missing, candidates ``(C, Q)``.
     """
@@ -76,8 +73,7 @@ def infer_latents(
 ) -> Tensor:
     r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
 
-    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_each`. Points do not
-    influence each other.
+    Starts are the posterior's own latents that explain a point best, see :func:`maximize_each`.
 
     Args:
         posterior: predicts outputs at latents.
@@ -104,10 +100,7 @@ def infer_latents(
 
 
 def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
-    """Returns latents ``(M, Q)`` of data points that maximise an objective.
-
-    They are the best reached from starts ``(S, M, Q)``.
-    """
+    """Latents ``(M, Q)`` that maximise an objective, from starts ``(S, M, Q)``."""
     if isinstance(posterior, NearestSet):
         return climb_among_neighbors(posterior, objective, x, starts, steps, lr)
     return maximize_each(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
@@ -117,8 +110,6 @@ def climb_among_neighbors(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None = None
 ) -> Tensor:
     """As :func:`climb`, given the data points closest to the current latent.
-
-    They are updated after every few steps.
 
     Args:
         posterior: given the closest data points.
@@ -144,10 +135,7 @@ def climb_among_neighbors(
 def _climb_once(
     posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns latents and values reached from one start ``(M, Q)`` each.
-
-    They are given the data points closest to it.
-    """
+    """Latents and values reached from starts ``(M, Q)``, given closest points."""
     around = posterior.around(starts, leave_out)
     reached = maximize_each(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
     return reached, objective(around, x, reached)
@@ -195,10 +183,7 @@ class OwnLatents:
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
     def spread(self, seen: Tensor, noise: Tensor) -> Tensor:
-        """Returns variances ``(M, D)`` of the means under the normals.
-
-        They hold at temperature one, where entries ``(M, D)`` are observed.
-        """
+        """Variances ``(M, D)`` of the means under the normals, where observed."""
         precision = seen / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
@@ -206,10 +191,7 @@ class OwnLatents:
         return whitened.square().sum(1)
 
     def log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns log joint densities ``(M,)`` of observed entries and latents.
-
-        Data points are ``(M, D)``, and densities are correct up to constants.
-        """
+        """Log joint densities ``(M,)`` of observed entries and latents."""
         spread = self.variance + noise
         terms = torch.where(x.isnan(), 0.0, (x - self.mean).square() / spread + spread.log())
         return -(terms.sum(1) + self.latents.square().sum(1)) / 2
@@ -301,9 +283,7 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def infer(self, x: Tensor) -> Tensor:
-        """Returns posterior probabilities of the candidates, ``(M, K)``.
-
-        Data points are ``(M, D)``, NaN where missing.
+        """Posterior probabilities of the candidates, ``(M, K)``, given data ``(M, D)``.
 
         Raises:
             TypeError: if data points are complex.
@@ -313,10 +293,10 @@ class CandidateLatents:
         return (self._log_joint(x, self.noise) / self._temper(x, self.temperature)).softmax(1)
 
     def _temper(self, x: Tensor, temperature: float) -> Tensor:
-        r"""Returns temperatures ``(M, 1)`` by how much is seen of data points.
+        r"""Temperatures ``(M, 1)`` by how much is seen of data points.
 
-        If errors of any two entries have the correlation :math:`\rho`, the mean of ``n`` has :math:`1 + (n - 1) \rho`
-        times the variance of that of independent ones. Where less is seen, the temperature stays that of halves.
+        If errors of any two entries have the correlation :math:`\rho`, the mean of ``n`` has :math:`1 + (n - 1) \rho` times the variance of
+        that of independent ones. Where less is seen, the temperature stays that of halves.
         """
         count = (~x.isnan()).double().sum(1, keepdim=True)
         return 1 + (temperature - 1) * (count / self.usual_count).clamp(min=1.0)
@@ -333,9 +313,7 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def reconstruct(self, x: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """Returns means and variances ``(M, D)`` of all outputs.
-
-        They are given the observed entries of data points ``(M, D)``, NaN where missing.
+        """Means and variances ``(M, D)`` of all outputs, given observed entries.
 
         The most probable latent of each data point is among its candidates.
 
@@ -364,10 +342,7 @@ class CandidateLatents:
         return self._mix(log_joint / T, own, own.log_joint(x, noise) / T[:, 0], T * own.spread((~x.isnan()).double(), noise))
 
     def _scale(self, x: Tensor, is_hidden: Tensor, own: OwnLatents) -> float:
-        """Returns the factor of variances that calibrates 95 % intervals.
-
-        They then hold a given share of the hidden entries.
-        """
+        """The factor of variances that calibrates 95 % intervals of hidden entries."""
         visible, hidden = x.masked_fill(is_hidden, math.nan), is_hidden & ~x.isnan()
         mean, spread = self._with_own(self._log_joint_of_others(visible, self.own_noise), visible, own)
         squares = ((x - mean).square() / (spread + self.own_noise))[hidden]
@@ -376,10 +351,7 @@ class CandidateLatents:
         return float(squares.kthvalue(max(1, round(0.965 * len(squares)))).values) / 1.96**2 if len(squares) else 1.0
 
     def _mix(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns functions' means and variances ``(M, D)`` under candidates, and own normals.
-
-        The normals around own latents are those among the candidates.
-        """
+        """Functions' means and variances ``(M, D)`` under candidates and own normals."""
         weights, total = log_weights.softmax(1), log_weights.logsumexp(1)
         mean, second = weights @ self._mean, weights @ (self._mean.square() + self._variance)
         # A hundred of 2500: fewer leave errors where all is seen, more make intervals of lower
@@ -392,19 +364,13 @@ class CandidateLatents:
     @names_arguments
     @torch.no_grad()
     def predict(self, weights: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns means and variances ``(M, D)`` under posteriors ``(M, K)``.
-
-        They are those of the data points' outputs, or ``noiseless`` of the functions.
-        """
+        """Means and variances ``(M, D)`` under posteriors ``(M, K)``, or ``noiseless`` ones."""
         return self._moments(weights, torch.zeros_like(self.noise) if noiseless else self.noise)
 
     @names_arguments
     @torch.no_grad()
     def log_density(self, x: Tensor, weights: Tensor, most: int = 50) -> Tensor:
-        """Returns each output's log density ``(M, D)`` under the mixture.
-
-        It has the ``most`` probable candidates of each data point.
-        """
+        """Each output's log density ``(M, D)`` under the ``most`` probable candidates."""
         chances, index = weights.topk(min(most, weights.shape[1]), 1)
         log_share = (chances / chances.sum(1, keepdim=True)).log()
         total = torch.full_like(x, -math.inf, dtype=torch.float64)
@@ -415,10 +381,7 @@ class CandidateLatents:
         return total
 
     def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns log joint densities ``(M, K)`` of observed entries and candidates.
-
-        They are correct up to constants.
-        """
+        """Log joint densities ``(M, K)`` of observed entries and candidates."""
         seen, value = (~x.isnan()).double(), x.nan_to_num(0.0)
         precision = 1 / (self._variance + noise)
         square = value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + seen @ (precision * self._mean.square()).mT
@@ -457,10 +420,7 @@ class CandidateLatents:
     def _without_themselves(
         self, x: Tensor, rows: Tensor, is_hidden: Tensor, *, neighbors: int = 100, max_bfgs_steps: int = 30
     ) -> OwnLatents | None:
-        """Returns own latents of half-hidden training points, given the closest others.
-
-        ``None`` where few of the data are complete.
-        """
+        """Own latents of half-hidden training points, given the closest others."""
         complete = ~x.isnan().any(1)
         if 2 * int(complete.sum()) < len(x):
             return None
@@ -476,10 +436,7 @@ class CandidateLatents:
 
 
 def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Returns the log density of hidden entries, and each output's noise.
-
-    The noise is estimated from the errors.
-    """
+    """The log density of hidden entries, and each output's noise."""
     error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
     noise = ((error - spread * hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / hidden.sum()))
     total = spread + noise

@@ -1,7 +1,4 @@
-"""Posteriors over inducing variables, with bounds and predictions.
-
-The optimal one has the collapsed bound.
-"""
+"""Posteriors over inducing variables, with bounds and predictions."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ class Observations:
 
     @classmethod
     def of(cls, y: Tensor) -> Observations:
-        """Splits outputs ``(N, D)`` into values and a mask.
-
-        Missing outputs are NaN.
-        """
+        """Splits outputs ``(N, D)`` into values and a mask of NaN."""
         values, is_observed = without_missing(y)
         return cls(values, None if is_observed is None else is_observed.double())
 
@@ -46,10 +40,7 @@ class Observations:
 
     @property
     def counts(self) -> Tensor:
-        """Returns the sum of each data point's weights, ``(N,)``.
-
-        For Gaussian outputs it is the number of observed ones.
-        """
+        """The sum of each data point's weights, ``(N,)``."""
         if self.weights is None:
             return self.values.new_full(self.values.shape[:1], float(self.values.shape[1]))
         return self.weights.sum(1)
@@ -111,14 +102,12 @@ class InducingPosterior:
 def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:
     r"""Returns the bound at the optimal posterior of the inducing variables.
 
-    It is the expected log likelihood less their divergence.
-
     .. math:: F = \tfrac{ND}{2}\log\tfrac{\beta}{2\pi} + \tfrac D2 \log|K_{uu}| - \tfrac D2 \log|K_{uu} + \beta\Psi_2|
               - \tfrac\beta2 \|Y\|^2 + \tfrac{\beta^2}{2}\,\mathrm{tr}(Y^\top\Psi_1\Sigma\Psi_1^\top Y)
               - \tfrac{\beta D}{2}\left[\psi_0 - \mathrm{tr}(K_{uu}^{-1}\Psi_2)\right], \quad \Sigma = (K_{uu} + \beta\Psi_2)^{-1}
 
-    With missing outputs, or outputs of different weights, the statistics of an output are weighted
-    sums over the data points. Outputs that have the same weights share them.
+    With missing outputs, or outputs of different weights, the statistics of an output are weighted sums over the data points. Outputs that
+    have the same weights share them.
 
     Args:
         psi: psi statistics; with missing outputs, those of each data point.
@@ -164,9 +153,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
 
 
 def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, data: Observations, noise: Tensor) -> Tensor:
-    r"""Returns the expected log likelihood of data points.
-
-    Posteriors of their inputs and of the inducing variables are given.
+    r"""The expected log likelihood under posteriors of inputs and inducing variables.
 
     .. math:: E_n = \sum_{d\ \mathrm{seen}} \tfrac12\log\tfrac{\beta}{2\pi} - \tfrac\beta2 \left[ y_{nd}^2 - 2 y_{nd} \psi_{1n}^\top\alpha_d
               + \alpha_d^\top \Psi_{2n} \alpha_d + \psi_{0n} - \mathrm{tr}(P_d \Psi_{2n}) \right]
@@ -192,9 +179,7 @@ def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, da
 
 
 def divergence(posterior: InducingPosterior, scale_tril: Tensor) -> Tensor:
-    r"""Returns the Kullback-Leibler divergence of all outputs' whitened inducing variables.
-
-    It is that from their standard normal prior.
+    r"""The divergence of all outputs' whitened inducing variables from their prior.
 
     Args:
         posterior: the posterior, with one covariance for all outputs.
