@@ -353,11 +353,7 @@ class CrossValidation:
 
 
 def likelihood_name(idata: Any) -> str:
-    """The variable of the group ``log_likelihood``.
-
-    Raises:
-        ValueError: if there is no such group, or it holds several variables.
-    """
+    """The variable of the group ``log_likelihood``."""
     if "log_likelihood" not in group_names(idata):
         raise ValueError("the data have no group log_likelihood; to_arviz leaves it out where it does not exist")
     names = list(get_dataset(idata, "log_likelihood").data_vars)
@@ -547,11 +543,7 @@ def new_data_group(idata: Any) -> str | None:
 
 
 def observed_name(idata: Any, group: str) -> str:
-    """The observed site that a predictive group is about.
-
-    Raises:
-        ValueError: if there is none or more than one.
-    """
+    """The observed site that a predictive group is about."""
     shared = [str(name) for name in get_dataset(idata, group).data_vars if name in get_dataset(idata, "observed_data")]
     if len(shared) != 1:
         raise ValueError(f"{group} holds the observed sites {shared}; choose one by name")

@@ -217,11 +217,6 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
     """Broadcasts parameters, buffers, search and random state of the first process.
 
     Parameters that :class:`AllReduced` leaves to every process stay as they are.
-
-    Args:
-        model: a model.
-        guide: its guide.
-        search: has ``state_dict`` and ``load_state_dict``.
     """
     held = dict(pyro.get_param_store().named_parameters())
     modules = {name: part for name, part in (("model", model), ("guide", guide)) if isinstance(part, torch.nn.Module)}

@@ -159,22 +159,14 @@ def let_go(y: Any) -> None:
 
 
 def refuse_part(y: Any, why: str) -> None:
-    """Refuses shards of data of which other processes hold the rest.
-
-    Raises:
-        NotImplementedError: saying why.
-    """
+    """Refuses shards of data of which other processes hold the rest."""
     portion = portion_of(y)
     if portion is not None and portion.is_part:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
 
 
 def portion_of(arguments: Any) -> Portion | None:
-    """Returns the rows held by shards among a model's arguments, or ``None``.
-
-    Raises:
-        ValueError: if they are of different rows.
-    """
+    """Returns the rows held by shards among a model's arguments, or ``None``."""
     found = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
     if len(found) > 1:
         raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, found))}")
@@ -276,12 +268,9 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
 
 
 def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
-    """Returns random data points in random order, the same on every process.
+    """Random data points in random order, the same on every process.
 
-    Args:
-        y: data, or a shard of them.
-        number: how many at most.
-        generator: source of randomness, which from now on is in the same state on every process.
+    ``generator`` is in the same state on every process from now on.
     """
     if isinstance(y, Shard) and y.portion.is_part:
         draw_alike(generator)
@@ -477,12 +466,7 @@ def is_owned(parameter: Tensor) -> bool:
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
     """Rows at global positions ``(n,)``, whose gradients go to the owners.
 
-    Every process must ask for them, and take the gradient if one of them does.
-
-    Args:
-        own: the rows of this process, ``(m, ...)``.
-        portion: which these are.
-        positions: the same on every process.
+    ``own (m, ...)`` are those of this process. Every process must ask for them, and take the gradient if one of them does.
     """
     rows: Tensor = _RowsOfOwners.apply(own, portion, positions)  # type: ignore[no-untyped-call]
     return rows

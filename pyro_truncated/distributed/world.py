@@ -142,11 +142,7 @@ def gather(value: T) -> list[T]:
 
 
 def collect(value: T) -> list[T] | None:
-    """Gathers picklable objects on the first process; others get ``None``.
-
-    Raises:
-        OtherProcessError: if another process has failed.
-    """
+    """Gathers picklable objects on the first process; others get ``None``."""
     if not is_shared():
         return [value]
     packed = _pack(value)
@@ -160,11 +156,7 @@ def collect(value: T) -> list[T] | None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A context whose error ends all processes at their next message.
-
-    Raises:
-        OtherProcessError: on the others.
-    """
+    """A context whose error ends all processes at their next message."""
     if not is_shared() or _is_watched.get():
         yield
         return

@@ -301,23 +301,13 @@ def _complain_of_draws() -> None:
 
 
 class SingletonScore:
-    """Log joints of states with at most one active latent.
-
-    Args:
-        model: has ``singletons``, log joints ``(n, H + 1)`` of the state without active latents and of those with one.
-        y: data ``(n, D)``.
-        space: of the states.
-    """
+    """Log joints of states with at most one active latent."""
 
     def __init__(self, model: Any, y: Tensor, space: StateSpace) -> None:
         self.model, self.y, self.space = model, y, space
 
     def __call__(self, words: Tensor) -> Tensor:
-        """Log joints ``(n, C)`` of packed states ``(n, C, W)``.
-
-        Raises:
-            NotImplementedError: if more latents of a state are active.
-        """
+        """Log joints ``(n, C)`` of packed states ``(n, C, W)``."""
         if not len(words):
             return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
         states = self.space.unpack(words)

@@ -41,14 +41,6 @@ def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None
 
     A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, that of the active set, too. What is scaled on
     purpose, by :meth:`Split.weights` for example, differs between data points.
-
-    Args:
-        num_active: size of the active set.
-        batch_size: number of data points of the distribution, ``B``.
-        num_data: ``N``, or ``None``. If it is the plate's size it corrects the plate's scale.
-
-    Warns:
-        ActiveSetScaleWarning: if all data points have one scale other than 1 in a plate that subsamples, or the plate has another ``N``.
     """
     message = _message()
     apply_stack(message)

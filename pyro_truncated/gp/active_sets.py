@@ -178,13 +178,6 @@ class NearestSet:
     Closest are those whose function values correlate most with that at the latent, under the prior. Cost of a prediction: :math:`O(N Q +
     |A|^3 + |A| D)`, or without the first term :meth:`around` it. Means jump, a little, where the closest points change.
 
-    Args:
-        latents: of the data, ``(N, Q)``.
-        outputs: complete, ``(N, D)``.
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
-        noise: noise variance, a scalar.
-        num_neighbors: size of each active set.
-
     Raises:
         ValueError: if outputs are missing, or shapes disagree.
 
@@ -204,12 +197,7 @@ class NearestSet:
 
     @torch.no_grad()
     def around(self, latents: Tensor, leave_out: Tensor | None = None) -> Neighborhoods:
-        """Fixes the active sets of latents ``(M, Q)`` for later predictions.
-
-        Args:
-            latents: where.
-            leave_out: a data point ``(M,)`` for each that is not to be among them.
-        """
+        """Fixes the active sets of latents ``(M, Q)``, each without ``leave_out (M,)``."""
         # Several large tensors come and go, and small ones are not asked of the system each time.
         rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
         own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
@@ -280,11 +268,7 @@ class ProjectedStatistics:
 
 
 def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
-    """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``.
-
-    Raises:
-        ValueError: if outputs are missing; give complete data points only.
-    """
+    """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     if bool(outputs.isnan().any()):
         raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
     gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
@@ -304,11 +288,6 @@ class ProjectedSet:
 
     If the latents cover those of the data within a length-scale, this is close to conditioning on every data point, at a cost linear in
     their number. Factors are computed in float64.
-
-    Args:
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
-        noise: noise variance.
-        statistics: sums over the data, from :func:`projected_statistics` at the same parameters of the kernel.
 
     Reference:
         Quiñonero-Candela and Rasmussen, "A unifying view of sparse approximate Gaussian process regression", JMLR 6 (2005), section 5.
@@ -348,14 +327,7 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
     They are :math:`B/N` for the active points, the first ones, which then count once. For the rest they are :math:`(B/N)(N-|A|)/|R|`, so
     that it stands for all points that are not active.
 
-    Args:
-        batch_size: number of data points in the batch, ``B``.
-        num_active: size of the active set.
-        num_data: number of data points in all, ``N``.
-        like: has the type and device of the weights.
-
-    Raises:
-        ValueError: if the sizes are impossible, or no remaining point stands for those outside the batch.
+    Impossible sizes are refused.
     """
     if not 0 <= num_active <= batch_size <= num_data:
         raise ValueError(f"sizes must satisfy 0 <= num_active <= batch <= num_data; got {num_active}, {batch_size}, {num_data}")
@@ -471,15 +443,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
     (E_{jj} + \sigma^2)`, the decrease of the sum of variances by observing it. Unlike :func:`pivots`, this prefers points with many
     neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N T)`.
 
-    Args:
-        kernel: the kernel.
-        latents: candidates ``(N, Q)``.
-        size: how many to choose.
-        noise: noise variance of an observation. Default: a hundredth of the mean prior variance.
-        num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
-
-    Raises:
-        ValueError: if there are fewer candidates than are to be chosen.
+    The default ``noise`` is a hundredth of the mean prior variance; ``num_targets`` is ``T``.
     """
     if not 0 < size <= len(latents):
         raise ValueError(f"size must lie in 1 .. {len(latents)}, the number of candidates; got {size}")

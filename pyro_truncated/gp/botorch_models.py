@@ -65,17 +65,7 @@ class SubsetGPModel(Model):
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """The joint distributions of the outputs at batches of points.
-
-        Args:
-            X: ``(*batch, q, d)``.
-            output_indices: the outputs asked for. Default: all.
-            observation_noise: whether the regression's noise is added.
-            posterior_transform: applied at the end.
-
-        Raises:
-            TypeError: if noise is given in numbers.
-        """
+        """The joint distributions of the outputs at batches of points ``(*batch, q, d)``."""
         if isinstance(observation_noise, Tensor):
             raise TypeError("observation_noise must be True (add the learned noise) or False; got a tensor")
         mean, covariance = self._moments(X)
@@ -142,11 +132,7 @@ class SubsetAllocator(InducingPointAllocator):
         self.noise, self.algorithm, self.max_attempts, self.generator = noise, algorithm, max_attempts, generator
 
     def allocate_inducing_points(self, inputs: Tensor, covar_module: Any, num_inducing: int, input_batch_shape: torch.Size) -> Tensor:
-        """The training inputs ``(m, d)`` chosen from ``(n, d)``.
-
-        Raises:
-            ValueError: for batches of data sets.
-        """
+        """The training inputs ``(m, d)`` chosen from ``(n, d)``."""
         del input_batch_shape
         if inputs.dim() != 2 or len(inputs) != len(self.targets):
             raise ValueError(f"inputs must have shape ({len(self.targets)}, d), a row for each target; got {tuple(inputs.shape)}")

@@ -56,15 +56,7 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     Nothing is added if the noise is above 1e-5 of the mean prior variance in float32, 1e-10 in float64, and the factorisation succeeds.
     Otherwise the noise is raised to this floor, and further by powers of ten if need be; the share is that of the mean prior variance.
 
-    Args:
-        covariance: kernel matrix ``(*batch, A, A)``.
-        noise: noise variance, a scalar.
-
-    Warns:
-        JitterWarning: if something was added.
-
-    Raises:
-        NotPositiveDefiniteError: if no small addition helps, or the matrix holds NaN or infinity.
+    It warns (``JitterWarning``) if something was added, and raises ``NotPositiveDefiniteError`` if no small addition helps.
     """
     if not covariance.shape[-1]:
         return covariance, 0.0
@@ -90,13 +82,8 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
 def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
     """Cholesky factor of a positive semi-definite matrix, slightly raised only if necessary.
 
-    Args:
-        matrix: ``(*batch, m, m)``.
-        level: the variance that rounding errors are relative to. Default: the mean of the diagonal. Of a conditional covariance, it is
-            the prior variance.
-
-    Raises:
-        NotPositiveDefiniteError: if no small addition helps, so that the matrix is no covariance matrix.
+    Rounding errors are relative to ``level``, by default the mean of the diagonal. It raises ``NotPositiveDefiniteError`` if no small
+    addition helps.
     """
     level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean() if level is None else level.detach()
     found = _first_factor(matrix, level)
@@ -116,15 +103,10 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
 
 
 def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
-    r"""Cholesky factor without rows that depend on earlier ones, by a mask.
+    r"""Positions kept and factor, without rows that depend on earlier ones.
 
-    Args:
-        matrix: ``(m, m)``, positive semi-definite.
-        prior: variances ``(m,)`` that conditional ones are compared with. Default: the diagonal.
-        tolerance: a row is left out if its variance given those kept before is below this share of its prior variance.
-
-    Returns:
-        Positions kept, ascending, ``(k,)``, and the lower triangular factor of their block ``(k, k)``.
+    A row is left out if its variance given those kept before is below a share ``tolerance`` of its ``prior`` variance, by default the
+    diagonal.
     """
     floor = tolerance * (matrix.diagonal() if prior is None else prior)
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -270,14 +252,8 @@ def greedy_cholesky(
 ) -> PivotedCholesky:
     """The factor by pivots of largest conditional (noisy) variance.
 
-    Args:
-        prior: the diagonal ``(N,)``.
-        columns: columns ``(N, b)`` of the matrix at positions ``(b,)``.
-        max_rank: largest number of pivots.
-        floor: variances ``(N,)`` at which an input is no pivot any more, because it depends on others.
-        noise: variance of noise in what is known at the pivots. Without any, their variance vanishes.
-        enough: sum of variances at which it ends.
-        ahead: columns of likely next pivots that are computed along with one that is due.
+    ``columns`` gives columns ``(N, b)`` of the matrix at positions ``(b,)``. Inputs below ``floor (N,)`` are no pivots; it ends at the sum
+    of variances ``enough``. ``ahead`` columns of likely next pivots are computed along with one that is due.
     """
     residual = prior.clone()
     factor = residual.new_zeros(len(residual), min(max_rank, len(residual)))
@@ -308,16 +284,7 @@ def greedy_cholesky(
 
 
 def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
-    r"""Returns the factor at given pivots, without those that depend on others.
-
-    Args:
-        kernel: covariance function.
-        inputs: ``(N, D)``.
-        pivots: distinct positions, ``(Q,)``.
-
-    Returns:
-        The factor; its rows at the pivots are lower triangular in the order given.
-    """
+    r"""Returns the factor at given pivots, without those that depend on others."""
     columns = kernel(inputs, inputs[pivots])
     kept, triangle = independent_cholesky(columns[pivots])
     factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT

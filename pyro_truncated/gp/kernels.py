@@ -74,19 +74,10 @@ def _evaluate(kernel: Any, points: tuple[Tensor, ...], diag: bool) -> Tensor:
 
 
 def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:
-    r"""The squared exponential kernel in one product of matrices and one exponential.
+    r"""The squared exponential kernel ``(a, b)`` in one product and one exponential.
 
     With inputs divided by the length-scales, :math:`\log k(x, z) = x^\top z - \frac12 |x|^2 - \frac12 |z|^2 + \log v`, in fewer passes than
     Pyro's own way.
-
-    Args:
-        first: inputs ``(a, D)``.
-        second: inputs ``(b, D)``.
-        lengthscale: one for all dimensions, or ``(D,)``.
-        variance: :math:`v`, a scalar.
-
-    Returns:
-        Covariances ``(a, b)``.
     """
     # Distances do not depend on the origin; rounding errors do.
     centre = second.detach().mean(0)

@@ -72,10 +72,6 @@ def backend(name: str, tensor: Tensor) -> Any:
     """Returns the module of that name for a tensor's device.
 
     The first request loads the module, and with the first compiled one numba.
-
-    Args:
-        name: name of the module.
-        tensor: what is computed with.
     """
     kind = "vectorised" if is_vectorised(tensor) else "compiled"
     return _loaded.get((kind, name)) or _load(kind, name)

@@ -125,15 +125,9 @@ def backward_messages(words: Tensor, unary: Tensor, transitions: Transitions) ->
 
 
 def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages:
-    """Messages in both directions.
+    """Messages in both directions, of states ``(N, T, S, W)`` and log likelihoods ``(N, T, S)``.
 
-    Args:
-        words: distinct packed states of every step, ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-
-    Raises:
-        ValueError: if shapes do not fit, NaN is among the log likelihoods, or a sequence has a step beyond its end.
+    Misfitting shapes, NaN, and steps beyond a sequence's end are refused.
     """
     forward, log_norm = forward_messages(words, unary, transitions)
     backward = backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]
@@ -144,28 +138,15 @@ def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tenso
     r"""The bound :math:`\mathcal F` of every sequence, ``(N,)`` in float64.
 
     Differentiable once in ``unary``, by posterior probabilities, and in ``transitions.log_prob``, by expected numbers of transitions.
-
-    Raises:
-        ValueError: as :func:`messages`.
     """
     _check(words, unary, transitions)
     return _FreeEnergy.apply(words, unary, *transitions)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
-    r"""Returns expected numbers of transitions of each kind and chain.
+    r"""Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)`` in float64.
 
-    They are the gradient of the bounds with respect to ``transitions.log_prob``, and divided by their row sums the M-step.
-
-    Args:
-        words: as for :func:`messages`.
-        unary: likewise.
-        transitions: likewise.
-        sums: the messages.
-        weight: factor of each sequence, ``(N,)``. Default: one.
-
-    Returns:
-        ``(K, M, 2, 2)`` in float64.
+    They are the gradient of the bounds, each with a ``weight (N,)``, in ``transitions.log_prob``, and divided by their row sums the M-step.
     """
     weight = torch.ones(len(words), dtype=torch.float64, device=words.device) if weight is None else weight.double()
     onward = unary.double() + sums.backward
@@ -177,27 +158,13 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
 
 
 def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """Returns the most probable path of each product of sets (Viterbi).
-
-    Returns:
-        Positions ``(N, T)`` of the members along the path, zero beyond the end, and the log joints of the paths ``(N,)``.
-    """
+    """Positions ``(N, T)`` and log joints ``(N,)`` of the most probable paths (Viterbi)."""
     _check(words, unary, transitions)
     return backend("binary_chains", words).best_path(words, unary, *transitions)  # type: ignore[no-any-return]
 
 
 def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
-    """Draws independent paths from the posterior on the sets, sampling backward.
-
-    Args:
-        words: as for :func:`messages`.
-        forward: the messages of :func:`forward_messages`.
-        transitions: of ``M`` chains.
-        uniform: uniform random numbers ``(R, N, T)``.
-
-    Returns:
-        Positions ``(R, N, T)`` of the members along the paths.
-    """
+    """Draws positions ``(R, N, T)`` of paths, sampling backward with ``uniform (R, N, T)``."""
     _check(words, forward, transitions)
     if uniform.dim() != 3 or uniform.shape[1:] != words.shape[:2]:
         raise ValueError(f"uniform must have shape (R, N, T) with (N, T) = {tuple(words.shape[:2])}; got {tuple(uniform.shape)}")
@@ -214,20 +181,9 @@ def select(
     it goes the messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice is exact coordinate ascent,
     and the bound never falls. If they are all candidates, choices look ahead, and the bound may fall.
 
-    Args:
-        words: candidates ``(N, T, C, W)``, the members first.
-        unary: their log likelihoods, ``(N, T, C)``.
-        transitions: of ``M`` chains.
-        size: number of states to choose, ``S``.
-        ahead: messages ``(N, T, R)`` of the first ``R`` candidates: those of :func:`backward_messages` for a pass forward, else those of
-            :func:`forward_messages`.
-        forward: whether the pass goes forward.
-
-    Returns:
-        Positions ``(N, T, S)`` of the chosen candidates, the best first and -1 where there are too
-        few. Also their messages ``(N, T, S)`` in the direction of the pass and its normalisation
-        ``(N, T)``, which forward is ``log_norm`` of :class:`Messages`. Where nothing is possible
-        the first candidates are chosen.
+    Candidates are ``(N, T, C, W)``, the members first. Returns positions ``(N, T, S)``, the best first and -1 where there are too few,
+    their messages ``(N, T, S)`` in the direction of the pass, and its normalisation ``(N, T)``. Where nothing is possible the first
+    candidates are chosen.
     """
     _check(words, unary, transitions)
     if ahead.dim() != 3 or ahead.shape[:2] != words.shape[:2] or not 0 < ahead.shape[2] <= words.shape[2]:
@@ -248,17 +204,8 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
     and the right factor likewise, so all flips of a member cost about as much as the member. Exact, unless transitions of probability zero
     exclude a neighbour from the member but not from its flip, whose mass is then too small.
 
-    Args:
-        words: members ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-        sums: the messages.
-        gain: how much the log likelihood changes with each flip of the first ``P`` members, ``(rows, P, M)``.
-        rows: which steps, counted through all sequences: ``n * T + t``.
-        size: number of candidates of each step, ``C``.
-
-    Returns:
-        Candidates ``(1, rows, C)``.
+    ``gain (rows, P, M)`` is the change of the log likelihood by each flip of the first ``P`` members, ``rows`` are steps counted through
+    all sequences. Returns candidates ``(1, rows, C)``.
     """
     _check(words, unary, transitions)
     expected = (rows.stop - rows.start, transitions.log_prob.shape[1])
@@ -271,18 +218,9 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
 
 
 def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
-    """Returns log masses of states, of members their log posterior probabilities.
+    """Log masses ``(N, T, C)`` of states ``(N, T, C, W)`` with log ``likelihood (N, T, C)``.
 
-    Args:
-        words: members ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-        sums: messages.
-        states: packed, ``(N, T, C, W)``.
-        likelihood: log likelihoods, ``(N, T, C)``.
-
-    Returns:
-        Logarithms ``(N, T, C)``; NaN where no path through the sets is possible.
+    Of members they are log posterior probabilities; NaN where no path through the sets is possible.
     """
     _check(words, unary, transitions)
     _check(states, likelihood, transitions)
@@ -295,36 +233,16 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
-    r"""Returns exact posteriors of the joint configurations of ``k`` chains.
+    r"""Exact log posteriors ``(N, T, 2**k)`` of the joint configurations of a ``block (N, k)``.
 
-    A step costs :math:`k 2^k`, by Kronecker products.
-
-    Args:
-        unary: log likelihood of every configuration, ``(N, T, 2**k)``. Bit ``i`` of its position is the value of ``block[i]``.
-        transitions: of ``M`` chains.
-        block: the chains, ``(N, k)`` int64.
-
-    Returns:
-        Log probabilities ``(N, T, 2**k)``.
+    Bit ``i`` of a position is the value of ``block[i]``. A step costs :math:`k 2^k`, by Kronecker products.
     """
     _check_block(unary, block)
     return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
 
 
 def draw_blocks(unary: Tensor, transitions: Transitions, block: Tensor, uniform: Tensor) -> Tensor:
-    r"""Draws paths of ``k`` chains from their exact posterior.
-
-    A step costs :math:`k 2^k`, by Kronecker products.
-
-    Args:
-        unary: as for :func:`block_posteriors`.
-        transitions: of ``M`` chains.
-        block: the chains, ``(N, k)`` int64.
-        uniform: uniform random numbers ``(N, T)``.
-
-    Returns:
-        Configurations ``(N, T)``, zero beyond the end; bit ``i`` is the value of ``block[i]``.
-    """
+    r"""Draws configurations ``(N, T)`` as in :func:`block_posteriors`, with ``uniform (N, T)``."""
     _check_block(unary, block)
     return backend("binary_chains", unary).draw_blocks(unary, *transitions, block, uniform)  # type: ignore[no-any-return]
 
@@ -355,11 +273,7 @@ class _FreeEnergy(torch.autograd.Function):
 
 
 def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
-    """Refuses what does not fit together.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuses what does not fit together."""
     log_prob, kind = transitions
     if words.dim() != 4 or words.dtype != torch.int64:
         raise ValueError(f"words must be packed states (N, T, S, W) of type int64; got {words.dtype} of shape {tuple(words.shape)}")

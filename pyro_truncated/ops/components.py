@@ -42,11 +42,7 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
 
 
 def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """Checks components ``(N, S)``, weights and rows ``(N, D)``; returns 64-bit components.
-
-    Raises:
-        ValueError: if shapes do not fit, or there are other components.
-    """
+    """Checks components ``(N, S)``, weights and rows ``(N, D)``; returns 64-bit components."""
     if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
         shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
         raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
@@ -56,22 +52,14 @@ def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: in
 
 
 def as_integers(component: Tensor) -> Tensor:
-    """Components in 64 bits, as indices must be.
-
-    Raises:
-        ValueError: if they are no integers.
-    """
+    """Components in 64 bits, as indices must be."""
     if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
         raise ValueError(f"component must hold integers; got {component.dtype}")
     return component.long()
 
 
 def check_below(component: Tensor, number: int) -> None:
-    """Refuses components that are negative, or not below the number.
-
-    Raises:
-        ValueError: saying from where to where they are.
-    """
+    """Refuses components that are negative, or not below the number."""
     if component.numel():
         lowest, highest = component.aminmax()
         raise_if((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
@@ -147,25 +135,15 @@ class Grouped:
 
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
-    r"""Returns square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs of data points and components.
+    r"""Square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs ``row``, ``component (E,)``.
 
-    They are differentiable in all numbers.
+    Of data ``(N, D)``, means ``(K, D)`` and matrices :math:`W` ``(K, D, D)``; differentiable in all of them.
 
     Example:
         >>> from pyro_truncated.ops.components import square_distances
         >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
         >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
         tensor([ 25., 100.])
-
-    Args:
-        rows: data :math:`x`, ``(N, D)``.
-        row: which data points, numbers below ``N``, ``(E,)``.
-        component: of which components, numbers below ``K``, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
-        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
-
-    Returns:
-        ``(E,)``.
     """
     # In more dimensions products of matrices are faster.
     with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > 32 else contextlib.nullcontext():
@@ -180,12 +158,7 @@ _CACHED_ROWS = 2**23
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
 
-    Args:
-        factor: :math:`W`, ``(K, D, R)``.
-        scale: :math:`\sigma`, ``(K,)``.
-
-    Returns:
-        :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
+    Returns :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
     """
     scaled = factor / scale[:, None, None]
     lower = cholesky(_identity(factor) + scaled.mT @ scaled)
@@ -194,19 +167,9 @@ def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
-    r"""Log densities of some rows under some components: :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)`.
+    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``.
 
-    Args:
-        rows: data :math:`y`, ``(N, D)``.
-        row: which of them, ``(E,)``.
-        component: under which component, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``.
-        whitened: see :func:`whiten`.
-        scale: :math:`\sigma`, ``(K,)``.
-        constant: :math:`c`, ``(K,)``.
-
-    Returns:
-        ``(E,)``; differentiable in all that is not a number of something.
+    The covariances are given by :func:`whiten` and ``scale (K,)``. Differentiable.
     """
     size, rank = whitened.shape[1:]
     grouped, precision, ranks = Grouped.of(component, len(loc)), scale**-2, _ranks(whitened)
@@ -220,18 +183,9 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
 
 
 def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
+    r"""Means and variances ``(E, D)`` of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`.
 
-    Args:
-        rows: data :math:`y`, ``(N, D)``. Entries that are NaN are not observed.
-        row: which of them, ``(E,)``.
-        component: under which component, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``.
-        factor: :math:`W`, ``(K, D, R)``.
-        scale: :math:`\sigma`, ``(K,)``.
-
-    Returns:
-        The means and the variances, ``(E, D)`` both.
+    Of pairs ``row``, ``component (E,)``; entries of ``rows (N, D)`` that are NaN are not observed.
     """
     if bool(rows.isnan().any()):
         given = rows, row, component, loc, factor, scale
@@ -388,13 +342,7 @@ def _identity(basis: Tensor) -> Tensor:
 
 
 def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
-    """Centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
-
-    Args:
-        points: ``(N, D)``.
-        start: centres to start from, ``(K, D)``, such as some of the points.
-        steps: most iterations.
-    """
+    """Centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm."""
     # Distances are differences of squares, which are smallest around the mean.
     mean = points.mean(0)
     points, centres = points - mean, start - mean

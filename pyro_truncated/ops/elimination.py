@@ -92,15 +92,9 @@ class BucketTree:
 
 
 class Messages:
-    """The sums of tables and messages in each bucket.
+    """Sums (or maxima) of tables and messages in buckets, by variable.
 
     The messages that were sent are kept beside them.
-
-    Args:
-        tree: the elimination order.
-        sums: by variable, the sum of the tables of its bucket.
-        weights: by variable, log weights of states.
-        maximum: whether messages are maxima in place of sums.
     """
 
     def __init__(self, tree: BucketTree, sums: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False) -> None:
@@ -155,12 +149,7 @@ class Messages:
         return found
 
     def clique(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """A clique's log weights without its variable's, and the message from above.
-
-        Args:
-            node: the variable.
-            above: by variable, the messages from above; those of its parent must be known.
-        """
+        """A clique's log weights without its variable's, and the message from above."""
         tree, parent = self.tree, self.tree.parents[node]
         if parent is None:
             down = self._sum(node).new_zeros((1,) * tree.num_dims)
@@ -191,10 +180,6 @@ class Messages:
         r"""Returns the posterior :math:`q_f(s_{v \in f})` of the states of each table.
 
         It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
-
-        Args:
-            scopes: the variables that each table is of.
-            shapes: the shapes of the tables.
         """
         tree, found = self.tree, []
         joint: dict[int, Tensor] = {}
@@ -219,9 +204,7 @@ class Messages:
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
         """Visits the variables in turn, with the newest weights of all others.
 
-        Args:
-            choose: maps a variable and the belief of its states to new log weights of these, or to ``None`` to keep them. Weights that
-                keep the best states never lower the evidence.
+        ``choose`` maps a variable and the belief of its states to new log weights of these, or to ``None``.
         """
         tree = self.tree
         above: dict[int, Tensor] = {}
@@ -240,14 +223,9 @@ class Messages:
                     self.send(node)
 
     def draw(self, num_samples: int | None, generator: torch.Generator | None = None) -> dict[int, tuple[Tensor, Tensor]]:
-        """Draws joint states, with each variable's log probability given those above.
+        """Draws joint states: by variable, positions and log probabilities, ``(B, 1, ..., plates)``.
 
-        Args:
-            num_samples: number of independent draws; ``None`` for the most probable joint state, of messages that are maxima.
-            generator: source of randomness.
-
-        Returns:
-            By variable, positions in its set and log probabilities, ``(B, 1, ..., plates)``.
+        Without ``num_samples`` it is the most probable joint state, of messages that are maxima.
         """
         tree = self.tree
         found: dict[int, tuple[Tensor, Tensor]] = {}

@@ -89,15 +89,8 @@ def maximum_segments(
     r"""Joint density of data and one slab, :math:`\mathcal N(z; \mu, \tau^2) \prod_d \mathcal N(y_d; \max(m_d, z w_d), \lambda_d^{-1})`.
 
     The cause wins dimension ``d`` where :math:`z > m_d / w_d`, so between the sorted thresholds the density is Gaussian in ``z``. The total
-    mass is the density of the data.
-
-    Args:
-        value: data :math:`y`, ``(*batch, D)``. NaN where missing.
-        others: what the other causes offer :math:`m \ge 0`, ``(*batch, D)``.
-        element: dictionary element :math:`w \ge 0` of the cause, ``(*batch, D)``.
-        precision: inverse noise variances :math:`\lambda`, broadcastable to ``(*batch, D)``.
-        slab_mean: mean :math:`\mu` of the slab, ``(*batch)``.
-        slab_deviation: standard deviation :math:`\tau` of the slab, ``(*batch)``.
+    mass is the density of the data. :math:`y` (NaN where missing), :math:`m \ge 0`, :math:`w \ge 0` and :math:`\lambda` are ``(*batch,
+    D)``, the slab's moments ``(*batch)``.
     """
     value, others, element, precision = torch.broadcast_tensors(value, others, element, precision)
     is_seen = ~value.isnan()

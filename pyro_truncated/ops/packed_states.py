@@ -165,14 +165,9 @@ def enumerate_states(fields: Fields, device: torch.device | str | None = None) -
 
 
 def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The states in which one latent is not zero, on the CPU.
+    """Latent ``(P,)``, value ``(P,)`` and packed states ``(P, W)`` with one active latent.
 
-    Args:
-        fields: where the latents lie.
-        first: the lowest value that a latent takes; 0 counts the state of zeros once for each.
-
-    Returns:
-        The latent of each state ``(P,)``, its value ``(P,)``, latent by latent, and the packed states ``(P, W)``.
+    Values begin with ``first``; 0 counts the state of zeros once for each latent.
     """
     counts = fields.cardinality - first
     latent = torch.arange(fields.num_latents, device="cpu").repeat_interleave(counts)
@@ -225,12 +220,7 @@ class _Count:
 
 # Whatever is padded to a larger number than need be costs its square: so many flips are followed.
 def most_active(words: Tensor, most_flips: int = 2) -> int | None:
-    """A bound of active latents of one state; ``None`` if not known.
-
-    Args:
-        words: packed states, ``(..., W)``.
-        most_flips: how many flips it may be too large by.
-    """
+    """A bound of one state's active latents, ``most_flips`` too large, or ``None``."""
     count = _count_of(words)
     return None if count is None or count.flips_unseen > most_flips else count.most
 
@@ -332,11 +322,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
-    """Returns the shape ``(N, M)`` of a matrix by rows of words.
-
-    Raises:
-        ValueError: if words are no packed states, or the matrix has another number of rows.
-    """
+    """Returns the shape ``(N, M)`` of a matrix by rows of words."""
     if words.dtype != torch.int64 or words.dim() != 3:
         raise ValueError(f"words must be int64 of shape (N, C, W); got {words.dtype} of shape {tuple(words.shape)}")
     if companion.dim() != 2 or len(companion) != len(words):
@@ -345,11 +331,7 @@ def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
 
 
 def check_weights(words: Tensor, weights: Tensor) -> None:
-    """Refuses weights that are not ``(N, C)``, one per state.
-
-    Raises:
-        ValueError: naming both shapes.
-    """
+    """Refuses weights that are not ``(N, C)``, one per state."""
     check_rows(words, weights, "weights (N, C)")
     if weights.shape != words.shape[:2]:
         raise ValueError(f"weights must have shape {tuple(words.shape[:2])}, one per state; got {tuple(weights.shape)}")
@@ -359,9 +341,6 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
     """Refuses states, observations, dictionary and vector that do not fit.
 
     They are ``(N, C, W)``, ``(N, D)``, ``(D, H)`` and ``(D,)``.
-
-    Raises:
-        ValueError: naming what does not fit.
     """
     _, num_observed = check_rows(words, value, "value (N, D)")
     if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
@@ -374,20 +353,10 @@ _MAX_STATES = 2**20
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
-    r"""Unions of at most ``max_active`` of each data point's single-latent states.
+    r"""Unions ``(N, S, W)`` of at most ``max_active`` of each data point's single-latent states.
 
-    Every state extends one with one latent fewer, so building it takes one operation per word.
-
-    Args:
-        chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
-        max_active: largest number of active latents. Default: all.
-
-    Returns:
-        ``(N, S, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`: fewer active latents first, in the same order for every data
-        point.
-
-    Raises:
-        ValueError: if ``chosen`` are not packed states, or there were more than 2**20 states per data point.
+    Of ``chosen (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
+    with one latent fewer, so building it takes one operation per word. More than 2**20 states are refused.
     """
     check_words("chosen", chosen)
     num_selected = chosen.shape[1]

@@ -46,9 +46,6 @@ def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int
     """Returns values ``(N, C)`` of a linear function of the states.
 
     Its coefficients ``linear (N, H)`` are prior logits, for example.
-
-    Raises:
-        ValueError: if the coefficients have another shape.
     """
     if linear.shape != (num_data, num_latents):
         raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
@@ -60,13 +57,8 @@ def data_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in data, dictionary and precisions, from the moments of the coefficients.
 
-    Args:
-        value: data ``(N, D)``. NaN where missing.
-        weight: dictionary ``(D, H)``.
-        precision: inverse noise variances ``(D,)``.
-        grad: gradients in the log densities of the states, ``(N, C)``.
-        first: sums of the first moments weighted with them, ``(N, H)``.
-        second: second moments ``(H, H)``, or ``(D, H, H)`` over the data points at which each dimension is observed.
+    ``grad (N, C)`` are gradients in the log densities, ``first (N, H)`` and ``second`` moments weighted with them, ``(H, H)`` or ``(D, H,
+    H)`` over the data points at which each dimension is observed.
     """
     is_observed = ~value.isnan()
     products = weight @ second if second.dim() == 2 else (second @ weight.unsqueeze(-1)).squeeze(-1)
@@ -348,16 +340,7 @@ class _LogProb(torch.autograd.Function):
 def _sum_by_dimension(
     moments: Callable[..., tuple[Tensor, ...]], words: Tensor, weights: Tensor, value: Tensor, num_latents: int, bytes_each: int
 ) -> tuple[Tensor, ...]:
-    """Moments of row blocks with second moments ``(D, H, H)`` over observed entries.
-
-    Args:
-        moments: sums of the indicators, first moments and second moments of each data point of a block, and sums over the block.
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``.
-        num_latents: ``H``.
-        bytes_each: what a data point takes.
-    """
+    """Moments of row blocks with second moments ``(D, H, H)`` over observed entries."""
     size, sums = rows_per_block(bytes_each), []
     active, first = [], []
     second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)

@@ -64,14 +64,7 @@ class Stream:
 
 
 class Drawn(int):
-    """A seed with what has been drawn for it already.
-
-    Args:
-        seed: the seed.
-        rows: positions of the data points for which it has been drawn.
-        streams: their streams, ``(N,)``.
-        words: the first words of these, ``(N, count)``.
-    """
+    """A seed with what has been drawn for it already."""
 
     rows: Tensor
     streams: Tensor

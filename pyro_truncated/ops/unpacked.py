@@ -42,17 +42,8 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
 
     .. math:: m^\top a - \tfrac12 m^\top G m + \tfrac12 u^\top M^{-1} u - \tfrac12 \log |M|
 
-    plus terms that do not depend on the state. Nothing is divided by the slabs' variances, and latents that are off keep their prior.
-
-    Args:
-        states: indicators :math:`b`, ``(*batch, H)``.
-        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
-        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
-        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
-        deviation: standard deviations of the slabs :math:`\tau`, ``(*batch, H)``.
-
-    Returns:
-        The log density ``(*batch)``, the Cholesky factor of :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
+    plus terms that do not depend on the state. Nothing is divided by the slabs' variances. Returns it ``(*batch)``, the Cholesky factor of
+    :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
     """
     amplitude, spread = states * mean, states * deviation
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
@@ -65,22 +56,7 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
 
 
 def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Integrates out slabs :math:`z = \mu + T e` with standard normal :math:`e`.
-
-    :func:`collapse` does so for a diagonal :math:`T`.
-
-    Args:
-        states: indicators :math:`b`, ``(*batch, H)``.
-        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
-        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
-        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
-        root: lower Cholesky factor :math:`T` of their covariance, ``(*batch, H, H)``.
-
-    Returns:
-        The log density ``(*batch)`` up to terms that do not depend on the state. Also the Cholesky
-        factor of the posterior precision of :math:`e` ``(*batch, H, H)``, and its posterior mean
-        ``(*batch, H)``.
-    """
+    r"""Does as :func:`collapse` for slabs :math:`z = \mu + T e`, ``root`` :math:`T` ``(*batch, H, H)``."""
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
     identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)

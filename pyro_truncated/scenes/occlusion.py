@@ -143,18 +143,7 @@ def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
 
 
 def object_places(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
-    """Returns places and depth ranks of the objects in a population.
-
-    Args:
-        population: ``N`` data points with ``S`` states each.
-        num_objects: number of objects ``H``.
-
-    Returns:
-        Places ``(N, S, H)``, -1 for absent objects, and their ranks, the foremost 0, or ``None`` if the states have no order.
-
-    Raises:
-        ValueError: if the states do not have two or three latents for every object.
-    """
+    """Places ``(N, S, H)``, -1 if absent, and depth ranks or ``None``."""
     if population.space.num_latents not in (2 * num_objects, 3 * num_objects):
         raise ValueError(
             f"states of {num_objects} objects have {2 * num_objects} latents (presence and position) or {3 * num_objects} (and order); "

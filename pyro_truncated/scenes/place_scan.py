@@ -113,11 +113,7 @@ def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
 
 
 def scene_sizes(space: StateSpace) -> tuple[int, int]:
-    """Numbers of objects and of places.
-
-    Raises:
-        ValueError: if the space is not that of presence, position and perhaps order.
-    """
+    """Numbers of objects and of places."""
     cardinalities = space.cardinalities
     for parts in (2, 3):
         size, rest = divmod(len(cardinalities), parts)

@@ -11,11 +11,7 @@ Temperature = float | Callable[[int], float]
 
 
 def temperature_at(temperature: Temperature, step: int) -> float:
-    """The temperature of a step.
-
-    Raises:
-        ValueError: if it is not a finite number of at least one.
-    """
+    """The temperature of a step."""
     value = temperature(step) if callable(temperature) else temperature
     if not 1.0 <= value < math.inf:
         raise ValueError(f"temperature must be at least 1, and finite; got {value}")

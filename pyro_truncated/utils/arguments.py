@@ -23,16 +23,7 @@ from torch import Tensor
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """A count as a Python integer: whatever has ``__index__``, but no Boolean.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        least: the smallest count allowed.
-
-    Raises:
-        ValueError: if it is no integer, or too small.
-    """
+    """A count of at least ``least``: what has ``__index__``, no Boolean."""
     try:
         count = None if isinstance(value, bool) or (torch.is_tensor(value) and value.dtype == torch.bool) else operator.index(value)
     except TypeError:
@@ -45,11 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 @contextmanager
 def naming_empty_plates() -> Iterator[None]:
-    """Explains that a plate has no members, where Pyro divides by zero.
-
-    Raises:
-        ValueError: in the place of that.
-    """
+    """Explains that a plate has no members, where Pyro divides by zero."""
     try:
         yield
     except ZeroDivisionError as error:
@@ -117,11 +104,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
-    """Refuses arguments of other kinds than annotated, before any work.
-
-    Raises:
-        TypeError: naming the first of them.
-    """
+    """Refuses arguments of other kinds than annotated, before any work."""
     signature = inspect.signature(function)
     for name, value in given.items():
         hint = _hint(function, signature, name)

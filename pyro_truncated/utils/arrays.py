@@ -66,11 +66,7 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """The numbers of another package's array, NaN where null or ``_FillValue``.
-
-    Raises:
-        TypeError: if there is anything but numbers and truth values in it.
-    """
+    """The numbers of another package's array, NaN where null or ``_FillValue``."""
     if package_of(value) != "pandas":
         array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
@@ -145,12 +141,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
 
     Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked or null becomes NaN.
 
-    Args:
-        value: any value.
-        like: floating point arrays take its type, and all arrays its device; without it they keep their own type.
-
-    Raises:
-        TypeError: if an array of another package holds something other than numbers.
+    Floating point arrays take the type of ``like``, all arrays its device.
     """
     value = as_plain_array(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -176,15 +167,7 @@ def as_plain_array(value: Any) -> Any:
 
 
 def as_data(name: str, value: Any) -> Tensor:
-    """Returns the tensor of an argument: a tensor, array or list.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-
-    Raises:
-        TypeError: naming the argument, if it holds no numbers, or lists of unlike lengths.
-    """
+    """Returns the tensor of an argument: a tensor, array or list."""
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
     found = value if isinstance(value, (list, tuple)) else as_tensors(value)

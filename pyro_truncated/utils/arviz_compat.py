@@ -45,11 +45,7 @@ def make_idata(**datasets: xr.Dataset) -> Any:
 
 
 def get_dataset(idata: Any, group: str) -> xr.Dataset:
-    """The dataset of one group.
-
-    Raises:
-        KeyError: if there is no such group.
-    """
+    """The dataset of one group."""
     node = idata[group]
     return node.to_dataset() if isinstance(node, xr.DataTree) else node
 

@@ -62,12 +62,7 @@ def current_budget() -> int:
 
 
 def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
-    """Returns how many rows of temporaries fit the budget, at least one.
-
-    Args:
-        bytes_per_row: bytes of all temporaries of a row.
-        num_bytes: the budget. Default: the one in force.
-    """
+    """Returns how many rows of temporaries fit the budget, at least one."""
     return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
 
 

@@ -35,12 +35,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
 
 def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
-    """A bar on standard error.
-
-    Args:
-        progress: whether to show it. Default: if standard error is a terminal.
-        **options: of tqdm.
-    """
+    """A bar on standard error."""
     return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)
 
 

@@ -61,12 +61,7 @@ LARGEST = 1e150
 
 
 def in_double(name: str, values: Any) -> Tensor:
-    """A tensor or an array in float64.
-
-    Raises:
-        TypeError: naming the argument, if it is neither.
-        ValueError: naming the argument, if one is not, or they are complex.
-    """
+    """A tensor or an array in float64."""
     values = as_tensors(values)
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor or an array; got {type(values).__name__}")
@@ -79,11 +74,7 @@ def in_double(name: str, values: Any) -> Tensor:
 
 
 def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
-    """Refuses tensors of which an entry is outside of a constraint.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuses tensors of which an entry is outside of a constraint."""
     for name, tensor in tensors.items():
         if tensor.is_complex() or tensor.dtype == torch.bool or not bool(constraint.check(tensor).all()):
             raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")
@@ -155,17 +146,8 @@ def in_blocks(
 ) -> Tensor:
     """Evaluates ``function(states, value) -> batch_shape`` on slices under a memory budget.
 
-    Intermediate results of a slice are recomputed for its gradient instead of being kept.
-
-    Args:
-        function: elementwise in the batch.
-        states: states ``(*batch, H)``.
-        value: observations ``(*batch, D)``.
-        batch_shape: the shape both broadcast to.
-        numbers_each: how many numbers the function needs at a time for one element of the batch; default ``max(H, D)``.
-
-    Returns:
-        The values of the function, ``batch_shape``.
+    Of ``states (*batch, H)`` and ``value (*batch, D)`` it needs ``numbers_each`` numbers at a time for one element of the batch, by default
+    ``max(H, D)``. Intermediate results of a slice are recomputed for its gradient.
     """
     numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
     num_blocks = -(-8 * batch_shape.numel() * numbers_each // current_budget())

@@ -49,13 +49,7 @@ _facts: Any = WeakIdKeyDictionary()
 
 
 def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
-    """The answer about a tensor's entries, kept on a device.
-
-    Args:
-        value: the tensor.
-        question: names what is asked.
-        find_out: gives the answer as a Boolean scalar.
-    """
+    """The answer about a tensor's entries, kept on a device."""
     if not _is_remembered(value):
         return bool(find_out())
     answers, key = _answers(value), _key(value, question)

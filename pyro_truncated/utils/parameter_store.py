@@ -177,9 +177,6 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
     Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of the module's own. If that tensor belongs
     to another module, a model loses its initialisation and changes the other's. Parameters that were read from a file or set by hand
     replace those of a module. Where numbers are equal nothing is lost by looking (``training=False``).
-
-    Raises:
-        ValueError: naming the parameters, and what to do.
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -198,11 +195,7 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
 
 
 class ShadowWatch(Messenger):
-    """Refuses shadowed parameters that functions name, or a guide creates.
-
-    Args:
-        guide: what runs under it for the first time, if that is known.
-    """
+    """Refuses shadowed parameters that functions name, or a guide creates."""
 
     def __init__(self, guide: Any = None) -> None:
         super().__init__()
@@ -282,20 +275,12 @@ class TakesPrefixed(torch.nn.Module):
     """A module that loads states saved from a wrapper."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads as torch does, without a common prefix such as ``module.``.
-
-        Raises:
-            RuntimeError: if names do not fit; naming the prefix, if those of this module are a part of them.
-        """
+        """Loads as torch does, without a common prefix such as ``module.``."""
         return super().load_state_dict(without_prefix(state_dict, self), strict, assign)
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """The state by the names of a module.
-
-    Raises:
-        RuntimeError: if it is of something that the module was only a part of.
-    """
+    """The state by the names of a module."""
     own = _first_names(module)
     if not isinstance(state_dict, Mapping) or any(_first(name) in own for name in state_dict):
         return state_dict

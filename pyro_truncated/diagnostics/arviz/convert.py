@@ -105,11 +105,7 @@ def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
 
 
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
-    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
-
-    Raises:
-        ValueError: if they differ in shape.
-    """
+    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset."""
     arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
     if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -642,11 +638,7 @@ def _check_chains(models: list[Any], guides: list[Any], settings: _Settings) -> 
 
 
 def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
-    """Adds checks and training, which are not drawn.
-
-    Raises:
-        ValueError: if there is nothing that they, or the coordinates, belong to.
-    """
+    """Adds checks and training, which are not drawn."""
     if unknown := set(settings.coords or {}).difference(*(data.dims for data in datasets.values())):
         raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if settings.checks is not None:

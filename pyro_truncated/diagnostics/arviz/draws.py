@@ -389,11 +389,7 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
 
 
 def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
-    """Checks that the model takes all data.
-
-    Raises:
-        ValueError: naming the plate of which it takes some.
-    """
+    """Checks that the model takes all data."""
     for node in nodes.values():
         for frame in node["cond_indep_stack"]:
             if frame.vectorized and frame.size != (frame.full_size or frame.size):
@@ -404,12 +400,7 @@ def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
 
 
 def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws latents from a guide.
-
-    Raises:
-        TypeError: if the guide cannot be called.
-        ValueError: if the model subsamples, the guide has several ``AutoTruncated`` parts, or latents have no distribution but their prior.
-    """
+    """Draws latents from a guide."""
     if not callable(guide):
         raise TypeError(f"guide must be a Pyro guide: an autoguide, a list of them, or a function; got {type(guide).__name__}")
     if isinstance(guide, AutoTruncated) and guide.master is None:
@@ -723,14 +714,8 @@ def posterior_draws(
 ) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
-    Args:
-        model: the model.
-        draws: of the latents.
-        args: the model's arguments.
-        kwargs: its keyword arguments.
-        chosen: which of the draws.
-        anew: keep only the global latents of the draws, and draw those of data points from their prior: predictions
-            of unseen data points. Otherwise the data points that were inferred are repeated, which favours the model.
+    With ``anew`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data points that
+    were inferred are repeated, which favours the model.
     """
     left_out = draws.local if anew else frozenset()
     given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)

@@ -28,11 +28,7 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 def truncated_part(guide: Any) -> AutoTruncated:
-    """The ``AutoTruncated`` that a guide is, or that a guide list holds.
-
-    Raises:
-        TypeError: if there is none.
-    """
+    """The ``AutoTruncated`` that a guide is, or that a guide list holds."""
     if isinstance(guide, AutoTruncated):
         return guide
     parts = [part for part in guide if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.ModuleList) else []
@@ -96,14 +92,7 @@ class AllData:
 
 
 def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    """Sends the first process's answer about the guide to all processes.
-
-    Args:
-        ask: is given a guide and the model's arguments.
-        guide: the guide of the data points here.
-        args: the model's arguments.
-        kwargs: its keyword arguments.
-    """
+    """Sends the first process's answer about the guide to all processes."""
     with world.failing_together(), spare_random_numbers():
         every = gathered(guide, args, kwargs)
         found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
@@ -112,11 +101,7 @@ def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], k
 
 
 def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
-    """The guide of all data on the first process, elsewhere ``None``.
-
-    Raises:
-        TypeError: if the guide holds no ``AutoTruncated``.
-    """
+    """The guide of all data on the first process, elsewhere ``None``."""
     part = truncated_part(guide)
     rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
     held = world.collect([part.words, part.log_joint, *rows])

@@ -405,12 +405,7 @@ def _effective_number(log_weights: Tensor) -> Tensor:
 
 
 class Proposal:
-    """The defensive mixture around the populations: draws states, and computes their densities.
-
-    Args:
-        population: the populations.
-        generator: source of randomness.
-    """
+    """The defensive mixture around the populations: draws states, and computes their densities."""
 
     def __init__(self, population: Population, generator: torch.Generator | None) -> None:
         self.population, self.space, self.generator = population, population.space, generator

@@ -185,11 +185,7 @@ def positive_parameter(value: float, like: Tensor, name: str = "variance") -> An
 
 @torch.no_grad()
 def check_data_kernel(kernel: DataKernel) -> None:
-    """Looks at the covariances of up to 100 evenly spaced training inputs.
-
-    Raises:
-        ValueError: if they are not finite, not symmetric, have negative variances or others than ``diag`` says, or are not positive.
-    """
+    """Looks at the covariances of up to 100 evenly spaced training inputs."""
     rows = torch.linspace(0, kernel.num_data - 1, min(kernel.num_data, 100), dtype=torch.float64, device=kernel.device).long()
     _check(type(kernel).__name__, kernel.columns(rows, rows), kernel.diag(rows), rows)
 

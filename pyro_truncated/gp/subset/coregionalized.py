@@ -65,11 +65,7 @@ class ObservedEntries:
         return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
 
     def left_out(self, inverse: Tensor) -> Tensor:
-        r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`.
-
-        Args:
-            inverse: :math:`P`, the inverse ``(E, E)`` of their covariances.
-        """
+        r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`."""
         _, group = self.row.unique(return_inverse=True)
         place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
         place[group, self.output] = torch.arange(len(self), device=group.device)

@@ -32,10 +32,6 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
 
     Inputs ``(N, D)`` are standardised. ``"linear"`` is :math:`a\,x^\top x'`, ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)`, where
     :math:`\ell` starts at the median distance of inputs over :math:`\sqrt 2`. ``"composition"`` is the sum of both and a constant.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name or a kernel.
     """
     if isinstance(kernel, kernels.Kernel):
         return copy.deepcopy(kernel).to(device=inputs.device, dtype=torch.float64)
@@ -64,9 +60,6 @@ class Box:
 
     On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The bounds
     suit standardised inputs and targets between 0 and 1.
-
-    Args:
-        kernel: the kernel; parameters of an unknown kind are bounded around its present ones.
     """
 
     def __init__(self, kernel: kernels.Kernel) -> None:
@@ -94,9 +87,6 @@ def maximize(
     """Returns parameters in the box that raise an objective, by L-BFGS.
 
     It ends after ``steps`` iterations, or when one gains less than ``tolerance`` nats per target.
-
-    Returns:
-        The parameters and their objective; those of the start if nothing better, or nothing finite, was found.
     """
     with torch.no_grad():
         before = float(objective(start))
@@ -173,20 +163,7 @@ def pivots_for(
     known: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Pivots chosen by exchange, to lower the targets' variational free energy.
-
-    Args:
-        kernel: the kernel.
-        inputs: ``(n, D)``.
-        targets: ``(n, H)``.
-        noise: noise variance.
-        rank: how many to choose. All inputs if there are no more.
-        known: pivots ``(m,)`` to go on from.
-        generator: source of randomness.
-
-    Returns:
-        Distinct positions among the inputs, at most ``rank``.
-    """
+    """At most ``rank`` pivots, exchanged to lower the variational free energy."""
     rank = min(rank, len(inputs))
     start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
     # Of more data, pivots are chosen from a random sample.

@@ -109,11 +109,7 @@ def explains_something(objective: float, targets: Tensor, share: float = 0.02) -
 
 
 def check_index(index: Tensor, num_data: int) -> Tensor:
-    """Positions of an inducing subset ``(m,)`` as int64.
-
-    Raises:
-        ValueError: if they are no vector of distinct positions.
-    """
+    """Positions of an inducing subset ``(m,)`` as int64."""
     index = torch.as_tensor(index)
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
         raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
@@ -123,12 +119,7 @@ def check_index(index: Tensor, num_data: int) -> Tensor:
 
 
 class Basis:
-    """Inducing inputs from the training inputs: covariances with them.
-
-    Args:
-        kernel: the kernel.
-        index: their positions ``(m,)``.
-    """
+    """Inducing inputs from the training inputs: covariances with them."""
 
     def __init__(self, kernel: DataKernel, index: Tensor) -> None:
         self.kernel = kernel
@@ -151,12 +142,7 @@ class Basis:
 
 
 class FreeBasis(Basis):
-    """Inducing inputs anywhere in the input space.
-
-    Args:
-        kernel: a kernel of numeric inputs.
-        inputs: the inducing inputs ``(m, D)``.
-    """
+    """Inducing inputs anywhere in the input space."""
 
     kernel: InputKernel
 
@@ -182,11 +168,7 @@ class FreeBasis(Basis):
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
-    """Covariances ``(n_new, m)`` with inducing inputs, and variances ``(n_new,)``.
-
-    Raises:
-        ValueError: if one of them is not finite.
-    """
+    """Covariances ``(n_new, m)`` with inducing inputs, and variances ``(n_new,)``."""
     cross, prior = basis.cross(new), basis.kernel.diag_new(new).double()
     strange = ~(cross.isfinite().all(1) & prior.isfinite())
     if bool(strange.any()):
@@ -195,12 +177,7 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
 
 
 def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
-    """The kernel of a regression whose inducing inputs are to move.
-
-    Raises:
-        ValueError: if there are none.
-        TypeError: if inputs are no numbers.
-    """
+    """The kernel of a regression whose inducing inputs are to move."""
     if is_exact:
         raise ValueError(
             "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
@@ -222,14 +199,8 @@ def noise_from_log(log_noise: Tensor) -> Tensor:
 def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     """Returns the objective and adds its gradient to all leaves.
 
-    Args:
-        basis: inducing inputs.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise, see :func:`noise_from_log`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The last is minus the log likelihood without its constant.
-
-    Returns:
-        The objective; NaN, and no gradient, if the inducing inputs' covariance matrix has no factor.
+    ``"fitc"`` is minus the log likelihood without its constant. It is NaN, without gradient, if the inducing inputs' covariance matrix has
+    no factor.
     """
     if objective == "fitc":
         return _fitc_backward(basis, targets, log_noise)
@@ -346,14 +317,8 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
 
     .. math:: \ell_j = K_{nI} K_{II}^{-1} e_j / (e_j^\top K_{II}^{-1} e_j)^{1/2}, \qquad w_j = \ell_j^\top S^{-1} \ell_j ,
 
-    which takes :math:`O(n m^2)` for all members.
-
-    Args:
-        covariance: of the targets, with the factor :math:`L = K_{nI} C^{-\top}`.
-        triangle: :math:`C`, ``(m, m)``.
-        members: positions ``(m,)`` of the inducing inputs. Empty if they are no data points.
-        targets: ``(n, H)``.
-        unexplained: diagonal ``(n,)`` of :math:`K - \hat K`.
+    which takes :math:`O(n m^2)` for all ``members``. ``covariance`` has the factor :math:`L = K_{nI} C^{-\top}`, ``triangle`` is :math:`C`,
+    ``unexplained (n,)`` the diagonal of :math:`K - \hat K`.
     """
     mean, variance = covariance.leave_one_out(targets)
     if not len(members):
@@ -457,9 +422,6 @@ class SparsePosterior:
         r"""Predicts each data point's targets from all others.
 
         They are those of the approximate covariance :math:`L L^\top + \Lambda`, with ``"pp"`` with the calibrated variances.
-
-        Returns:
-            Means ``(n, H)`` and variances ``(n,)``, noise included.
         """
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)

@@ -136,21 +136,12 @@ def _check(kernel: DataKernel) -> DataKernel:
 def gaussian_surrogate(
     likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Tensor, num_draws: int = 16, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Gaussian observations that are about as informative as others.
+    r"""Gaussian observations about as informative as others: targets ``(n, L)`` and deviations.
 
     With :math:`g` and :math:`\lambda` the expected first and negative second derivatives of :math:`\log p(y \mid f)` under q(f), targets
     are :math:`E[f] + g / \lambda` and noise variances :math:`1 / \lambda`. Several functions share the mean of their :math:`\lambda`.
 
-    Args:
-        likelihood: draws ``y`` given means and variances of the functions.
-        mean: means of q(f), ``latent_shape + (n,)``.
-        variance: its variances.
-        y: observations ``(..., n)``.
-        num_draws: draws of f for the expectations, an even number.
-        generator: source of randomness.
-
-    Returns:
-        Targets ``(n, L)`` and deviations ``(n,)``.
+    ``num_draws`` is even.
     """
     mean, variance = mean.detach(), variance.detach()
     slope, curvature = torch.zeros_like(mean), torch.zeros_like(mean)

@@ -72,16 +72,9 @@ def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
 
 
 def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
-    """Warns if leave-one-out predictions explain little of standardised targets ``(n, H)``.
+    """Warns if predictions of standardised targets ``(n, H)`` explain next to nothing.
 
-    Args:
-        targets: the targets.
-        predicted: their predictions.
-        noise: noise variance.
-        num_inducing: number of inducing inputs, of regressions that have any.
-
-    Warns:
-        AllNoiseWarning: if it is next to nothing, or below a twentieth and at the 5 % level not to be told from it.
+    Or less than a twentieth, at the 5 % level not to be told from nothing.
     """
     explained, error = explained_share(targets, predicted)
     # Noise itself looks explained by chance, a little: 1.645 errors above a fiftieth are the 5 % level.

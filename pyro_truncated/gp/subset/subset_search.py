@@ -158,10 +158,7 @@ class ExchangeFactors:
     their directions into the last columns, which are then ignored; taking it back costs nothing. All that grows with ``n`` are products of
     matrices.
 
-    Args:
-        problem: data, kernel and noise.
-        capacity: most inputs that the subset holds at any time, candidates included.
-        index: inputs to start from, ``(m,)``. Those that depend on others are left out.
+    ``capacity`` is the most inputs that the subset holds at any time, candidates included. Inputs that depend on others are left out.
     """
 
     def __init__(self, problem: SubsetProblem, capacity: int, index: Tensor | None = None) -> None:
@@ -239,15 +236,7 @@ class ExchangeFactors:
         return self.problem.columns(index) - self.factor @ self.factor[index].mT
 
     def append(self, index: Tensor, residuals: Tensor | None = None) -> int:
-        """Adds inputs, but for those that depend on others.
-
-        Args:
-            index: positions ``(t,)``, no members.
-            residuals: their :meth:`residual_columns`, if known.
-
-        Returns:
-            How many were added.
-        """
+        """Adds inputs ``(t,)`` that do not depend on others; returns how many."""
         residuals = self.residual_columns(index) if residuals is None else residuals
         kept, triangle = independent_cholesky(residuals[index], self.prior[index])
         if len(kept):
@@ -276,11 +265,7 @@ class ExchangeFactors:
         self.residual[self.index] = 0.0
 
     def forget(self, count: int) -> Tensor:
-        """Ignores the last inputs.
-
-        Returns:
-            The residual variances before, for :meth:`recall`.
-        """
+        """Ignores the last inputs; returns the residual variances before, for :meth:`recall`."""
         before = self.residual
         dropped = self._factor[:, self.size - count : self.size]
         self.size -= count
@@ -321,10 +306,6 @@ class ExchangeFactors:
 class CandidatePool:
     r"""Candidates, with everything that exact changes of the objective depend on.
 
-    Args:
-        factors: the factors of the subset, as they are now.
-        index: positions of the candidates among the data, ``(p,)``.
-
     Attributes:
         residuals: columns :math:`E = (K - \hat K)_{:J}`, ``(n, p)``.
         gram: :math:`E^\top E`, ``(p, p)``.
@@ -351,11 +332,7 @@ class CandidatePool:
         return torch.where(self._block.diagonal() > self._floor, gains, -torch.inf)
 
     def choose(self, count: int) -> tuple[Tensor, Tensor]:
-        """Candidates that lower the objective most, each given those chosen before.
-
-        Returns:
-            Places in the pool and exact decreases, ``(t,)`` each, ``t`` at most ``count``; fewer where the others depend on these.
-        """
+        """Places and decreases ``(t,)`` of the best candidates, each given those before."""
         block, gram, weighted, alignment = self._block, self.gram, self.precision_gram, self.alignment
         allowed = torch.ones(len(block), dtype=torch.bool, device=block.device)
         places, gains = [], []
@@ -383,15 +360,8 @@ class CandidatePool:
 def approximate_gains(factors: ExchangeFactors, pivots: Tensor, diagonal: bool = True) -> Tensor:
     r"""Approximate decreases of the objective by every input alone, ``(n,)``, for ranking.
 
-    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots.
-
-    Args:
-        factors: the factors of the subset.
-        pivots: positions ``(z,)``, no members.
-        diagonal: whether to add what the factor misses on the diagonal, which is known.
-
-    Returns:
-        Approximate decreases; minus infinity for members and inputs that depend on them.
+    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots ``(z,)``;
+    ``diagonal`` adds what it misses there. Minus infinity for members and inputs that depend on them.
     """
     noise = factors.problem.noise
     residuals = factors.residual_columns(pivots)
@@ -442,9 +412,6 @@ def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
         + \frac{H}{\sigma^2} \frac{A_{ii}}{M_{ii}} \Big],
 
     the last term only for ``"vfe"``; and all four follow a removal by updates of rank one or two. Nothing here grows with ``n``.
-
-    Returns:
-        Places ``(count,)`` among the members, and costs ``(count,)``.
     """
     problem = factors.problem
     noise, H, trace = problem.noise, problem.num_outputs, problem.trace_weight
@@ -782,12 +749,7 @@ class InducingSubset:
 
 
 def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
-    """A search by name, or the one given.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name or a search.
-    """
+    """A search by name, or the one given."""
     if isinstance(algorithm, SubsetSearch):
         return algorithm
     if not isinstance(algorithm, str):

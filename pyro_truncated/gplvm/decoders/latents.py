@@ -73,20 +73,8 @@ def infer_latents(
 ) -> Tensor:
     r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
 
-    Starts are the posterior's own latents that explain a point best, see :func:`maximize_each`.
-
-    Args:
-        posterior: predicts outputs at latents.
-        x: data points.
-        starts: number of starts per point.
-        steps: most quasi-Newton steps; 0 returns the best start.
-        lr: length of the first of them, in units of the latent space.
-        extra_start: one more start for each point, ``(M, Q)``.
-        num_candidates: largest number of candidates to consider.
-        block: data points at a time.
-
-    Returns:
-        ``(M, Q)``.
+    Starts are the posterior's own latents that explain a point best, and ``extra_start (M, Q)``, see :func:`maximize_each`. ``steps=0``
+    returns the best start.
     """
     candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
     found = []
@@ -111,14 +99,7 @@ def climb_among_neighbors(
 ) -> Tensor:
     """As :func:`climb`, given the data points closest to the current latent.
 
-    Args:
-        posterior: given the closest data points.
-        objective: of the posterior given some of these, of data points and their latents.
-        x: data points ``(M, D)``.
-        starts: ``(S, M, Q)``.
-        steps: most quasi-Newton steps from the start that leads after the first few.
-        lr: length of the first step.
-        leave_out: for each of ``x`` a data point ``(M,)`` not to predict from, which is where it comes from itself.
+    Not from ``leave_out (M,)``, which is where each comes from itself.
     """
     num, size, dim = starts.shape
     others = None if leave_out is None else leave_out.repeat(num)
@@ -170,11 +151,7 @@ class OwnLatents:
     def at(cls, posterior: Any, latents: Tensor, loc: Tensor, leave_out: Tensor | None = None) -> Self:
         """Predictions of a posterior around latents; slopes are central differences.
 
-        Args:
-            posterior: predicts functions at latents.
-            latents: ``(M, Q)``.
-            loc: mean of the outputs ``(D,)``. The posterior predicts deviations from it.
-            leave_out: a data point ``(M,)`` of a :class:`NearestSet` for each, not to predict from.
+        The posterior predicts deviations from ``loc (D,)``, not from ``leave_out (M,)``.
         """
         around = posterior.around(latents, leave_out) if isinstance(posterior, NearestSet) else posterior
         mean, variance = around.predict(latents, noiseless=True)

@@ -114,11 +114,7 @@ def checksum(module: nn.Module) -> Tensor:
 
 
 def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
-    """Keeps data points as :meth:`SASDecoder.condition_` says.
-
-    Raises:
-        ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
-    """
+    """Keeps data points as :meth:`SASDecoder.condition_` says."""
     size = None if size is None else check_count("size", size)
     gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
@@ -147,11 +143,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
 
 
 def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
-    """Keeps all complete data points, for predictions from the closest ``num``.
-
-    Raises:
-        ValueError: if no data point is complete.
-    """
+    """Keeps all complete data points, for predictions from the closest ``num``."""
     complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
         raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
@@ -172,14 +164,6 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     """Which data points a shard has, ``None`` for all.
 
     On the first call the latents of others are dropped, and all processes start like the first.
-
-    Args:
-        module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
-        held: the data points that these are of. ``None`` for all.
-        x: the data, or the shard of them that this process has.
-
-    Raises:
-        ValueError: if the latents are of another shard.
     """
     portion = portion_of(x)
     portion = None if portion is None or not portion.is_part else portion
@@ -235,11 +219,7 @@ class SharedSplit(Split):
 
     @classmethod
     def of(cls, split: Split, portion: Portion) -> SharedSplit:
-        """That of a minibatch of data points of all processes.
-
-        Raises:
-            ValueError: if the active set is empty.
-        """
+        """That of a minibatch of data points of all processes."""
         if not split.num_active:
             raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
         is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
@@ -265,14 +245,7 @@ class SharedSplit(Split):
 
 
 class NormalOfRows(dist.Normal):
-    """Normal distributions of some of many rows ``(..., b, Q)``.
-
-    Args:
-        loc: means.
-        scale: standard deviations.
-        rows: positions ``(b,)`` among all rows.
-        num_rows: how many there are.
-    """
+    """Normal distributions of some ``rows (b,)`` of ``num_rows``, ``(..., b, Q)``."""
 
     def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
         super().__init__(loc, scale)

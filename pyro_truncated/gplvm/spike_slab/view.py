@@ -316,10 +316,6 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
     r"""Returns a kernel of ``Q`` latents by name.
 
     ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name, a kernel or a function that makes one.
     """
     if isinstance(kernel, kernels.Kernel):
         kernel = kernel.to(like)
@@ -560,11 +556,7 @@ def make_views(
     collapsed: bool,
     expectation: Expectation | None,
 ) -> list[View]:
-    """A view for each number of outputs, with at most ``num_inducing`` inputs.
-
-    Raises:
-        ValueError: if there is neither one kernel nor one for each view, or likewise of likelihoods.
-    """
+    """A view for each number of outputs, with at most ``num_inducing`` inputs."""
     if isinstance(kernel, Sequence) and not isinstance(kernel, str):
         specs: list[KernelSpec] = list(kernel)
     else:
@@ -589,12 +581,7 @@ def make_views(
 
 
 def make_likelihood(spec: object) -> LabelLikelihood | None:
-    """The likelihood of a view; ``None`` for Gaussian noise.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name, a :class:`LabelLikelihood` or ``None``.
-    """
+    """The likelihood of a view; ``None`` for Gaussian noise."""
     named = {"gaussian": None, "bernoulli": BernoulliLabels(), "poisson": PoissonCounts()}
     if spec is None or isinstance(spec, LabelLikelihood):
         return spec

@@ -51,13 +51,7 @@ def is_on() -> bool:
 
 
 def compile_later(function: FunctionType, signature: Any, folder: str) -> bool:
-    """Asks for a kernel in the background; returns whether it is taken.
-
-    Args:
-        function: the kernel, a function of a module of this library.
-        signature: numba's types of the arguments.
-        folder: where compiled code is kept.
-    """
+    """Asks for a kernel in the background; returns whether it is taken."""
     global _worker
     if not is_on():
         return False

@@ -531,17 +531,11 @@ def _add_entry(first, second, third, energy, colour, logit, floor, out):
 
 @parallel_kernel(cost=HEAVY)
 def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
-    """Log likelihood ratios of each object alone at each place.
+    """Log likelihood ratios of each object alone at each place, in ``out``.
 
-    Args:
-        planes: three colour planes over their noise deviation times root two, padded on the right and below and flattened, ``(N, 3, P)``.
-        energy: minus the log density of what else the pixels may show, ``(N, P)``.
-        colours: template colours on the same scale, ``(H, T, 3)``.
-        logits: log-odds of the masks and what else does not depend on the image, ``(H, T)``.
-        floors: log probability that a mask is off, ``(H, T)``.
-        shape: width of the template, and of the padded image.
-        is_used: entries that take part, ``(H, T)``.
-        out: result, ``(N, H, rows, columns)``.
+    ``planes (N, 3, P)`` are colours over the noise deviation times root two, padded and flattened, ``energy (N, P)`` minus the log density
+    of what else the pixels may show. Templates have ``colours (H, T, 3)``, ``logits`` and ``floors`` (log probability that a mask is off).
+    ``shape`` is the width of the template and of the padded image.
     """
     num_data, num_objects, rows, columns = out.shape
     # Rows run on into the padding, so that one loop goes over all places; what it adds there is dropped.

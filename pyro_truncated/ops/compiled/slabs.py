@@ -170,15 +170,10 @@ _LARGE = 1e150
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Returns the log density ``(N, C)`` up to a state-independent constant.
+    """Log densities ``(N, C)``, up to constants, with slabs integrated out.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        linear: products of the data with the dictionary over the noise variance, ``(N, H)``.
-        scaled: dictionary over the noise deviation, ``(D, H)``.
-        observed: which entries are observed ``(N, D)``, or ``None`` for all.
-        mean: means of the slabs, ``(H,)``.
-        deviation: standard deviations of the slabs, ``(H,)``.
+    ``linear (N, H)`` are products of data and dictionary over the noise variance, ``scaled (D, H)`` is the dictionary over the noise
+    deviation, ``observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     _log_prob(as_words(words), as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation), out.numpy())

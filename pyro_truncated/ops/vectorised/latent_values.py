@@ -87,11 +87,7 @@ def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
 def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yields blocks of candidates: their places and states ``(N, c, H)``.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        width: a block holds a few tensors ``(N, c, max(H, width))``.
-        dtype: of the states.
+    A block holds a few tensors ``(N, c, max(H, width))``.
     """
     # Of the size of a block's states that are held at once: bits on the way, states, a product with
     # them, and a product of both.
@@ -154,11 +150,8 @@ def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_fina
     If it fits the budget, all states have room for as many latents as the largest has, and nothing waits for their number. Else they are
     taken by their number.
 
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        num_matrices: how many matrices ``(K, K)`` of every state the temporaries hold.
-        is_final: whether others will be made of these states: then it is asked how many latents they have exactly.
+    The temporaries hold ``num_matrices`` matrices ``(K, K)`` of every state. If ``is_final`` others will be made of these states: then it
+    is asked how many latents they have exactly.
     """
     known = most_active(words)
     asked = _asked(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
@@ -187,13 +180,7 @@ def _pad(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> Act
 
 
 def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
-    """Yields blocks of states with similar numbers of active latents.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        numbers: how many numbers the temporaries hold of a state with so many places.
-    """
+    """Yields blocks of states with similar numbers of active latents."""
     flat = words.reshape(-1, 1, words.shape[-1])
     parts = flat.split(rows_per_block(16 * num_latents))
     number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])

@@ -118,23 +118,10 @@ def slab_gibbs(
     rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sweeps over each data point's selected causes, in random orders.
+    """Sweeps over each data point's selected causes ``(N, K)``, in random orders.
 
-    Args:
-        value: data, ``(N, D)``.
-        weight: dictionary, ``(D, H)``.
-        precision: inverse noise variances, ``(D,)``.
-        prior: prior log odds of the selected causes, and means and standard deviations of their slabs, ``(N, K)`` each.
-        selected: the selected causes, ``(N, K)``.
-        start: their coefficients, ``(N, K)``.
-        burn_in: sweeps before the first one kept.
-        sweeps: sweeps kept.
-        rows: positions of the data points among all data, ``(N,)``.
-        seed: of the random numbers.
-
-    Returns:
-        Coefficients after every sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact conditional probabilities of
-        being on, ``(N, K)``.
+    ``prior`` are log odds, slab means and deviations, ``(N, K)`` each. Returns coefficients after every sweep kept, ``(N, sweeps, K)``, and
+    the mean of the exact conditional probabilities of being on, ``(N, K)``.
     """
     coefficients, data, number = start.clone(), torch.arange(len(value), device=value.device), selected.shape[1]
     (log_odds, mean, deviation), elements = prior, weight.mT[selected]
