@@ -84,17 +84,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
         return weight * part
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
-
-        Returns:
-            Those of :meth:`.LinearSuperposition.statistics`, of the data above the ``center`` if there is an offset.
-        """
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        """Those of :meth:`.LinearSuperposition.statistics`, with an offset above the ``center``."""
+        population, y = self._above_center(population, y)
         return LinearSuperposition.statistics(population, y, temperature)
 
     @names_arguments

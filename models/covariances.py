@@ -24,12 +24,7 @@ def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def floored(covariance: Tensor, floor: Tensor) -> Tensor:
-    """The likeliest covariance without eigenvalues below a floor.
-
-    Args:
-        covariance: ``(..., D, D)``.
-        floor: least variance of all dimensions, or of each, ``(D,)``.
-    """
+    """The likeliest covariance without eigenvalues below a floor."""
     units = floor.sqrt().expand(covariance.shape[-1])
     squares = units.unsqueeze(-1) * units
     relative = covariance / squares
@@ -418,15 +413,7 @@ def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, 
     mean of the eigenvalues behind the first ``R``, and the columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. Shared noise
     is the mean over all components, with those of the first ``R`` that lie below it.
 
-    Args:
-        covariance: of every component's data, ``(K, D, D)``.
-        counts: their numbers, ``(K,)``.
-        rank: ``R``, below ``D``.
-        floor: least variance of the noise.
-        is_shared: whether all components have the same noise.
-
-    Returns:
-        Factors :math:`W`, ``(K, D, R)``, and standard deviations of the noise, ``(K,)``, or ``()`` if they are shared.
+    Of covariances ``(K, D, D)`` of ``counts (K,)`` data points. Returns factors ``(K, D, R)`` and deviations ``(K,)``, or ``()`` if shared.
 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999, equations 8 and 9.
@@ -460,11 +447,7 @@ COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": T
 
 
 def make_covariances(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
-    """The kind of that name.
-
-    Raises:
-        ValueError: if there is none, or for a rank that is missing, out of range, or given for another kind.
-    """
+    """The kind of that name."""
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
     if covariance != "low-rank":

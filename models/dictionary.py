@@ -14,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import UniqueModule, raise_if, read_conditions
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, perturbed_rows
+from pyro_truncated.extend import raise_if, read_conditions
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
 
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
@@ -25,17 +25,9 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
-    """Returns the root mean square of observed entries, the unit of floors.
+    """The root mean square of observed entries, or 1, the unit of floors.
 
-    Args:
-        squares: sum of the squared data.
-        observed: number of observed entries.
-
-    Returns:
-        A scalar; 1 if all entries are zero.
-
-    Raises:
-        ValueError: if no entry is observed.
+    If nothing is observed it raises ``ValueError``.
     """
     raise_if(~(observed > 0), _refuse_nothing_observed)
     scale = (squares / observed).sqrt()
@@ -47,13 +39,7 @@ def _refuse_nothing_observed() -> None:
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Where learning starts from.
-
-    Returns:
-        Elements ``(D, H)`` near random data points. The noise is the data's standard deviation, not
-        below what the M-step allows. Then the smallest entries of a positive dictionary, ``(D,
-        1)``.
-    """
+    """Elements ``(D, H)``, noise deviation, and the least positive entries ``(D, 1)``."""
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
     deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
@@ -62,18 +48,10 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
 
 
 def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
-    r"""The part of every element that data points have in them.
+    r"""The part of every element that data points have in them, ``(H,)``.
 
     Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. The part is the mean over the
     data points that have most of it, but for the first, as the element may come from it.
-
-    Args:
-        elements: ``(D, H)``.
-        rows: data points, ``(N, D)``, of which a thousand are looked at. Entries that are missing (NaN) are left out.
-        share: the share of the data points that the mean is over.
-
-    Returns:
-        Between a tenth and one, ``(H,)``.
     """
     rows = rows[:: -(-len(rows) // _LOOKED_AT)].to(elements)
     number = min(max(1, round(share * len(rows))), len(rows) - 1)
@@ -85,16 +63,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
-    """Returns the root mean expected squared residual, above a floor.
-
-    Args:
-        errors: sum of the expected squared residuals.
-        squares: sum of the squared data.
-        observed: number of observed entries.
-
-    Raises:
-        ValueError: if no entry is observed.
-    """
+    """Returns the root mean expected squared residual, above a floor."""
     return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), noise_floor(squares, observed))
 
 
@@ -106,17 +75,9 @@ def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
     r"""Minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension ``d``.
 
-    :math:`W_d = A_d^{-1} c_d` with :math:`A_d = \sum_n \langle s s^\top \rangle` and :math:`c_d = \sum_n y_{nd} \langle s \rangle`. A tiny
-    ridge keeps elements of inactive latents as they are. The residuals still never grow.
-
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
-        cross: :math:`c`, ``(D, H)``.
-        activity: the unit of the ridge. Default: the mean of the diagonal of ``pairs``.
-
-    Returns:
-        ``(D, H)``.
+    :math:`W_d = A_d^{-1} c_d` with ``pairs`` :math:`A_d = \sum_n \langle s s^\top \rangle`, ``(H, H)`` if common, and ``cross`` :math:`c_d
+    = \sum_n y_{nd} \langle s \rangle`. A tiny ridge, in the unit ``activity``, keeps elements of inactive latents as they are. The
+    residuals still never grow.
     """
     gradient = cross - rows_times(weight, pairs)
     activity = _mean_square(pairs) if activity is None else activity
@@ -150,14 +111,6 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
         b_d = \frac{Y_d - W_d^\top t_d}{N_d}.
 
     Elements of latents that are never or always active stay as they are. So does the offset of a dimension that is never observed.
-
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        bias: old offset, ``(D,)`` in float64.
-        statistics: the sums.
-
-    Returns:
-        Dictionary and offset.
     """
     observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
     seen = observed.clamp(min=NEVER_SEEN)
@@ -188,15 +141,9 @@ def best_claims(
     An entry asks for what it has won per win, the minimiser if the winners stay the same. As they may not, the step there is halved, in the
     dimensions where the residuals would grow, until they do not.
 
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        statistics: those of the old dictionary, with ``won``, ``wins`` and the ``errors``. Also the
-            ``magnitude`` of the terms of the errors, if it is not that of the squared data.
-        expected_errors: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
-        total: sums over the data of all processes, by which they choose the same dictionary. Default: there is one process.
-
-    Returns:
-        The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
+    ``expected_errors`` gives errors ``(K,)`` of dimensions under other rows ``(K, H)`` of the dictionary. Errors are rounded relative to
+    ``magnitude``, by default that of the squared data. Returns the statistics, with ``claims``, the wins times the new dictionary, in the
+    place of ``won``; and its ``errors``.
     """
     parts = {"magnitude": statistics["squares"], **statistics}
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
@@ -260,17 +207,10 @@ def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The slabs' mean and deviation where the latent is on.
+    r"""The slabs' mean and deviation where latents are on, else the old.
 
-    Args:
-        count: how often the latent is on, :math:`\sum_n \langle b \rangle`.
-        sums: :math:`\sum_n \langle b z \rangle`.
-        squares: :math:`\sum_n \langle b z^2 \rangle`.
-        slab_mean: old mean, kept where the latent is never on.
-        slab_scale: old deviation, kept where the latent is never on.
-
-    Returns:
-        Mean and deviation, in float64.
+    Of ``count`` :math:`\sum_n \langle b \rangle`, ``sums`` :math:`\sum_n \langle b z \rangle` and ``squares`` :math:`\sum_n \langle b z^2
+    \rangle`.
     """
     is_used, power = count > NEVER_SEEN, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
@@ -291,9 +231,6 @@ def lies_on_background(y: Tensor) -> bool:
 
     If that is a quarter of the data points, the noise lies between the smallest hundredth of the entries and their lower quartile. Above
     zero the former must be nearer to the latter than to zero. Below zero the latter is twice as far from zero as from the former.
-
-    Args:
-        y: data ``(N, D)``. NaN where missing.
     """
     smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
     spread = quartile - smallest
@@ -324,7 +261,7 @@ def warn_about_background(model: object, y: Tensor) -> None:
 Statistics = dict[str, Tensor]
 
 
-class LinearDictionary(UniqueModule):
+class LinearDictionary(DataModel):
     r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
     Attributes:
@@ -337,7 +274,6 @@ class LinearDictionary(UniqueModule):
             It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.
     """
 
-    num_observed: int
     num_latents: int
     weight: Tensor
     scale: Tensor

@@ -14,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data, first_rows
+from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import LinearDictionary, best_scale
 
 
@@ -55,6 +55,8 @@ class DiscreteSparseCoding(LinearDictionary):
     Reference:
         Exarchakis and Lücke, "Discrete Sparse Coding", Neural Computation 2017.
     """
+
+    data_support = or_missing(constraints.real)
 
     weight: Tensor
     scale: Tensor
@@ -97,46 +99,18 @@ class DiscreteSparseCoding(LinearDictionary):
             coefficients = self.values[states.long()]
             return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=selected_rows(y, index))
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
-        r"""Initialises from the data.
-
-        Elements are random data points, :math:`\sigma^2` is the data's variance, and two latents
-        are on in the mean.
-
-        An offset starts as the lower quartile of every dimension, see :meth:`.SparseCoding.initialize`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation = self._first_dictionary(first_rows(y, generator), generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        weight, deviation = self._first_dictionary(y, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)
-        return self
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics`.
 
-        Returns:
-            ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
-            :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
+        Coefficients are :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
         """
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+        population, y = self._above_center(population, y)
         statistics = LinearSuperposition.statistics(population, y, temperature, levels=self.values)
         return {"counts": population.value_probabilities(temperature).double().sum(0), **statistics}
 

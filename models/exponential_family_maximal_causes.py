@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pyro.nn import PyroParam
@@ -13,8 +13,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
-from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.extend import device_of, sums_of
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -54,17 +54,8 @@ def with_returns(
     explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
     the rest.
 
-    Args:
-        means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.
-        apart: ``wins`` and what is ``won``, ``(D, H + 1)`` each, under :func:`raised_means`.
-        claims: what :func:`~pyro_truncated.models.dictionary.best_claims` has returned for hidden causes that win nothing.
-        expected_losses: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
-        expected_errors: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
-        within: means ``(K, ...)`` of dimensions ``(K,)`` within their limits.
-        total: sums over the data of all processes.
-
-    Returns:
-        The claims, with other ``wins``, ``claims`` and ``errors`` in those dimensions.
+    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`raised_means`, ``claims`` are those of
+    :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
     """
     is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
@@ -178,32 +169,16 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         if family == "gamma":
             self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
+    @property
+    def data_support(self) -> constraints.Constraint:
+        """What the family can observe, or NaN."""
+        return or_missing(_SUPPORTS[self.family])
+
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Initialises from the data.
-
-        Means lie halfway between random data points and the mean of all. Half of that mean is the
-        background.
-
-        No two latents are alike; :math:`\pi = 2 / H`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(_SUPPORTS[self.family]))
-        y = first_rows(y, generator).double()
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        y = y.double()
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
@@ -211,31 +186,19 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         floor = 0.05 * mean.maximum(least)
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+        self._start_prior()
         if self.family == "gamma":
             self.concentration = torch.ones_like(self.concentration)
-        return self
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.FamilyMaximum.statistics`, with ``claims`` in the place of ``won``.
 
-        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones. So it is here that means
-        below the background recover, one of a dimension at a time. They move to the mean of the
-        data points that have the cause and nothing stronger. This mean must be above what the
-        background explains, and the expected losses must fall.
-
-        Returns:
-            Those of :meth:`.FamilyMaximum.statistics`. With ``claims``: the wins times the means
-            ``(D, H + 1)`` of causes and background that these data ask for, in the place of
-            ``won``. Also ``errors``, the expected losses under them, ``(D,)``. For gamma
-            distributions they are those of concentration one, and ``logs`` are the sums of the
-            logarithms of the data.
+        They are the wins times the means ``(D, H + 1)`` of causes and background that these data ask for. The step there is chosen here,
+        where the data are at hand; and means below the background recover, one of a dimension at a time. Also ``errors``, the expected
+        losses under them, ``(D,)``. For gamma distributions they are those of concentration one, and ``logs`` are the sums of the
+        logarithms of the data.
         """
-        rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
+        rows, own = population.rows_of(y), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
         def make_likelihood(means: Tensor) -> Any:
@@ -279,7 +242,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._maximize_prior(statistics)
         if self.family == "gamma":
             excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["observed"].sum() - 1
             self.concentration = _best_concentration(excess).to(self.concentration)

@@ -26,21 +26,11 @@ _MAX_ROWS = 20_000
 def difference_dictionary(
     y: Tensor, num_latents: int, generator: torch.Generator | None, num_tries: int = 8, num_steps: int = 15
 ) -> tuple[Tensor, Tensor]:
-    r"""Returns elements of which few change between neighbouring steps.
+    r"""Elements ``(D, M)`` of which few change between neighbouring steps, and noise.
 
     .. math:: y_t - y_{t-1} = \sum_m d_{tm} W_m + \mathrm{noise}, \qquad d_{tm} \in \{-1, 0, 1\}, \text{ mostly } 0.
 
     Directions come from k-means++ up to sign; pursuit of the code and least squares alternate. The best of several tries is taken.
-
-    Args:
-        y: sequences ``(N, T, D)``. NaN where missing.
-        num_latents: number of elements ``M``.
-        generator: source of randomness.
-        num_tries: how many tries.
-        num_steps: alternations of each.
-
-    Returns:
-        Elements ``(D, M)`` and the standard deviation of the noise of one step.
     """
     rows = (y[:, 1:] - y[:, :-1]).double().flatten(0, 1)
     rows = rows[~rows.isnan().all(1)]

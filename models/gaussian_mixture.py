@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
+from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
 from pyro_truncated.models.gaussians import (
@@ -104,15 +104,12 @@ class GaussianMixture(LinearMixture):
         pseudo_data: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_components=num_components)
+        super().__init__(num_observed, num_components, dtype)
         if pseudo_data is not None and not 0 <= pseudo_data < math.inf:
             raise ValueError(f"pseudo_data must be finite and not negative; got {pseudo_data}")
-        self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
+        self.covariance, self.rank = covariance, rank
         self._kind = make_covariances(covariance, num_observed, rank, shared_noise)
         self.pseudo_data = self._kind.pseudo_data if pseudo_data is None or not self._kind.is_own else pseudo_data
-        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
-        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
         for name, value in self._kind.start(torch.eye(num_observed, dtype=dtype), num_components).items():
             # Directions of length zero would have no gradient.
@@ -279,21 +276,13 @@ class GaussianMixture(LinearMixture):
         self.loc = (components.loc + self.center).to(self.loc)
         self.weights = components.weights.to(self.weights)
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center.
 
-        Returns:
-            Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center.
-            ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without
-            responsibilities. ``products (K, D, D)`` of :math:`x_n x_n^\top`, over all components
-            ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added
-            and scaled.
+        ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without responsibilities. ``products (K, D, D)`` of :math:`x_n
+        x_n^\top`, over all components ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical.
         """
-        rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
+        rows = population.rows_of(y).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()

@@ -177,11 +177,6 @@ class Agglomeration:
     is least, every component at its likeliest; sums over the clusters are all that this needs. Where components are wide, or of different
     widths, k-means leaves some of them without a cluster and gives others two.
 
-    Args:
-        kind: the kind of covariances.
-        x: data above their mean, ``(N, D)``.
-        floor: least variance, of all dimensions or of each.
-
     References:
         Banfield and Raftery, "Model-based Gaussian and non-Gaussian clustering", Biometrics 49, 1993. Fraley, "Algorithms for model-based
         Gaussian hierarchical clustering", SIAM Journal on Scientific Computing 20, 1998.
@@ -256,14 +251,7 @@ class Agglomeration:
 
 
 class Merging:
-    """Clusters that become fewer.
-
-    Args:
-        kind: the kind of covariances of their components.
-        likeliest: these components, as a function of statistics.
-        statistics: of the clusters. They change.
-        pairs: which ones lie next to each other, ``(P, 2)``.
-    """
+    """Clusters that become fewer."""
 
     def __init__(self, kind: Covariances, likeliest: Callable[[Statistics], Gaussians], statistics: Statistics, pairs: Tensor) -> None:
         self._kind, self._likeliest, self._statistics, self._pairs = kind, likeliest, statistics, pairs
@@ -366,12 +354,7 @@ def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) ->
 
 
 def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations of all data, under the model as it is.
-
-    Raises:
-        ValueError: if the guide is of another model.
-        NotImplementedError: where data are shared out over several processes.
-    """
+    """The populations of all data, under the model as it is."""
     if guide.model is not model:
         raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
     population = guide.refresh_(y)
@@ -437,13 +420,6 @@ class MoveSearch:
     Two components that become one take the sums of their responsibilities and statistics, so the loss needs no look at the data. EM finds
     the gain of two components in the place of one, on the data that the one explains best. The cheapest merges are made together with the
     best splits.
-
-    Args:
-        components: as they are. The moves begin from the ones that an M-step makes of them.
-        population: truncated posteriors of all data points.
-        x: data above the center, ``(N, D)``.
-        statistics: of these data and posteriors.
-        prior: of the covariances.
 
     Reference:
         Ueda, Nakano, Ghahramani and Hinton, "SMEM algorithm for mixture models", Neural Computation 12, 2000. There one move is tried
@@ -558,15 +534,9 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
 
 
 def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """The cheapest disjoint pairs with the most gainful components.
+    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each.
 
-    Args:
-        pairs: components that could become one, ``(P, 2)``.
-        losses: what that costs, ``(P,)``.
-        gains: what two in the place of each component would gain, ``(K,)``.
-
-    Returns:
-        Positions of the chosen pairs, and the component that each goes with, ``(M,)``, what gains most first.
+    Of ``pairs (P, 2)`` that cost ``losses (P,)``, and components that gain ``gains (K,)`` as two.
     """
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
@@ -589,13 +559,8 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
 def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
     """Makes all moves, or halves their number until the free energy rises.
 
-    Args:
-        moves: the best first.
-        tried: does moves; the populations after them, and their free energy.
-        model: whose parameters are put back if none is done, or something fails.
-
-    Returns:
-        The moves, and the populations after them; none where none are done.
+    ``tried`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
+    fails.
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:

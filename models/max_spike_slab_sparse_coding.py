@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -116,15 +116,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
-        super().initialize(y, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        super()._start(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
-        return self
 
     # --- the E-step: what a GibbsGuide asks for ---
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.extend import names_arguments, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.extend import names_arguments, sums_of
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
 from pyro_truncated.models.superposed_causes import SparseCoding
 
@@ -54,21 +53,13 @@ class MaximalCauses(SparseCoding):
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.MaximumSuperposition.statistics`, with ``claims`` in the place of ``won``.
 
-        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
-
-        Returns:
-            Those of :meth:`.MaximumSuperposition.statistics`. With ``claims``: the wins times the
-            entry of the dictionary that these data ask for, in the place of ``won``. Also
-            ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
+        They are the wins times the entry of the dictionary that these data ask for; the step there is chosen here, where the data are at
+        hand. Also ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
-        y, likelihood, scale = check_data(y, self.num_observed), self.likelihood(), self.scale
+        likelihood, scale = self.likelihood(), self.scale
         statistics = likelihood.statistics(population, y, temperature)
         statistics["errors"] = likelihood.square_error(statistics)
         rows, weights = population.rows_of(y), population.weights(temperature)

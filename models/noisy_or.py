@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
@@ -11,8 +9,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.extend import check_observable, device_of, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.extend import device_of, names_arguments
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
@@ -57,6 +55,7 @@ class NoisyOr(SuperposedCauses):
     statistics_depend_on_parameters = True
 
     superposition = NoisyOrSuperposition
+    data_support = or_missing(constraints.boolean)
 
     weight: Tensor
     prior: Tensor
@@ -89,45 +88,20 @@ class NoisyOr(SuperposedCauses):
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         return (self.leak,)
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Initialises from the data.
-
-        Weights are uniform in [0.2, 0.7], a little higher where a random data point is on;
-        :math:`\pi = 2 / H`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
-        rows = random_rows(first_rows(y, generator), self.num_latents, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
-        return self
+        self._start_prior()
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.NoisyOrSuperposition.statistics`.
 
-        Returns:
-            Those of :meth:`.NoisyOrSuperposition.statistics`. With ``update="fixed_point"`` also ``claims``, the sum of
-            :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
+        With ``update="fixed_point"`` also ``claims``, the sum of :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that
+        have dimension ``d``.
         """
         likelihood = self.likelihood()
-        statistics: dict[str, Tensor] = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
+        statistics: dict[str, Tensor] = likelihood.statistics(population, y, temperature)
         if self.update == "fixed_point":
             everything_on = torch.where(y.isnan(), y, 1.0)
             statistics["claims"] = likelihood.statistics(population, everything_on, temperature)["causes"] / self.weight.double()
@@ -149,7 +123,7 @@ class NoisyOr(SuperposedCauses):
             observed = statistics["observed"]
             leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
             self.leak = leak.clamp(FLOOR, 1 - FLOOR).to(self.leak)
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._maximize_prior(statistics)
 
     def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
         """The right-hand side of the fixed-point equation."""

@@ -187,11 +187,7 @@ def _average(windows: Windows, found: Clusters) -> Clusters:
 
 
 def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns salient windows of contrasts ``(N, height, width)`` with empty surroundings.
-
-    Returns:
-        What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
-    """
+    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places."""
     height, width = canvas.template_height, canvas.template_width
     inner = _centre(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)

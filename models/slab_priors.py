@@ -50,14 +50,8 @@ class SlabPrior(Protocol):
     ) -> Statistics:
         """The statistics of the likelihood, with what :meth:`best` needs.
 
-        Args:
-            likelihood: under the parameters as they are.
-            population: truncated posteriors.
-            y: what the likelihood is of, a row for each data point or for those of the population.
-            temperature: of the posteriors over the indicators.
-            total: sums over the data of all processes.
-            positions: those of the population's data points ``(n,)`` among the data of all processes.
-            stays_independent: whether slabs that are independent stay so.
+        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these. With
+        ``stays_independent`` slabs that are independent stay so.
         """
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, count_data
+from pyro_truncated.models.binary_causes import activation, count_data
 from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -121,15 +121,10 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """See :meth:`SparseCoding.initialize`."""
-        super().initialize(y, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        super()._start(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
-        return self
 
     def with_latents(self, index: Tensor) -> Self:
         """See :meth:`SparseCoding.with_latents`."""
@@ -139,21 +134,14 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         other.is_starting = self.is_starting
         return other
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.SpikeSlabSuperposition.statistics`, with an offset above the ``center``.
 
-        Returns:
-            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if
-            there is an offset. With a full covariance, ``slab_means`` and ``slab_covariances`` take
-            the place of ``coefficient_squares``. They are the number of data points times the mean
-            ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
+        With a full covariance, ``slab_means`` and ``slab_covariances`` take the place of ``coefficient_squares``. They are the number of
+        data points times the mean ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
         """
         shared = sums_of(y), positions_of(y, population.indices)
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+        population, y = self._above_center(population, y)
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
         statistics: dict[str, Tensor] = self._slabs.statistics(
