@@ -1,17 +1,20 @@
-"""Data and prior M-step of models with independent binary causes."""
+"""What models share: data, initialisation, and the prior of binary causes."""
 
 from __future__ import annotations
 
+import abc
 import copy
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
-from pyro_truncated.extend import generator_device, some_rows
+from pyro_truncated import Population
+from pyro_truncated.extend import UniqueModule, check_observable, generator_device, names_arguments, some_rows, takes_arrays
 
 # The least probabilities and rates, and the least share of a mean square, that are learned: from zero no EM step comes back.
 FLOOR = 1e-6
@@ -25,21 +28,13 @@ Model = TypeVar("Model", bound=Any)
 
 
 def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns the data to initialise from, in floating point.
-
-    Very many data points are subsampled, with equal results in all processes.
-    """
+    """The data to initialise from, in floating point, subsampled if very many."""
     rows = some_rows(y, MOST_ROWS, generator)
     return cast_like(rows, rows)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:
-    """Returns the data if they have shape ``(N, num_observed)``.
-
-    Raises:
-        ValueError: if they do not.
-        TypeError: if they are complex.
-    """
+    """Returns the data if they have shape ``(N, num_observed)``."""
     check_real(y)
     if y.dim() != 2 or y.shape[1] != num_observed or not len(y):
         raise ValueError(f"y must have shape (N, {num_observed}) with N > 0, one row per data point; got {tuple(y.shape)}")
@@ -47,25 +42,13 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
 
 
 def check_real(y: Tensor, name: str = "y") -> None:
-    """Refuses complex data, including NumPy arrays.
-
-    Only real ones are made tensors.
-
-    Raises:
-        TypeError: if they are complex.
-    """
+    """Refuses complex data, including NumPy arrays."""
     if y.is_complex() if isinstance(y, Tensor) else np.iscomplexobj(y):
         raise TypeError(f"{name} must hold real numbers; got {y.dtype}")
 
 
 def count_data(y: Tensor | None, num_data: int | None) -> int:
-    """Returns the number of data points of a model.
-
-    They are observed, or so many are generated, by default one.
-
-    Raises:
-        TypeError: if they are complex: here a model sees them first.
-    """
+    """The number of data points: observed, or generated, by default one."""
     if y is None:
         return num_data or 1
     check_real(y)
@@ -73,55 +56,80 @@ def count_data(y: Tensor | None, num_data: int | None) -> int:
 
 
 def cast_like(mean: Tensor, y: Tensor) -> Tensor:
-    """Returns means in the data's type.
-
-    For integers it is torch's default type.
-    """
+    """Means in the data's type, for integers in torch's default type."""
     return mean.to(y.dtype if y.is_floating_point() else torch.get_default_dtype())
 
 
-def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
-    """Returns ``num_rows`` randomly chosen data points.
+class DataModel(UniqueModule):
+    """Base of models of data ``y (N, D)`` with closed-form M-steps."""
 
-    They are distinct if there are as many. Missing entries become their dimension's mean.
-    """
+    num_observed: int
+    data_support: constraints.Constraint
+
+    @names_arguments
+    @torch.no_grad()
+    @takes_arrays
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """Sets the parameters to where learning starts from, as the class says.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
+        """
+        check_observable(self, check_data(y, self.num_observed), self.data_support)
+        self._start(first_rows(y, generator), generator)
+        return self
+
+    @abc.abstractmethod
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        """Initialises from data in floating point."""
+
+    @torch.no_grad()
+    @takes_arrays
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Sums over the population's data points that ``maximize`` needs, see :class:`~pyro_truncated.ClosedFormModel`."""
+        return self._statistics(population, check_data(y, self.num_observed), temperature)
+
+    @abc.abstractmethod
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        """The sums, of data that are of the right shape."""
+
+
+def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
+    """Random data points, distinct if possible, missing entries replaced by means."""
     order = torch.randperm(len(y), generator=generator, device=generator_device(generator)).to(y.device)
     rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
 
 def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
-    """:func:`random_rows`, with noise that tells equal ones apart.
-
-    It is a hundredth of the ``deviation``.
-    """
+    """:func:`random_rows` with noise, a hundredth of the ``deviation``."""
     rows = random_rows(y, num_rows, generator)
     noise = torch.randn(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
     return rows + 0.01 * deviation * noise.to(rows)
 
 
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns initial probabilities, a scalar or ``(H,)``.
-
-    Two latents are active on average.
-    """
+    """Initial probabilities, a scalar or ``(H,)``, for two active latents."""
     return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
 
 
 def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
-    """The prior of so many latents, each active with its probability.
-
-    The parameter's constraint is the unit interval. On a device, checking it again would wait.
-    """
+    """The prior of so many latents, each active with its probability."""
     probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
     return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
-    r"""Returns the maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle`.
-
-    It maximises the expected log prior. If shared, it is the mean over latents.
-    """
+    r"""The maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle`, if shared its mean over latents."""
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
     return frequency.clamp(FLOOR, 1 - FLOOR)
@@ -129,14 +137,7 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
 
 @torch.no_grad()
 def with_latents(model: Model, index: Tensor) -> Model:
-    r"""Copies a model of exchangeable causes by an index.
-
-    Cause ``i`` is a copy of cause ``index[i]``; the mean number of active causes stays.
-
-    Args:
-        model: has ``num_latents``, ``prior`` and parameters with the latents in their last dimension, named by ``latent_parameters``.
-        index: positions ``(H',)``; some may repeat, others be left out.
-    """
+    r"""Copies a model of exchangeable causes by an index."""
     other = copy.deepcopy(model)
     for name in other.latent_parameters:
         value = getattr(other, f"{name}_unconstrained")

@@ -20,9 +20,8 @@ _LOOKED_AT, _STATES, _SEARCH_STEPS = 1000, 16, 5
 class BinarySparseCoding(LinearDictionary, SparseCoding):
     r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed
-    entries. Elements start from the part of a random data point that others share with it, see
-    :func:`.shared_part`. A whole data point may explain itself and no other one.
+    Entries of the data that are NaN are missing. Elements start from the part of a random data point that others share with it, see
+    :func:`.shared_part`.
 
     Example:
         >>> bars = linear_bars(200, 4, mean_active=2.0)
@@ -81,39 +80,24 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         return self._reduce_shared(weight, above), deviation
 
     def _reduce_shared(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Reduces elements to the part that data points share.
-
-        As many data points share it as have an element on at first.
-        """
+        """Reduces elements to the part that data points share."""
         part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
         return weight * part
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
-
-        Returns:
-            Those of :meth:`.LinearSuperposition.statistics`, of the data above the ``center`` if there is an offset.
-        """
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        """Those of :meth:`.LinearSuperposition.statistics`, with an offset above the ``center``."""
+        population, y = self._above_center(population, y)
         return LinearSuperposition.statistics(population, y, temperature)
 
     @names_arguments
     @torch.no_grad()
     @takes_arrays
     def restart_unused(self, y: Tensor, generator: torch.Generator | None = None) -> int:
-        r"""Re-initialises elements that are hardly ever active.
+        r"""Replaces elements that are hardly ever active by badly explained data.
 
-        They become the residual of a badly explained data point, as far as others share it.
-
-        Of many elements that start from data points, some are too similar to these and useless for
-        others. EM leaves them as they are. The mean frequency of an element is that of the last
-        M-step of :class:`~pyro_truncated.ClosedForm`. Elements below a fiftieth of the mean are
-        unused. Data points are drawn in proportion to their squared residuals :math:`|y_n - W
-        \langle s \rangle - b|^2`, from a thousand.
+        Elements below a fiftieth of the mean frequency in the last M-step of :class:`~pyro_truncated.ClosedForm` are unused. They become
+        residuals of data points, as far as others share them. These are drawn in proportion to :math:`|y_n - W \langle s \rangle - b|^2`,
+        from a thousand.
 
         Example:
             >>> y = linear_bars(200, 4, mean_active=2.0).data
@@ -151,10 +135,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         r"""Sets the parameters to the maximiser of the expected log joint.
 
         Let :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed and :math:`c_d = \sum_n y_{nd}
-        \langle s \rangle`. Then :math:`W_d = A_d^{-1} c_d`. The variance :math:`\sigma^2` is the mean expected squared residual of the
-        observed entries. The prior is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge
-        pulls the dictionary towards its old value, so the elements of latents that are never active stay as they are. An offset is
-        maximised jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
+        \langle s \rangle`. Then :math:`W_d = A_d^{-1} c_d`, with an offset see :func:`.best_dictionary_and_offset`. The variance
+        :math:`\sigma^2` is the mean expected squared residual of the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`,
+        averaged over the latents if shared. Elements of latents that are never active stay as they are.
         """
         weight, errors = self._best_dictionary(statistics)
         self._set_dictionary(weight, statistics, errors)

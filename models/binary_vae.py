@@ -1,7 +1,4 @@
-"""A variational autoencoder with binary latents and no encoder.
-
-A neural network decodes states that are searched for.
-"""
+"""A variational autoencoder with binary latents and no encoder."""
 
 from __future__ import annotations
 
@@ -32,14 +29,9 @@ class BinaryVAE(UniqueModule):
 
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad y \sim \mathcal N(c + u f(s), \sigma^2 I).
 
-    The network :math:`f` works in units of the data, about their mean. :meth:`initialize` sets
-    :math:`c` and :math:`u`, so that training does not depend on the data's unit. Until then they
-    are 0 and 1.
-
-    Missing entries of the data are NaN.
-
-    No encoder, no relaxation of the latents and no sampling noise: the network is trained through the truncated posterior, whose
-    states a search finds. The prior and the noise are learned, too::
+    The network :math:`f` works in units of the data, about their mean: :meth:`initialize` sets :math:`c` and :math:`u`, until then 0 and 1.
+    Missing entries of the data are NaN. The network, the prior and the noise are trained through the truncated posterior, whose states a
+    search finds::
 
         guide = AutoTruncated(model, num_states=32)
         svi = SVI(model, guide, Adam({"lr": 3e-3}), Truncated_ELBO(EvolutionarySearch()))
@@ -104,12 +96,9 @@ class BinaryVAE(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor) -> BinaryVAE:
-        r"""Initialises from the data.
+        r"""Initialises from the data: :math:`\sigma` and :math:`u` are deviations, :math:`c` means.
 
-        :math:`\sigma` and :math:`u` are their deviation, :math:`c` their mean.
-
-        If a network ends in a linear layer, it gives zero for the state without active latents.
-        That state then explains the mean, and the others share the rest.
+        A network that ends in a linear layer gives zero for the state without active latents, which then explains the mean.
 
         Args:
             y: data ``(N, D)``, NaN where missing; a dimension that is never observed gets the mean of the others.
@@ -140,16 +129,9 @@ class BinaryVAE(UniqueModule):
     def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> BinaryVAE:
         """Initialises a new network by a linear model of the data.
 
-        :func:`~pyro_truncated.learn` does so.
-
-        From random weights, data points get states by chance, which the network then learns to
-        decode: another one for each start. Those of a linear model,
-        :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data
-        already, and the network learns what is not linear in them. Learning that model takes three
-        to thirty seconds and several restarts. A linear model in a worse optimum leads to a worse
-        code. Then the network is fitted to it. Layers whose weights torch can draw again forget
-        what they have learned. Those without gradients stay as they are, and a network of such
-        layers alone is not fitted.
+        :func:`~pyro_truncated.learn` does so. From random weights, data points get states by chance, which the network then learns to
+        decode. Those of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already.
+        Learning it takes three to thirty seconds. Then the network is fitted to it. Layers without gradients stay as they are.
 
         Args:
             y: data ``(N, D)``, NaN where missing.
@@ -176,9 +158,9 @@ class BinaryVAE(UniqueModule):
 
     @torch.enable_grad()
     def _fit(self, linear: BinarySparseCoding) -> None:
-        """Fits the network to a linear model.
+        """Fits the network to a linear model, on states with all latents.
 
-        In its states each latent is as frequent as given, and at least in a fifth of them.
+        Each latent is as frequent as given, and at least in a fifth of the states.
         """
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
@@ -208,8 +190,6 @@ class BinaryVAE(UniqueModule):
     def reconstruct(self, population: Population, y: Tensor | None = None) -> Tensor:
         r"""Returns the posterior mean :math:`c + u \langle f(s) \rangle` of noise-free data.
 
-        It is ``(N, D)`` for the population's data points.
-
         Args:
             population: truncated posteriors.
             y: all data, ``(N, D)``, whose type the result has, if it is one of real numbers; given the population they play no other role.
@@ -226,10 +206,7 @@ def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Mod
 
 
 def _linear_start(y: Tensor, num_latents: int) -> BinarySparseCoding:
-    """Returns the best linear model of several annealed restarts.
-
-    Pyro's store does not keep its parameters.
-    """
+    """The best linear model of several annealed restarts."""
     linear = BinarySparseCoding(y.shape[1], num_latents, dtype=y.dtype).to(y.device)
     store = pyro.get_param_store()
     before = set(store)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
-from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import FLOOR, count_data
+from pyro_truncated.models.linear_mixture import ComponentTable, MixtureOfMeans
+from pyro_truncated.models.seeding import grouped
 from pyro_truncated.search import MaxInnerProductIndex
 
 _Categorical = defer_validation(dist.Categorical)
@@ -28,7 +28,7 @@ class CategoricalComponents(ComponentTable):
 _Table = defer_validation(CategoricalComponents)
 
 
-class CategoricalMixture(LinearMixture):
+class CategoricalMixture(MixtureOfMeans):
     r"""Latent class model, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Categorical}(\theta_{zd})`.
 
     Example:
@@ -56,10 +56,8 @@ class CategoricalMixture(LinearMixture):
 
     @names_arguments
     def __init__(self, num_observed: int, num_components: int, num_values: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_components=num_components, num_values=num_values)
-        self.num_observed, self.num_components, self.num_values = num_observed, num_components, num_values
-        self.weights = PyroParam(torch.full((num_components,), 1 / num_components, dtype=dtype), constraints.simplex)  # type: ignore[assignment]
+        super().__init__(num_observed, num_components, dtype)
+        (self.num_values,) = check_counts(num_values=num_values)
         probs = 0.5 + torch.rand(num_components, num_observed, num_values, dtype=dtype)
         self.probs = PyroParam(probs / probs.sum(-1, keepdim=True), constraints.simplex)  # type: ignore[assignment]
 
@@ -74,38 +72,26 @@ class CategoricalMixture(LinearMixture):
                 lambda component: _Categorical(probs[component]).to_event(1),
                 lambda rows: _log_densities(probs, rows),
                 self.num_components,
-                constraints.integer_interval(0, self.num_values - 1),
+                self.data_support,
                 self.num_observed,
             )
             return pyro.sample("y", values, obs=selected_rows(y, index))
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> CategoricalMixture:
-        """Starts from the shares and frequencies of clusters of the data.
+    @property
+    def data_support(self) -> constraints.Constraint:
+        """The numbers of the values."""
+        return constraints.integer_interval(0, self.num_values - 1)
 
-        The frequencies of all data count as one more data point of each cluster.
+    def _rows(self, y: Tensor) -> Tensor:
+        return _indicators(y, self.num_values)
 
-        Args:
-            y: values ``(N, D)``.
-            generator: source of randomness.
+    def _means(self) -> Tensor:
+        return self.probs.double().flatten(1)
 
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words.
-        """
-        check_observable(self, check_data(y, self.num_observed), constraints.integer_interval(0, self.num_values - 1))
-        rows = _indicators(first_rows(y, generator), self.num_values)
-        _, nearest = spread_rows(rows, self.num_components, generator)
-        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
-        total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
-        self.probs = self._floor_probabilities(total / size.unsqueeze(-1))
-        self.weights = (size / size.sum()).to(self.weights)
-        self.knows_data.fill_(True)
-        return self
+    def _take_means(self, means: Tensor, is_used: Tensor) -> None:
+        floored = means.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
+        probs = (floored / floored.sum(-1, keepdim=True)).to(self.probs)
+        self.probs = torch.where(is_used.unsqueeze(-1), probs, self.probs)
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, and which values the data have, ``(N, 1 + D L)``."""
@@ -120,55 +106,10 @@ class CategoricalMixture(LinearMixture):
 
     @torch.no_grad()
     @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
-
-        Returns:
-            With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, of the data points with each value,
-            ``(K, D L)``. Both can be added and scaled.
-        """
-        rows = _indicators(population.select_rows(check_data(y, self.num_observed)), self.num_values)
-        shares = Shares(population, self.num_components, temperature)
-        return {"counts": shares.counts(), "sums": shares.sums(rows)}
-
-    @torch.no_grad()
-    def datum_statistics(self) -> dict[str, Tensor]:
-        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
-        weights = self.weights.double()
-        return {"counts": weights, "sums": weights.unsqueeze(-1) * self.probs.double().flatten(1)}
-
-    @torch.no_grad()
-    def maximize(self, statistics: dict[str, Tensor]) -> None:
-        """Sets the parameters to frequencies, which maximise the expected log joint.
-
-        A class without data keeps its probabilities.
-        """
-        counts = statistics["counts"].unsqueeze(-1)
-        self.probs = torch.where(counts.unsqueeze(-1) > NEVER_USED, self._floor_probabilities(statistics["sums"] / counts), self.probs)
-        self.weights = best_weights(statistics["counts"]).to(self.weights)
-
-    @torch.no_grad()
-    @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Posterior mean :math:`\sum_k r_{nk}\, \theta_k` of the probabilities of all values.
-
-        Args:
-            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
-            y: all data, ``(N, D)``.
-
-        Returns:
-            Probabilities ``(N, D, L)`` for the population's data points.
-        """
-        mean: Tensor = Shares(population, self.num_components).means(self.probs.double().flatten(1))
-        probs: Tensor = mean.unflatten(1, (self.num_observed, self.num_values))
-        return probs.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.probs.dtype)
-
-    def _floor_probabilities(self, probs: Tensor) -> Tensor:
-        """Probabilities ``(K, D, L)`` of ``(K, D L)``, none zero."""
-        floored: Tensor = probs.unflatten(1, (self.num_observed, self.num_values)).clamp(min=FLOOR)
-        return (floored / floored.sum(-1, keepdim=True)).to(self.probs)
+        """See :meth:`.MixtureOfMeans.reconstruct`; returns probabilities ``(N, D, L)`` of all values."""
+        probs: Tensor = super().reconstruct(population, y).unflatten(1, (self.num_observed, self.num_values))
+        return probs
 
 
 def _indicators(y: Tensor, num_values: int) -> Tensor:

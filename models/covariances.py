@@ -18,23 +18,13 @@ from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
 
 
 def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the least variance of data, of one dimension or each.
-
-    The data have such a variance and mean square. The second tells what is rounding where there is no variance.
-    """
+    """The least variance of data of such a variance and mean square."""
     unit = torch.where(power > 0, power, 1.0)
     return variance.maximum(torch.finfo(dtype).eps * unit).mul(FLOOR)
 
 
 def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
-    """Returns the likeliest covariance with no eigenvalue below one.
-
-    The unit of every dimension is the root of its floor.
-
-    Args:
-        covariance: ``(..., D, D)``.
-        floor: least variance of all dimensions, or of each, ``(D,)``.
-    """
+    """The likeliest covariance without eigenvalues below a floor."""
     units = floor.sqrt().expand(covariance.shape[-1])
     squares = units.unsqueeze(-1) * units
     relative = covariance / squares
@@ -49,10 +39,7 @@ def floor_covariance(covariance: Tensor, floor: Tensor) -> Tensor:
 
 
 def floor_cholesky(covariance: Tensor) -> Tensor:
-    """Returns the Cholesky factor of :func:`floor_covariance`, without checks.
-
-    A check would wait for a device.
-    """
+    """The Cholesky factor of :func:`floor_covariance`, without checks."""
     factor: Tensor = torch.linalg.cholesky_ex(covariance).L
     return factor
 
@@ -92,10 +79,7 @@ class Covariances(abc.ABC):
         """Returns sums of data products ``(N, D)`` for the M-step."""
 
     def by_itself(self) -> Covariances:
-        """Returns the type of a component that depends on no others.
-
-        There may be none.
-        """
+        """The type of a component that depends on no others."""
         return self
 
     @abc.abstractmethod
@@ -104,37 +88,22 @@ class Covariances(abc.ABC):
 
     @abc.abstractmethod
     def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Returns these products of one data point in expectation.
-
-        The components have such weights.
-        """
+        """These products of one data point in expectation."""
 
     @abc.abstractmethod
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
-        """Returns the products of data at means ``(K, D)``.
-
-        The data spread with a covariance ``(D, D)``.
-        """
+        """The products of data at means ``(K, D)``, spread with a covariance ``(D, D)``."""
 
     @abc.abstractmethod
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
-        """Returns maximum likelihood parameters with eigenvalues above the floor.
-
-        Means are around the center.
-        """
+        """Maximum likelihood parameters with eigenvalues above the floor."""
 
     @abc.abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """Returns features ``(N, F)`` in which log densities are linear.
-
-        They are squares and products of the data ``(N, D)``.
-        """
+        """Squares and products ``(N, F)`` in which log densities are linear."""
 
     def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
-        """Returns terms of the log densities ``(N,)`` that components share.
-
-        They are those that the features lack.
-        """
+        """Terms of the log densities ``(N,)`` that the features lack."""
         return None
 
     @abc.abstractmethod
@@ -142,10 +111,7 @@ class Covariances(abc.ABC):
         """The features summed over the data of every component, ``(K, F)``."""
 
     def floor(self, variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the least variance of data, of each dimension or of all.
-
-        The data have such variances and mean squares, ``(D,)``.
-        """
+        """The least variance of data, of each dimension or of all."""
         unit = (variance, power) if self.has_units else (variance.mean(), power.mean())
         least: Tensor = variance_floor(*unit, dtype)
         return least
@@ -163,10 +129,7 @@ class Covariances(abc.ABC):
         r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Returns posterior means ``(N, D)`` of noise-free data.
-
-        If nothing is noise, they are those of the means.
-        """
+        """Posterior means ``(N, D)`` of noise-free data."""
         means: Tensor = Shares(population, len(loc)).means(loc)
         return means
 
@@ -373,10 +336,7 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 
 
 def pair_factors(precision: Tensor) -> Tensor:
-    """Returns factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``.
-
-    Each pair of dimensions occurs once.
-    """
+    """Factors ``(K, F)`` of products in quadratic forms ``(K, D, D)``."""
     row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
     factors: Tensor = precision[:, row, column] * (2.0 - (row == column).to(precision))
     return factors
@@ -388,10 +348,7 @@ def _invert(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LowRank(Full):
-    """Low-rank covariances: ``factor (K, D, R)``, and ``scale (K,)`` or ``()``.
-
-    The scale has the deviations of the noise.
-    """
+    """Low-rank covariances: ``factor (K, D, R)``, and noise ``scale (K,)`` or ``()``."""
 
     has_units = False
     supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
@@ -452,21 +409,11 @@ class LowRank(Full):
 def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
     r"""The likeliest :math:`W_k W_k^\top + \sigma_k^2 I` of data whose covariances are given.
 
-    Let a covariance have eigenvalues :math:`\lambda_1 \ge \lambda_2 \ge \dots` and eigenvectors
-    :math:`u_j`. Then :math:`\sigma^2` is the mean of the eigenvalues behind the first ``R``. The
-    columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. If the noise is shared, it
-    is the mean over all components' eigenvalues behind the first ``R``. It includes those of the
-    first ``R`` that lie below it.
+    Let a covariance have eigenvalues :math:`\lambda_1 \ge \lambda_2 \ge \dots` and eigenvectors :math:`u_j`. Then :math:`\sigma^2` is the
+    mean of the eigenvalues behind the first ``R``, and the columns of :math:`W` are :math:`\sqrt{\lambda_j - \sigma^2}\, u_j`. Shared noise
+    is the mean over all components, with those of the first ``R`` that lie below it.
 
-    Args:
-        covariance: of every component's data, ``(K, D, D)``.
-        counts: their numbers, ``(K,)``.
-        rank: ``R``, below ``D``.
-        floor: least variance of the noise.
-        is_shared: whether all components have the same noise.
-
-    Returns:
-        Factors :math:`W`, ``(K, D, R)``, and standard deviations of the noise, ``(K,)``, or ``()`` if they are shared.
+    Of covariances ``(K, D, D)`` of ``counts (K,)`` data points. Returns factors ``(K, D, R)`` and deviations ``(K,)``, or ``()`` if shared.
 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999, equations 8 and 9.
@@ -500,11 +447,7 @@ COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": T
 
 
 def make_covariances(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
-    """The kind of that name.
-
-    Raises:
-        ValueError: if there is none, or for a rank that is missing, out of range, or given for another kind.
-    """
+    """The kind of that name."""
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
     if covariance != "low-rank":
@@ -521,14 +464,11 @@ def make_covariances(covariance: str, num_observed: int, rank: int | None, share
 class Prior:
     r"""A variance floor, and a prior of each component's covariance.
 
-    The prior is that of ``m`` more data points, shaped as all data.
-
     .. math:: \log p(\Sigma) = \max_\alpha \left[\tfrac m2 \left(\log |\Sigma^{-1} \alpha S| - \alpha\,\mathrm{tr}\,\Sigma^{-1} S\right)
         + \tfrac D2 (\log \alpha - \alpha)\right] + \text{const}
 
-    is an inverse Wishart density around :math:`\alpha S`. The ratio :math:`\alpha` of component and
-    data is estimated with the weight of one data point. The constant makes it zero at :math:`S`.
-    What all components share has no prior.
+    is an inverse Wishart density around :math:`\alpha S`, that of ``m`` more data points shaped as all data. The ratio :math:`\alpha` of
+    component and data is estimated with the weight of one data point. What all components share has no prior.
 
     Attributes:
         floor: least variance, of all dimensions or of each, ``(D,)``.
@@ -544,17 +484,11 @@ class Prior:
 
     @classmethod
     def of(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
-        """Returns the prior from results of :func:`known`.
-
-        If they are empty, it is only the floor.
-        """
+        """The prior from results of :func:`known`, if empty only the floor."""
         return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
 
     def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
-        r"""Returns covariances that maximise the expected log joint.
-
-        Means are ``(K, D)``; :math:`\alpha` comes from the current covariances.
-        """
+        r"""Covariances that maximise the expected log joint, :math:`\alpha` from the current ones."""
         if kind.is_own and self.covariance is not None:
             unit = self._units(self._terms(kind, spreads, self.covariance)[1]).unsqueeze(-1)
             dense = unit.unsqueeze(-1) if kind.is_dense else unit
@@ -563,10 +497,7 @@ class Prior:
         return kind.best(statistics, loc, self.floor)
 
     def log_prob(self, kind: Covariances, spreads: Parameters) -> Tensor:
-        """Returns log densities of the components' covariances, ``(K,)``.
-
-        They are one zero for a shared covariance or without a prior.
-        """
+        """Log densities of the components' covariances, ``(K,)``, or one zero."""
         if not kind.is_own or self.covariance is None:
             return self.floor.new_zeros(())
         highest = half_log_det(kind, self.covariance) if self.size is None else self.size
@@ -588,10 +519,7 @@ class Prior:
 
 
 def unknown(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
-    """Returns buffers of a mixture without data ``(D,)``.
-
-    Covariance and numbers are zero, and empty without a prior.
-    """
+    """Zero buffers of a mixture without data ``(D,)``, empty without prior."""
     sizes: dict[str, tuple[int, ...]] = {"spread": tuple(center.shape) * (1 + kind.is_dense), "pseudo": (2,)}
     return {name: center.new_zeros(size if number else (0,)) for name, size in sizes.items()}
 

@@ -1,7 +1,4 @@
-"""A dictionary with Gaussian noise: initialisation and M-steps.
-
-Data may be missing.
-"""
+"""A dictionary with Gaussian noise: initialisation and M-steps."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.extend import UniqueModule, raise_if, read_conditions
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, perturbed_rows
+from pyro_truncated.extend import raise_if, read_conditions
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
 
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1
@@ -28,19 +25,9 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
-    """Returns the root mean square of the observed entries.
+    """The root mean square of observed entries, or 1, the unit of floors.
 
-    Floors are in this unit and do not depend on that of the data.
-
-    Args:
-        squares: sum of the squared data.
-        observed: number of observed entries.
-
-    Returns:
-        A scalar; 1 if all entries are zero.
-
-    Raises:
-        ValueError: if no entry is observed.
+    If nothing is observed it raises ``ValueError``.
     """
     raise_if(~(observed > 0), _refuse_nothing_observed)
     scale = (squares / observed).sqrt()
@@ -52,13 +39,7 @@ def _refuse_nothing_observed() -> None:
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Where learning starts from.
-
-    Returns:
-        Elements ``(D, H)`` near random data points. The noise is the data's standard deviation, not
-        below what the M-step allows. Then the smallest entries of a positive dictionary, ``(D,
-        1)``.
-    """
+    """Elements ``(D, H)``, noise deviation, and the least positive entries ``(D, 1)``."""
     seen = y[~y.isnan()].double()
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
     deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
@@ -67,20 +48,10 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
 
 
 def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
-    r"""The part of every element that data points have in them.
+    r"""The part of every element that data points have in them, ``(H,)``.
 
-    Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least
-    squares. Where all have less than one half, the whole element explains none of them. The part is
-    the mean over the data points that have most of it. The first one is left out, as the element
-    may come from it.
-
-    Args:
-        elements: ``(D, H)``.
-        rows: data points, ``(N, D)``, of which a thousand are looked at. Entries that are missing (NaN) are left out.
-        share: the share of the data points that the mean is over.
-
-    Returns:
-        Between a tenth and one, ``(H,)``.
+    Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. The part is the mean over the
+    data points that have most of it, but for the first, as the element may come from it.
     """
     rows = rows[:: -(-len(rows) // _LOOKED_AT)].to(elements)
     number = min(max(1, round(share * len(rows))), len(rows) - 1)
@@ -92,16 +63,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
-    """Returns the root mean expected squared residual, above a floor.
-
-    Args:
-        errors: sum of the expected squared residuals.
-        squares: sum of the squared data.
-        observed: number of observed entries.
-
-    Raises:
-        ValueError: if no entry is observed.
-    """
+    """Returns the root mean expected squared residual, above a floor."""
     return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), noise_floor(squares, observed))
 
 
@@ -113,18 +75,9 @@ def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
     r"""Minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension ``d``.
 
-    :math:`W_d = A_d^{-1} c_d` with :math:`A_d = \sum_n \langle s s^\top \rangle` and :math:`c_d =
-    \sum_n y_{nd} \langle s \rangle`. A tiny ridge pulls towards the old dictionary, so that
-    elements of inactive latents stay as they are. The residuals still never grow.
-
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
-        cross: :math:`c`, ``(D, H)``.
-        activity: the unit of the ridge. Default: the mean of the diagonal of ``pairs``.
-
-    Returns:
-        ``(D, H)``.
+    :math:`W_d = A_d^{-1} c_d` with ``pairs`` :math:`A_d = \sum_n \langle s s^\top \rangle`, ``(H, H)`` if common, and ``cross`` :math:`c_d
+    = \sum_n y_{nd} \langle s \rangle`. A tiny ridge, in the unit ``activity``, keeps elements of inactive latents as they are. The
+    residuals still never grow.
     """
     gradient = cross - rows_times(weight, pairs)
     activity = _mean_square(pairs) if activity is None else activity
@@ -136,10 +89,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
 
 
 def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
-    """Returns second moments ``(*, H, H)`` with a ridge.
-
-    The ridge is that of a prior; without one it is tiny, for latents that are never active.
-    """
+    """Second moments ``(*, H, H)`` with a ridge, for latents that are active."""
     is_active = pairs.diagonal(dim1=-2, dim2=-1) > NEVER_SEEN
     return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
@@ -154,22 +104,13 @@ def cholesky(matrix: Tensor) -> Tensor:
 def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     r"""Joint minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - b_d - W_d s)^2 \rangle`.
 
-    The offset is the element of a latent that is always on. Without it the moments are those about the means: with
-    :math:`N_d`, :math:`Y_d`, :math:`t_d`, :math:`c_d` and :math:`A_d` of :meth:`.LinearSuperposition.statistics`
+    The offset is the element of a latent that is always on, so with :math:`N_d`, :math:`Y_d`, :math:`t_d`, :math:`c_d` and :math:`A_d` of
+    :meth:`.LinearSuperposition.statistics`
 
     .. math:: W_d = \Bigl(A_d - \frac{t_d t_d^\top}{N_d}\Bigr)^{-1} \Bigl(c_d - \frac{Y_d t_d}{N_d}\Bigr), \qquad
         b_d = \frac{Y_d - W_d^\top t_d}{N_d}.
 
-    Elements of latents that are never or always active stay as they are. So does the offset of a
-    dimension that is never observed.
-
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        bias: old offset, ``(D,)`` in float64.
-        statistics: the sums.
-
-    Returns:
-        Dictionary and offset.
+    Elements of latents that are never or always active stay as they are. So does the offset of a dimension that is never observed.
     """
     observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
     seen = observed.clamp(min=NEVER_SEEN)
@@ -185,10 +126,7 @@ def _mean_square(pairs: Tensor) -> Tensor:
 
 
 def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
-    """Multiplies every row of the dictionary by its matrix of second moments.
-
-    The symmetric matrix may be common to all rows.
-    """
+    """Multiplies rows of the dictionary by their, or common, second moments."""
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
@@ -198,22 +136,14 @@ def best_claims(
     expected_errors: _Errors,
     total: _Total = lambda parts: parts,
 ) -> dict[str, Tensor]:
-    r"""Returns statistics of a superposition by maximum, with a new dictionary.
+    r"""Statistics of a superposition by maximum, with a better dictionary.
 
-    Its expected squared residuals are no larger than the old one's.
+    An entry asks for what it has won per win, the minimiser if the winners stay the same. As they may not, the step there is halved, in the
+    dimensions where the residuals would grow, until they do not.
 
-    An entry asks for what it has won per win, which minimises the residuals (or other expected losses) if the winners stay the same. As
-    they may not, the step there is halved, in the dimensions where the residuals would grow, until they do not.
-
-    Args:
-        weight: old dictionary, ``(D, H)`` in float64.
-        statistics: those of the old dictionary, with ``won``, ``wins`` and the ``errors``. Also the
-            ``magnitude`` of the terms of the errors, if it is not that of the squared data.
-        expected_errors: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
-        total: sums over the data of all processes, by which they choose the same dictionary. Default: there is one process.
-
-    Returns:
-        The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
+    ``expected_errors`` gives errors ``(K,)`` of dimensions under other rows ``(K, H)`` of the dictionary. Errors are rounded relative to
+    ``magnitude``, by default that of the squared data. Returns the statistics, with ``claims``, the wins times the new dictionary, in the
+    place of ``won``; and its ``errors``.
     """
     parts = {"magnitude": statistics["squares"], **statistics}
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
@@ -244,10 +174,7 @@ def _take_shorter_steps_(
     *,
     max_halvings: int = 10,
 ) -> None:
-    """Takes steps ``(D, H)`` in dimensions ``left (K,)``, if allowed.
-
-    They are halved until the errors are allowed, or not taken.
-    """
+    """Takes steps ``(D, H)`` in dimensions ``left (K,)``, halved until allowed."""
     shares = 0.5 ** torch.arange(1, max_halvings, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
@@ -265,20 +192,14 @@ def _take_shorter_steps_(
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
-    """Returns the dictionary of :func:`best_claims`, divided by a ``gain``.
-
-    Entries that never win stay as they are.
-    """
+    """The dictionary of :func:`best_claims`, divided by a ``gain``, kept without wins."""
     wins, floor = statistics["wins"], weight_floor(statistics)
     claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
     return (claimed / gain).maximum(floor)
 
 
 def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
-    """Returns the smallest entries of a positive dictionary, ``(D, 1)``.
-
-    They are a millionth of the root mean square of each dimension; where that is zero, of :func:`data_scale`.
-    """
+    """The smallest entries of a positive dictionary, ``(D, 1)``, relative to data."""
     squares, observed = statistics["squares"], statistics["observed"]
     whole = data_scale(squares.sum(), observed.sum())
     each = (squares / observed.clamp(min=1.0)).sqrt()
@@ -286,19 +207,10 @@ def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Returns the maximiser of the slabs' expected log prior.
+    r"""The slabs' mean and deviation where latents are on, else the old.
 
-    It is their mean and standard deviation where the latent is on.
-
-    Args:
-        count: how often the latent is on, :math:`\sum_n \langle b \rangle`.
-        sums: :math:`\sum_n \langle b z \rangle`.
-        squares: :math:`\sum_n \langle b z^2 \rangle`.
-        slab_mean: old mean, kept where the latent is never on.
-        slab_scale: old deviation, kept where the latent is never on.
-
-    Returns:
-        Mean and deviation, in float64.
+    Of ``count`` :math:`\sum_n \langle b \rangle`, ``sums`` :math:`\sum_n \langle b z \rangle` and ``squares`` :math:`\sum_n \langle b z^2
+    \rangle`.
     """
     is_used, power = count > NEVER_SEEN, squares / count
     mean = torch.where(is_used, sums / count, slab_mean.double())
@@ -317,16 +229,8 @@ class BackgroundWarning(UserWarning):
 def lies_on_background(y: Tensor) -> bool:
     """Whether most dimensions are far from zero without active causes.
 
-    They may be on either side.
-
-    If that is a quarter of the data points, the noise lies between the smallest hundredth of the
-    entries and their lower quartile. The deviation of the data grows with the causes, too. Above
-    zero the former must be nearer to the latter than to zero, as for a background of four
-    deviations of normal noise. Below zero the latter is twice as far from zero as from the former,
-    as for three.
-
-    Args:
-        y: data ``(N, D)``. NaN where missing.
+    If that is a quarter of the data points, the noise lies between the smallest hundredth of the entries and their lower quartile. Above
+    zero the former must be nearer to the latter than to zero. Below zero the latter is twice as far from zero as from the former.
     """
     smallest, quartile = row_quantile(y, 100), row_quantile(y, 4)
     spread = quartile - smallest
@@ -335,12 +239,7 @@ def lies_on_background(y: Tensor) -> bool:
 
 
 def row_quantile(y: Tensor, part: int) -> Tensor:
-    """Returns each dimension's entry below which one in so many lies.
-
-    It is approximate, ``(D,)``, from as many rows as needed.
-
-    Where nothing is observed it is zero.
-    """
+    """The entry below which one in so many lies, ``(D,)``, approximate."""
     if len(y) > _MAX_ROWS:  # always the same, but no regular ones, which may be alike
         y = y[torch.randint(len(y), (_MAX_ROWS,), generator=torch.Generator().manual_seed(0)).to(y.device)]
     rows = y.double().sort(0).values
@@ -349,10 +248,7 @@ def row_quantile(y: Tensor, part: int) -> Tensor:
 
 
 def warn_about_background(model: object, y: Tensor) -> None:
-    """Warns if the data lie on a background.
-
-    The text and its place are the same every time, so that Python's own filter shows it once, however often a model is started.
-    """
+    """Warns of data with a background, always with the same text."""
     if lies_on_background(y):
         warnings.warn(
             f"the data lie on a background, but {type(model).__name__} has no offset: most dimensions are far from zero without active "
@@ -365,10 +261,8 @@ def warn_about_background(model: object, y: Tensor) -> None:
 Statistics = dict[str, Tensor]
 
 
-class LinearDictionary(UniqueModule):
+class LinearDictionary(DataModel):
     r"""Base of models :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
-
-    The offset :math:`b` may be left out.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
@@ -380,7 +274,6 @@ class LinearDictionary(UniqueModule):
             It is for training that has found the elements: at first, elements that are hardly used yet would vanish with it.
     """
 
-    num_observed: int
     num_latents: int
     weight: Tensor
     scale: Tensor
@@ -401,10 +294,7 @@ class LinearDictionary(UniqueModule):
         self.register_buffer("center", torch.zeros(self.num_observed, dtype=torch.float64))
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Sets the offset; returns elements and the noise's deviation.
-
-        With the offset, elements (about) equal random data points.
-        """
+        """Sets the offset; returns elements and the noise's deviation."""
         if self.bias is None:
             weight, deviation, _ = first_dictionary(y, self.num_latents, generator)
             return weight, deviation
@@ -420,10 +310,7 @@ class LinearDictionary(UniqueModule):
         return weight - first.unsqueeze(-1), deviation.maximum(floor)
 
     def _above_center(self, population: Population, y: Tensor) -> tuple[Population, Tensor]:
-        """Returns the data for statistics.
-
-        With an offset they are the population's own data points, above the center.
-        """
+        """The data for statistics, with an offset the population's, above the center."""
         if self.bias is None:
             return population, y
         return dataclasses.replace(population, indices=None), population.rows_above(y, self.center)
@@ -445,9 +332,7 @@ class LinearDictionary(UniqueModule):
         return weight, superposition.square_error(statistics)
 
     def _power(self, statistics: Statistics) -> Tensor:
-        """Returns the sum of squares that defines the data's unit.
-
-        With an offset it is about the mean of every dimension.
+        """The sum of squares, about means if offset, for the data's unit.
 
         What is no more than the rounding of the data has no deviation of its own.
         """

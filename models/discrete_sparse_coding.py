@@ -1,7 +1,4 @@
-"""Discrete sparse coding: causes with a few given values.
-
-They superpose linearly, with Gaussian noise.
-"""
+"""Discrete sparse coding: causes with a few given values."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data, first_rows
+from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import LinearDictionary, best_scale
 
 
@@ -26,12 +23,8 @@ class DiscreteSparseCoding(LinearDictionary):
     r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s + b, \sigma^2 I)`.
 
     The site ``s`` holds the *numbers* of the values :math:`\phi_0 = 0, \phi_1, \dots`, so that zero means "off" as everywhere. The default
-    is ternary sparse coding, with the values -1, 0 and 1. States are scored with the products of data and dictionary taken once, at a cost
-    per state that does not depend on ``D``.
-
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    If the values lie symmetrically around zero, the sign of an element is not determined.
+    is ternary sparse coding, with the values -1, 0 and 1. Entries of the data that are NaN are missing. If the values lie symmetrically
+    around zero, the sign of an element is not determined.
 
     Example:
         >>> y = linear_bars(50, 3, mean_active=2.0).data
@@ -62,6 +55,8 @@ class DiscreteSparseCoding(LinearDictionary):
     Reference:
         Exarchakis and Lücke, "Discrete Sparse Coding", Neural Computation 2017.
     """
+
+    data_support = or_missing(constraints.real)
 
     weight: Tensor
     scale: Tensor
@@ -104,46 +99,18 @@ class DiscreteSparseCoding(LinearDictionary):
             coefficients = self.values[states.long()]
             return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=selected_rows(y, index))
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
-        r"""Initialises from the data.
-
-        Elements are random data points, :math:`\sigma^2` is the data's variance, and two latents
-        are on in the mean.
-
-        An offset starts as the lower quartile of every dimension, see :meth:`.SparseCoding.initialize`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation = self._first_dictionary(first_rows(y, generator), generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        weight, deviation = self._first_dictionary(y, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)
-        return self
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics`.
 
-        Returns:
-            ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
-            :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
+        Coefficients are :math:`x = \phi_s`. With an offset, the data are taken above the ``center``.
         """
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+        population, y = self._above_center(population, y)
         statistics = LinearSuperposition.statistics(population, y, temperature, levels=self.values)
         return {"counts": population.value_probabilities(temperature).double().sum(0), **statistics}
 
@@ -151,13 +118,11 @@ class DiscreteSparseCoding(LinearDictionary):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points
-        with :math:`y_{nd}` observed and :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then
-        :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the mean expected squared residual of
-        the observed entries. :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data
-        points, over the latents if they share it, and over values of equal magnitude if these are
-        tied. Elements of latents that are never active stay as they are. An offset is maximised
-        jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
+        Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
+        :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then :math:`W_d = A_d^{-1} c_d`, with an offset see
+        :func:`.best_dictionary_and_offset`. :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi_k`
+        is the mean of :math:`q_n(s_h = k)` over the data points, and over latents and magnitudes that share it. Elements of latents that
+        are never active stay as they are.
         """
         weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)
@@ -166,10 +131,7 @@ class DiscreteSparseCoding(LinearDictionary):
 
     @torch.no_grad()
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a model whose latent ``i`` copies latent ``index[i]``.
-
-        The mean number of active latents stays.
-        """
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
         other = copy.deepcopy(self)
         other.weight = self.weight[:, index].contiguous()
         other.num_latents = len(index)
@@ -184,8 +146,6 @@ class DiscreteSparseCoding(LinearDictionary):
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Returns the posterior mean :math:`W \langle \phi_s \rangle + b` of noise-free data.
-
-        It is ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.

@@ -1,13 +1,10 @@
-"""Maximal causes analysis of counts, binary data and positive data.
-
-The strongest cause determines the mean of every dimension.
-"""
+"""Maximal causes analysis of counts, binary data and positive data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pyro.nn import PyroParam
@@ -16,8 +13,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
-from pyro_truncated.extend import check_observable, generator_device, names_arguments, shard_sum, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.extend import generator_device, shard_sum
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -28,10 +25,7 @@ _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def raised_means(means: Tensor) -> Tensor:
-    """Returns means ``(D, H + 1)`` with hidden ones slightly above the background.
-
-    The background comes last.
-    """
+    """Means ``(D, H + 1)`` with hidden ones slightly above the background."""
     background = means[:, -1:]
     # Above what means are rounded to before they are compared, and far below what a free energy
     # shows.
@@ -39,10 +33,7 @@ def raised_means(means: Tensor) -> Tensor:
 
 
 def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
-    """Returns sums ``(D, H + 1)`` with some causes' given to the background.
-
-    It comes last.
-    """
+    """Sums ``(D, H + 1)`` with some causes' given to the background, the last."""
     given = (sums * is_left).sum(-1, keepdim=True)
     return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
 
@@ -56,29 +47,15 @@ def with_returns(
     within: _Limits,
     total: _Total,
 ) -> dict[str, Tensor]:
-    r"""Returns claims with recovered hidden causes.
+    r"""Returns claims with hidden causes that recover where this lowers losses.
 
-    A cause recovers in the dimensions where this lowers the expected losses.
+    A mean below the background wins nothing, so that an average of what it wins leaves it there for ever. Data points that have the cause
+    and nothing stronger belong to the cause as well. If their mean is above that of all data that the background explains, two means
+    explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
+    the rest.
 
-    A mean below the background wins nothing, so that an average of what it wins leaves it there for
-    ever. To the likelihood it is the same as one at the background. Data points that have the cause
-    and nothing stronger then belong to the cause as well. If their mean is above that of all data
-    that the background explains, two means explain them better than the common one. This includes
-    the data that it hides. In each dimension the cause that gains most is tried at its mean, and
-    the background at that of the rest. One cause moves at a time, as causes that are on together
-    would each ask for what is due to one of them. The others follow in later steps.
-
-    Args:
-        means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.
-        apart: ``wins`` and what is ``won``, ``(D, H + 1)`` each, under :func:`raised_means`.
-        claims: what :func:`~pyro_truncated.models.dictionary.best_claims` has returned for hidden causes that win nothing.
-        expected_losses: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
-        expected_errors: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
-        within: means ``(K, ...)`` of dimensions ``(K,)`` within their limits.
-        total: sums over the data of all processes.
-
-    Returns:
-        The claims, with other ``wins``, ``claims`` and ``errors`` in those dimensions.
+    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`raised_means`, ``claims`` are those of
+    :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
     """
     is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
@@ -129,13 +106,11 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \qquad m_d = \max(b_d, \max_h s_h W_{dh}), \qquad y_d \sim p(y_d;\; m_d),
 
     where :math:`m_d` is the mean of a Poisson, Bernoulli, exponential or gamma distribution, and the background :math:`b` that of a
-    dimension without a cause. Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+    dimension without a cause. Entries of the data that are NaN are missing.
 
-    The M-step of the dictionary is the same for all families: it averages the data that each cause
-    wins. As the winners depend on the dictionary, that may lower the expected log joint. The step
-    is then halved in these dimensions until it does not. A mean below the background wins nothing.
-    It recovers where data of its cause ask for more, and the expected log joint rises by it. So
-    with the full batch the free energy never decreases.
+    The M-step of the dictionary averages the data that each cause wins. As the winners depend on the dictionary, the step is halved in
+    dimensions where the expected log joint would fall. A mean below the background recovers where data of its cause ask for more. So with
+    the full batch the free energy never decreases.
 
     Example:
         >>> y = torch.poisson(5 * linear_bars(50, 3, mean_active=2.0).data.clamp(min=0))
@@ -194,32 +169,16 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         if family == "gamma":
             self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
+    @property
+    def data_support(self) -> constraints.Constraint:
+        """What the family can observe, or NaN."""
+        return or_missing(_SUPPORTS[self.family])
+
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Initialises from the data.
-
-        Means lie halfway between random data points and the mean of all. Half of that mean is the
-        background.
-
-        No two latents are alike; :math:`\pi = 2 / H`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(_SUPPORTS[self.family]))
-        y = first_rows(y, generator).double()
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        y = y.double()
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
@@ -227,31 +186,19 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         floor = 0.05 * mean.maximum(least)
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+        self._start_prior()
         if self.family == "gamma":
             self.concentration = torch.ones_like(self.concentration)
-        return self
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.FamilyMaximum.statistics`, with ``claims`` in the place of ``won``.
 
-        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones. So it is here that means
-        below the background recover, one of a dimension at a time. They move to the mean of the
-        data points that have the cause and nothing stronger. This mean must be above what the
-        background explains, and the expected losses must fall.
-
-        Returns:
-            Those of :meth:`.FamilyMaximum.statistics`. With ``claims``: the wins times the means
-            ``(D, H + 1)`` of causes and background that these data ask for, in the place of
-            ``won``. Also ``errors``, the expected losses under them, ``(D,)``. For gamma
-            distributions they are those of concentration one, and ``logs`` are the sums of the
-            logarithms of the data.
+        They are the wins times the means ``(D, H + 1)`` of causes and background that these data ask for. The step there is chosen here,
+        where the data are at hand; and means below the background recover, one of a dimension at a time. Also ``errors``, the expected
+        losses under them, ``(D,)``. For gamma distributions they are those of concentration one, and ``logs`` are the sums of the
+        logarithms of the data.
         """
-        rows, own = population.select_rows(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
+        rows, own = population.rows_of(y), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
         def make_likelihood(means: Tensor) -> Any:
@@ -289,17 +236,13 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and
-        :math:`b_d` that of the data that no latent wins. A step may end on the way there (see
-        :meth:`sufficient_statistics`). :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged
-        over the latents if shared. Entries that never win stay as they are, unless the background
-        alone hides them from data that ask for more. The concentration of gamma distributions
-        solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the
-        observed entries.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and :math:`b_d` that of the data that no latent
+        wins, or on the way there. :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The concentration of
+        gamma distributions solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._maximize_prior(statistics)
         if self.family == "gamma":
             excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["observed"].sum() - 1
             self.concentration = _best_concentration(excess).to(self.concentration)
@@ -323,12 +266,7 @@ def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tu
 
 
 def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
-    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k`, at most a million.
-
-    It uses Newton's method in :math:`1 / k`.
-
-    The start is off by less than 2 %.
-    """
+    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
     c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
     k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
     for _ in range(newton_steps):

@@ -1,7 +1,4 @@
-"""Factorial hidden Markov model with linear Gaussian observations.
-
-Its causes are binary, with transitions of their own.
-"""
+"""Factorial hidden Markov model with linear Gaussian observations."""
 
 from __future__ import annotations
 
@@ -29,23 +26,11 @@ _MAX_ROWS = 20_000
 def difference_dictionary(
     y: Tensor, num_latents: int, generator: torch.Generator | None, num_tries: int = 8, num_steps: int = 15
 ) -> tuple[Tensor, Tensor]:
-    r"""Returns elements of which few change between neighbouring steps.
-
-    They come from a sparse ternary code of the differences.
+    r"""Elements ``(D, M)`` of which few change between neighbouring steps, and noise.
 
     .. math:: y_t - y_{t-1} = \sum_m d_{tm} W_m + \mathrm{noise}, \qquad d_{tm} \in \{-1, 0, 1\}, \text{ mostly } 0.
 
     Directions come from k-means++ up to sign; pursuit of the code and least squares alternate. The best of several tries is taken.
-
-    Args:
-        y: sequences ``(N, T, D)``. NaN where missing.
-        num_latents: number of elements ``M``.
-        generator: source of randomness.
-        num_tries: how many tries.
-        num_steps: alternations of each.
-
-    Returns:
-        Elements ``(D, M)`` and the standard deviation of the noise of one step.
     """
     rows = (y[:, 1:] - y[:, :-1]).double().flatten(0, 1)
     rows = rows[~rows.isnan().all(1)]
@@ -82,10 +67,7 @@ def _ternary_code(
 
 
 def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator | None) -> Tensor:
-    """Draws rows far from each other up to sign, ``(D, M)``.
-
-    They are drawn by their squared distance, as k-means++ does.
-    """
+    """Draws rows far from each other up to sign, ``(D, M)``, by k-means++."""
     distance = rows.square().sum(1)
     chosen = []
     for _ in range(num_latents):
@@ -116,10 +98,7 @@ def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor
 
 
 def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) -> Tensor:
-    """Returns the best elements of a code over the entries seen.
-
-    Elements of unused places stay.
-    """
+    """The best elements of a code; unused ones stay."""
     ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_seen.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
@@ -138,10 +117,9 @@ class FactorialHMM(UniqueModule):
     .. math:: s_{1m} \sim \mathrm{Bernoulli}(p_m), \quad s_{tm} \sim A_m(s_{t-1,m}, \cdot), \quad
         y_t \sim \mathcal N(W s_t + b, \sigma^2 I).
 
-    Data are ``N`` sequences of up to ``T`` steps, ``(N, T, D)``. Entries that are NaN are missing; shorter sequences are filled with
-    NaN. Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`.
-
-    :func:`~pyro_truncated.learn` trains it by EM. Its restarts begin with differences of neighbouring steps, and learn without dynamics.
+    Data are ``N`` sequences of up to ``T`` steps, ``(N, T, D)``. Entries that are NaN are missing; shorter sequences are filled with NaN.
+    Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`. Restarts of :func:`~pyro_truncated.learn` begin
+    with differences of neighbouring steps, and learn without dynamics.
 
     Example:
         >>> y = torch.randn(2, 30, 6)
@@ -191,10 +169,7 @@ class FactorialHMM(UniqueModule):
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_steps: int | None = None) -> Tensor:
-        """The model of sequences ``(N, T, D)``.
-
-        Without data it generates one sequence of ``num_steps`` steps.
-        """
+        """The model of sequences ``(N, T, D)``; without data one of ``num_steps``."""
         size, num_steps = (1, num_steps or 1) if y is None else self._check(y).shape[:2]
         initial, transition, weight, scale, bias = self.initial, self.transition, self.weight, self.scale, self.bias
         with pyro.plate("sequences", size, subsample_size=batch_size) as index:
@@ -208,9 +183,7 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Starts from differences of neighbouring steps.
-
-        See :func:`.difference_dictionary`; causes are on half of the time.
+        """Starts from :func:`.difference_dictionary`, with causes on half of the time.
 
         Args:
             y: sequences ``(N, T, D)``.
@@ -226,9 +199,7 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def posterior(self, y: Tensor, num_states: int = 32, steps: int = 20) -> ChainPosterior:
-        """Returns the truncated posterior of sequences under the present parameters.
-
-        Steps without any observation are passed by.
+        """The truncated posterior of sequences at observed steps, under the present parameters.
 
         Args:
             y: sequences ``(N, T, D)``.
@@ -274,9 +245,8 @@ class FactorialHMM(UniqueModule):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        Dictionary and offset are those of :func:`.best_dictionary_and_offset`, and :math:`\sigma^2` is the mean expected squared
-        residual. Transition probabilities are expected numbers of transitions over their row sums. In restarts every step has the mean
-        activity, whatever the step before: transitions that keep their values would lock wrong paths in.
+        Dictionary and offset are those of :func:`.best_dictionary_and_offset`, and :math:`\sigma^2` is the mean expected squared residual.
+        Transition probabilities are expected numbers of transitions over their row sums; in restarts every step has the mean activity.
         """
         weight, bias = best_dictionary_and_offset(self.weight.double(), self.bias.double(), statistics)
         superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
@@ -293,10 +263,7 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def marginals(self, posterior: ChainPosterior, y: Tensor) -> Tensor:
-        """Returns the probability that each cause is on, ``(N, T, M)``.
-
-        Steps without observation are included.
-        """
+        """The probability that each cause is on at every step, ``(N, T, M)``."""
         y = self._check(y)
         return _find_observed_steps(y).marginals(posterior, self.initial.double(), self.transition.double(), _lengths(y), y.shape[1])
 
@@ -327,10 +294,7 @@ class FactorialHMM(UniqueModule):
 
 
 def _lengths(y: Tensor) -> Tensor:
-    """Returns the number of steps of each sequence.
-
-    They end at the last step with an observation.
-    """
+    """The number of steps of each sequence, up to its last observation."""
     step = torch.arange(1, y.shape[1] + 1, device=y.device)
     return ((~y.isnan().all(-1)) * step).amax(1)
 

@@ -1,7 +1,4 @@
-"""A superposition of Gaussian process decoders with switches.
-
-The slabs of spike-and-slab latents act through unknown functions.
-"""
+"""A superposition of Gaussian process decoders with switches."""
 
 from __future__ import annotations
 
@@ -22,14 +19,11 @@ from pyro_truncated.models.binary_causes import cast_like, check_real
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
-    r"""A kernel for each part of an input.
-
-    A part counts where both inputs have it.
+    r"""A kernel for each part that both inputs have.
 
     .. math:: k\bigl((b, z), (b', z')\bigr) = \sum_h b_h\, b'_h\; k_h(z_h, z'_h)
 
-    It is the covariance of a sum of independent functions of which an input uses those that are switched on. An input is a row
-    ``[b, z_1, ..., z_H]`` with ``H`` switches and ``H * pose_dim`` further numbers.
+    An input is a row ``[b, z_1, ..., z_H]`` with ``H`` switches and ``H * pose_dim`` further numbers.
 
     Args:
         parts: kernels over ``pose_dim`` inputs, one for each part.
@@ -60,28 +54,20 @@ class GatedKernel(UniqueModule, kernels.Kernel):
 
 
 class GatedDecoder(UniqueModule):
-    r"""Images of parts that may be present, each in its own pose.
-
-    They are learned from a few examples whose parts are known.
+    r"""Images of parts in their own poses, learned from a few examples.
 
     .. math:: x_n = \sum_{h} b_{nh}\, f_h(z_{nh}) + \sigma\,\varepsilon, \qquad b_{nh} \sim \mathrm{Bernoulli}(\pi_h),
         \qquad z_{nh} \sim \mathcal N(0, I), \qquad f_h \sim \mathcal{GP}
 
-    The functions that turn poses into images are integrated out. The examples with known switches
-    and poses are the active set. Given it, every other image is independent. So each state of its
-    switches has its own density, and the posterior over them can be truncated to a population:
+    The functions that turn poses into images are integrated out. The examples with known switches and poses are the active set. Given it,
+    every other image is independent, and the posterior over its switches can be truncated to a population:
 
     .. math:: \mathcal F = \log p(x_A \mid b_A, z_A) + \sum_n \log \sum_{b \in K_n} p(x_n \mid x_A, b, z_n)\, p(b)\, p(z_n) / q(z_n \mid b)
 
     Poses are guided by a network (:meth:`pose_guide`), which :meth:`dream` teaches with images that the model itself makes up.
 
-    .. note:: Inferred images do not join the active set. Given active images whose states are known all others are independent, and each
-        state of an image has a density of its own; uncertain active images would have a joint density only, over all combinations of their
-        states. With their most probable states taken for known, what is wrong there would teach a part the looks of another. Poses of
-        the examples have to be known, too: their likelihood has many optima. With sixty images of ``examples/moving_parts.py`` and only
-        their switches, 300 steps of Adam on poses and hyper-parameters end 1000 nats below the true poses from principal components of what
-        the switches leave (rank correlations with these from 0.42 to 0.94), and 2300 and more from random ones;
-        of the other images half then have all four switches right, in place of nine in ten.
+    .. note:: Inferred images do not join the active set: uncertain active images would have a joint density only, over all combinations of
+        their states. Poses of the examples have to be known, as their likelihood has many optima.
 
     Example::
 
@@ -148,9 +134,7 @@ class GatedDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GatedDecoder:
-        """Resets what was learned and trains a new pose network.
-
-        It has 600 dreams; the examples stay.
+        """Resets what was learned; trains a new pose network by 600 dreams.
 
         Args:
             y: images ``(N, D)``, which play no role but for their shape.
@@ -190,10 +174,7 @@ class GatedDecoder(UniqueModule):
 
     @takes_arrays
     def forward(self, x: Tensor, batch_size: int | None = None) -> None:
-        """The generative program of images ``(N, D)`` that are no examples.
-
-        Missing pixels are NaN.
-        """
+        """The program of images ``(N, D)`` that are no examples, missing pixels NaN."""
         check_real(x, "x")
         active = self.active_set()
         pyro.factor("examples", active.log_prob_terms().sum())
@@ -207,10 +188,7 @@ class GatedDecoder(UniqueModule):
 
     @takes_arrays
     def infer_poses(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns means and deviations ``(N, H, P)`` of the images' poses.
-
-        Images are ``(N, D)``, and poses are under the guide.
-        """
+        """Means and deviations ``(N, H, P)`` of the poses of images ``(N, D)``."""
         check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
         return loc, nn.functional.softplus(raw) + 1e-3
@@ -220,10 +198,7 @@ class GatedDecoder(UniqueModule):
     @pyro_method
     @takes_arrays
     def pose_guide(self, states: dict[str, Tensor], x: Tensor, batch_size: int | None = None) -> None:
-        """Samples poses given the switches.
-
-        The network gives those of present parts, the prior those of absent ones.
-        """
+        """Samples poses given the switches, of absent parts from the prior."""
         present = states["b"].unsqueeze(-1) > 0.5
         loc, scale = self.infer_poses(pyro.subsample(x, event_dim=1))
         pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
@@ -237,9 +212,8 @@ class GatedDecoder(UniqueModule):
     def reconstruct(self, population: Population, y: Tensor, num_draws: int = 32) -> Tensor:
         r"""Posterior mean :math:`\langle \sum_h b_h f_h(z_h) \rangle` of images without noise, missing pixels filled in.
 
-        Poses are integrated out by importance sampling. The network gives draws :math:`z \sim q(z
-        \mid b)` of present parts. Within each state of the population they count in proportion to
-        :math:`p(x \mid b, z)\, p(z) / q(z \mid b)`.
+        Poses are integrated out by importance sampling. Within each state of the population, draws :math:`z \sim q(z \mid b)` of the
+        network count in proportion to :math:`p(x \mid b, z)\, p(z) / q(z \mid b)`.
 
         Args:
             population: truncated posteriors over the switches. Its ``indices`` select the images among ``y``.
@@ -273,10 +247,7 @@ class GatedDecoder(UniqueModule):
 
     @torch.enable_grad()
     def dream(self, steps: int, batch_size: int = 128, lr: float = 3e-3) -> list[float]:
-        """Trains the pose network on images drawn from the model.
-
-        It returns the mean negative log densities of present parts' poses.
-        """
+        """Trains the pose network on images drawn from the model; returns losses."""
         optimizer = torch.optim.Adam(self.network.parameters(), lr)
         with torch.no_grad():
             active = self.active_set()
@@ -297,10 +268,7 @@ class GatedDecoder(UniqueModule):
         return losses
 
     def parts(self, switches: Tensor, poses: Tensor) -> Tensor:
-        """Returns the mean image of each part alone, ``(N, H, D)``.
-
-        Their sum is the mean image.
-        """
+        """The mean image of each part alone, ``(N, H, D)``."""
         alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
         with torch.no_grad():
             mean: Tensor = self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
+from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
 from pyro_truncated.models.gaussians import (
@@ -39,13 +39,11 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension. One variance for all dimensions, and variances of low
-    rank, are kept above that of the mean. Of data that do not vary the rounding error counts. Of full and tied covariances these are the
-    eigenvalues in units of the data's deviations. Else the likelihood has no maximum; the M-step is the exact maximiser under this
-    constraint. Covariances of components have a weak prior from :meth:`initialize` on. It is as if each component had seen a few more data
-    points with the covariance of all data, scaled to the component. The losses in training and in restarts of ``learn`` include
-    :meth:`log_prior`. It is no part of losses of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows
-    its site, ``covariances``, empty.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, those of spherical and low-rank covariances above
+    that of the mean. Else the likelihood has no maximum; the M-step is the exact maximiser under this constraint. Covariances of components
+    have a weak prior from :meth:`initialize` on: a few more data points with the covariance of all data, scaled to the component. The
+    losses in training and in restarts of ``learn`` include :meth:`log_prior`; those of guides of new data (``infer``) and populations' free
+    energies do not.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -106,15 +104,12 @@ class GaussianMixture(LinearMixture):
         pseudo_data: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_components=num_components)
+        super().__init__(num_observed, num_components, dtype)
         if pseudo_data is not None and not 0 <= pseudo_data < math.inf:
             raise ValueError(f"pseudo_data must be finite and not negative; got {pseudo_data}")
-        self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
+        self.covariance, self.rank = covariance, rank
         self._kind = make_covariances(covariance, num_observed, rank, shared_noise)
         self.pseudo_data = self._kind.pseudo_data if pseudo_data is None or not self._kind.is_own else pseudo_data
-        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
-        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
         for name, value in self._kind.start(torch.eye(num_observed, dtype=dtype), num_components).items():
             # Directions of length zero would have no gradient.
@@ -176,8 +171,8 @@ class GaussianMixture(LinearMixture):
     def _first_components(self, above: Tensor, floor: Tensor, generator: torch.Generator | None) -> Gaussians:
         """Components to start from, of data above their center.
 
-        Where dimensions have units, distances are in their deviations. Of many dimensions most may be noise, told from the rest by its
-        size alone. There distances as they are are tried, too, and taken if they find what is clearly likelier.
+        Where dimensions have units, distances are in their deviations. Of many dimensions, distances as they are are tried, too, and taken
+        if clearly likelier.
         """
 
         def start(units: Tensor) -> Gaussians:
@@ -199,16 +194,11 @@ class GaussianMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def split_and_merge(self, guide: AutoTruncated, y: Tensor, generator: torch.Generator | None = None) -> int:
-        """Moves components to where they explain more.
+        """Moves one of two components that explain the same data elsewhere.
 
-        Of two that explain the same data, one moves to a third, whose data need two.
-
-        The free energy of all data tells the loss of merging two components, or of removing one
-        that is hardly used. It also tells the gain of two in the place of one, which EM on its data
-        finds. All moves that gain and do not touch each other are done at once. The free energy
-        never
-        falls: where it would, fewer are done, or none. After them :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it
-        after passes, at the cost of two, until nothing moves.
+        The free energy tells the loss of merging two components, or of removing one. EM on its data tells the gain of two in its place. All
+        disjoint moves that gain are done at once; fewer or none, where the free energy would fall. After them
+        :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it after passes, at the cost of two, until nothing moves.
 
         Example:
             >>> y = torch.cat([torch.randn(200, 2), torch.randn(200, 2) + 9])
@@ -243,19 +233,13 @@ class GaussianMixture(LinearMixture):
         return len(moves)
 
     def _move(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
-        """Moves components; returns new populations and the free energy.
-
-        The populations are proposals that are not kept yet.
-        """
+        """Moves components; returns proposed populations and the free energy."""
         self._take(moves.after())
         population = offered(moves, guide, y)
         return population, population.free_energy().sum() + self.log_prior()
 
     def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:
-        """Returns the log density of the covariances, a scalar.
-
-        They may be given. It is zero if they are the data's, or have no prior.
-        """
+        """The log density of the covariances, a scalar, zero without a prior."""
         each: Tensor = Prior.of(self.center[0], self.spread, self.pseudo).log_prob(self._kind, spreads := spreads or self._spreads())
         return each.sum().to(spreads["scale"].dtype)
 
@@ -266,18 +250,12 @@ class GaussianMixture(LinearMixture):
         return {name: getattr(self, name) for name in self._kind.supports}
 
     def linear_features(self, y: Tensor) -> Tensor:
-        """Returns features ``(N, F)``: one, the data, and their products.
-
-        The covariances determine the squares and products.
-        """
+        """Returns features ``(N, F)``: one, the data, and their products."""
         x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """Returns the log joints, in the data's type.
-
-        For integers it is the means' type.
-        """
+        """Returns the log joints, in the data's type."""
         loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
         return MaxInnerProductIndex(
             components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
@@ -298,21 +276,13 @@ class GaussianMixture(LinearMixture):
         self.loc = (components.loc + self.center).to(self.loc)
         self.weights = components.weights.to(self.weights)
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center.
 
-        Returns:
-            Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center.
-            ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without
-            responsibilities. ``products (K, D, D)`` of :math:`x_n x_n^\top`, over all components
-            ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added
-            and scaled.
+        ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without responsibilities. ``products (K, D, D)`` of :math:`x_n
+        x_n^\top`, over all components ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical.
         """
-        rows = population.select_rows(check_data(y, self.num_observed)).double() - self.center
+        rows = population.rows_of(y).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
@@ -324,10 +294,9 @@ class GaussianMixture(LinearMixture):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Sets the parameters to the maximiser of the expected log joint.
 
-        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N` and :math:`\mu_k = \frac{1}{n_k}
-        \sum_n r_{nk} y_n`. The covariance :math:`\Sigma_k` is the weighted one around it, with the
-        prior's data. It is averaged over dimensions if spherical and over components if tied. A
-        component without data keeps its mean and covariance.
+        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N` and :math:`\mu_k = \frac{1}{n_k} \sum_n r_{nk} y_n`. The covariance
+        :math:`\Sigma_k` is the weighted one around it, with the prior's data, averaged over dimensions if spherical and over components if
+        tied. A component without data stays.
         """
         self._take(self._components(statistics["counts"]).best(statistics, self._prior(statistics)))
 

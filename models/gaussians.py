@@ -24,10 +24,7 @@ Statistics = dict[str, Tensor]
 
 
 def collected(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
-    """Statistics of data ``(N, D)`` and components' shares for M-steps.
-
-    See :meth:`GaussianMixture.sufficient_statistics`.
-    """
+    """See :meth:`GaussianMixture.sufficient_statistics`."""
     return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": kind.products(shares, rows)}
 
 
@@ -45,18 +42,12 @@ def own_statistics(kind: Covariances) -> tuple[str, ...]:
 
 
 def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Statistics:
-    """Returns the statistics of components that merge several ``(M, P)``.
-
-    Statistics of all components stay.
-    """
+    """The statistics of components that merge several, ``(M, P)``."""
     return {**statistics, **{name: statistics[name][groups].sum(1) for name in own_statistics(kind)}}
 
 
 def least_variance(kind: Covariances, statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the least variance of components, of each dimension or all.
-
-    The statistics are of data of the given type.
-    """
+    """The least variance of components, of each dimension or all."""
     total = statistics["counts"].sum()
     shift = statistics["sums"].sum(0) / total
     variance = statistics["squares"] / total - shift.square()
@@ -88,19 +79,13 @@ class Gaussians:
         return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.scaled(self.spreads, units))
 
     def coefficients(self) -> Tensor:
-        """Returns coefficients ``(K, F)`` of features in the log joints.
-
-        Features are one, the data, and their squares and products.
-        """
+        """Coefficients ``(K, F)`` of one, the data, and products in the log joints."""
         linear, squares, size = self.kind.precisions(self.loc, {name: value.double() for name, value in self.spreads.items()})
         offset = self.weights.log() - size - 0.5 * (linear * self.loc).sum(-1)
         return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
 
     def offset(self, features: Tensor) -> Tensor | None:
-        """Returns terms of the log joints that features ``(N, F)`` lack.
-
-        They are the same for all components, ``(N,)``.
-        """
+        """Terms of the log joints ``(N,)`` that features ``(N, F)`` lack."""
         offset: Tensor | None = self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
         return offset
 
@@ -123,19 +108,13 @@ class Gaussians:
         return each.expand(len(self))
 
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
-        """Returns log joints ``(N, S)`` in the type of the data.
-
-        Data are ``(N, D)`` and components ``(N, S)``.
-        """
+        """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``."""
         spreads = {name: value.to(x) for name, value in self.spreads.items()}
         log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
         return log_density.mT + self.weights.log().to(x)[z]
 
     def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
-        """Returns the components that maximise the expected log joint.
-
-        Those without data keep their means and covariances.
-        """
+        """The components that maximise the expected log joint; those without data stay."""
         is_used, loc = self._best_means(statistics)
         return self._where(is_used, statistics, loc, prior.best(self.kind, self.spreads, statistics, loc))
 
@@ -166,10 +145,7 @@ class Gaussians:
         return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
 
     def with_others(self, index: Tensor, others: Gaussians) -> Gaussians:
-        """Returns a copy with some components replaced.
-
-        What all components share stays.
-        """
+        """A copy with some components replaced, but for what all share."""
         pairs = {name: (value, others.spreads[name]) for name, value in self.spreads.items()}
         spreads = {name: old.index_copy(0, index, new) if self._is_own(old) else old for name, (old, new) in pairs.items()}
         weights, loc = self.weights.index_copy(0, index, others.weights), self.loc.index_copy(0, index, others.loc)
@@ -193,21 +169,13 @@ _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 class Agglomeration:
     r"""Model-based hierarchical clustering for initial components.
 
-    It starts from twice as many clusters as there shall be components.
-
-    The clusters belong to rows that lie spread over the data (k-means++). Of these those two become one, again and again, whose union one
-    component explains nearly as well as they do: for which
+    Twice as many clusters as components belong to rows that lie spread over the data (k-means++). Those two become one, again and again,
+    for which
 
     .. math:: \sum_{n \in a} \log p_a(y_n) + \sum_{n \in b} \log p_b(y_n) - \sum_{n \in a \cup b} \log p_{ab}(y_n)
 
-    is least, every component at its likeliest; sums over the clusters are all that this needs. (With the mixing proportions large clusters
-    would swallow each other before small ones do.) Where components are wide, or of different widths, k-means leaves some of them without
-    a cluster and gives others two.
-
-    Args:
-        kind: the kind of covariances.
-        x: data above their mean, ``(N, D)``.
-        floor: least variance, of all dimensions or of each.
+    is least, every component at its likeliest; sums over the clusters are all that this needs. Where components are wide, or of different
+    widths, k-means leaves some of them without a cluster and gives others two.
 
     References:
         Banfield and Raftery, "Model-based Gaussian and non-Gaussian clustering", Biometrics 49, 1993. Fraley, "Algorithms for model-based
@@ -230,10 +198,7 @@ class Agglomeration:
         return dataclasses.replace(components, weights=size / size.sum(), loc=parted(components.loc, within, generator))
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the data points' clusters ``(N,)``, numbered from 0.
-
-        At most so many clusters are left.
-        """
+        """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
         most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
         # Rows are compared within so many parts of the data, where clusters are not long.
@@ -258,10 +223,7 @@ class Agglomeration:
         return added(parts())
 
     def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
-        """Returns the components of clusters, all of weight one.
-
-        ``within`` is what is known of their covariances beforehand.
-        """
+        """The components of clusters, all of weight one, given their common covariance."""
         counts = statistics["counts"].clamp(min=1.0)
         loc, weights = statistics["sums"] / counts.unsqueeze(-1), torch.ones_like(counts)
         if not self.kind.is_own:
@@ -271,10 +233,7 @@ class Agglomeration:
         return Gaussians(self.kind, weights, loc, self.kind.best(more, loc, self.floor))
 
     def _within(self, statistics: Statistics) -> Tensor:
-        """Returns the covariance within clusters, ``(D, D)``.
-
-        If nothing varies within these, it is that of all data.
-        """
+        """The covariance within clusters, or of all data, ``(D, D)``."""
         counts, sums = statistics["counts"], statistics["sums"]
         within = self._products - (sums / counts.clamp(min=1.0).unsqueeze(-1)).mT @ sums
         freedom = max(1, len(self.x) - int((counts > 0).sum()))
@@ -283,10 +242,7 @@ class Agglomeration:
         return covariance
 
     def _seen(self) -> Agglomeration:
-        """Returns simpler components if covariances are large matrices.
-
-        Each component counts by itself, in the directions in which the data vary most.
-        """
+        """Simpler components, in leading directions, if covariances are large matrices."""
         # Larger covariances are compared in the directions in which the data vary most.
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
         if not kind.is_dense or self.x.shape[1] <= number:
@@ -295,14 +251,7 @@ class Agglomeration:
 
 
 class Merging:
-    """Clusters that become fewer.
-
-    Args:
-        kind: the kind of covariances of their components.
-        likeliest: these components, as a function of statistics.
-        statistics: of the clusters. They change.
-        pairs: which ones lie next to each other, ``(P, 2)``.
-    """
+    """Clusters that become fewer."""
 
     def __init__(self, kind: Covariances, likeliest: Callable[[Statistics], Gaussians], statistics: Statistics, pairs: Tensor) -> None:
         self._kind, self._likeliest, self._statistics, self._pairs = kind, likeliest, statistics, pairs
@@ -310,7 +259,7 @@ class Merging:
         self._cost = self.costs(pairs)
 
     def down_to(self, number: int) -> Tensor:
-        """Returns each cluster's part when so many are left, ``(M,)``.
+        """Each cluster's part when so many are left, ``(M,)``.
 
         At most a third of the surplus merges at once, to choose again.
         """
@@ -360,10 +309,7 @@ class Merging:
 
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
-    """Returns positions of the cheapest disjoint pairs, at most so many.
-
-    No two pairs have a cluster in common.
-    """
+    """Positions of the cheapest disjoint pairs, at most so many."""
     taken: set[int] = set()
     chosen: list[int] = []
     for some in cost.argsort(stable=True).split(2 * number):
@@ -408,12 +354,7 @@ def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) ->
 
 
 def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations of all data, under the model as it is.
-
-    Raises:
-        ValueError: if the guide is of another model.
-        NotImplementedError: where data are shared out over several processes.
-    """
+    """The populations of all data, under the model as it is."""
     if guide.model is not model:
         raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
     population = guide.refresh_(y)
@@ -424,9 +365,7 @@ def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    r"""Disjoint moves of components.
-
-    Two components become one, and the free one splits a third.
+    r"""Disjoint moves: two components become one, the free one splits another.
 
     Attributes:
         components: all as they are before.
@@ -461,20 +400,14 @@ class Moves:
         return dataclasses.replace(after, weights=after.weights / after.weights.sum())
 
     def candidates(self, population: Population) -> Tensor:
-        """Returns states that populations should also score.
-
-        They are packed ``(N, S, 1)`` and include unmoved ones.
-        """
+        """States ``(N, S, 1)`` that populations should also score."""
         other = torch.arange(population.space.size, device=self.kept.device)
         other[self.moved], other[self.split] = self.kept, self.moved
         return population.space.pack(other[population.states(torch.int64)])
 
 
 def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
-    """The populations that accepted moves are proposed to.
-
-    They are not kept yet.
-    """
+    """The populations that moves are proposed to."""
     scorer = guide.make_scorer(y)
     population = guide.rescored(scorer)
     words = moves.candidates(population)
@@ -484,18 +417,9 @@ def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
 class MoveSearch:
     r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
 
-    Two components that become one take the sums of their responsibilities and of their statistics.
-    What that costs, the change of the expected log joints and of the entropy, needs no look at the
-    data. EM finds the gain of two components in the place of one, on the data that the one explains
-    best. Both hardly depend on other components. So the cheapest merges are made together with the
+    Two components that become one take the sums of their responsibilities and statistics, so the loss needs no look at the data. EM finds
+    the gain of two components in the place of one, on the data that the one explains best. The cheapest merges are made together with the
     best splits.
-
-    Args:
-        components: as they are. The moves begin from the ones that an M-step makes of them.
-        population: truncated posteriors of all data points.
-        x: data above the center, ``(N, D)``.
-        statistics: of these data and posteriors.
-        prior: of the covariances.
 
     Reference:
         Ueda, Nakano, Ghahramani and Hinton, "SMEM algorithm for mixture models", Neural Computation 12, 2000. There one move is tried
@@ -533,10 +457,7 @@ class MoveSearch:
         return without
 
     def pairs(self) -> Tensor:
-        """Returns pairs ``(M, 2)`` of components that explain the same data.
-
-        The second is most often second where the first is the best.
-        """
+        """Pairs ``(M, 2)`` of components that explain the same data."""
         pairs: Tensor = partners(self.near[:, :2], len(self.components), _MERGE_PARTNERS)
         return pairs
 
@@ -558,10 +479,7 @@ class MoveSearch:
         return combined(self.components.kind, self.statistics, pairs)
 
     def _entropies(self, pairs: Tensor) -> Tensor:
-        """Returns the decrease of entropy by merging pairs, ``(M,)``.
-
-        It is negative where both explain a data point.
-        """
+        """The decrease of entropy by merging pairs, ``(M,)``."""
         number = len(self.components)
         known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
         for i, j in itertools.combinations(range(self.near.shape[1]), 2):
@@ -575,10 +493,7 @@ class MoveSearch:
     # --- two in the place of one ---
 
     def halves(self, generator: torch.Generator | None) -> tuple[Tensor, Gaussians]:
-        """Returns the gain of splitting each component, ``(K,)``, and the halves.
-
-        They are components ``2k`` and ``2k + 1``.
-        """
+        """The gain of splitting components, ``(K,)``, and halves ``2k`` and ``2k + 1``."""
         number, order = len(self.components), self.near[:, 0].argsort(stable=True)
         owner, x = self.near[order, 0], self.x[order]
         space = StateSpace([2 * number])
@@ -609,10 +524,7 @@ class MoveSearch:
 
 
 def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """Returns on which side of its component's mean each data point is.
-
-    The line goes through two of its data points. Log weights of the halves are ``(N, 2)``.
-    """
+    """Log weights ``(N, 2)`` of halves, by the side of the component's mean."""
     size = torch.bincount(owner, minlength=number)
     at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=generator_device(generator)).to(x.device)
     drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
@@ -622,17 +534,9 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
 
 
 def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the cheapest pairs with the most gainful components.
+    """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each.
 
-    The gain must be positive, and no component occurs twice.
-
-    Args:
-        pairs: components that could become one, ``(P, 2)``.
-        losses: what that costs, ``(P,)``.
-        gains: what two in the place of each component would gain, ``(K,)``.
-
-    Returns:
-        Positions of the chosen pairs, and the component that each goes with, ``(M,)``, what gains most first.
+    Of ``pairs (P, 2)`` that cost ``losses (P,)``, and components that gain ``gains (K,)`` as two.
     """
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
@@ -655,15 +559,8 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
 def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
     """Makes all moves, or halves their number until the free energy rises.
 
-    It must not be below that without any move.
-
-    Args:
-        moves: the best first.
-        tried: does moves; the populations after them, and their free energy.
-        model: whose parameters are put back if none is done, or something fails.
-
-    Returns:
-        The moves, and the populations after them; none where none are done.
+    ``tried`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
+    fails.
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:

@@ -1,7 +1,4 @@
-"""Mixtures whose log joints are linear in features of the data.
-
-Products of matrices find the likely components.
-"""
+"""Mixtures whose log joints are linear in features of the data."""
 
 from __future__ import annotations
 
@@ -11,23 +8,22 @@ from typing import Any, ClassVar, Self
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.distributions import component_products, component_sums
-from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, check_data
+from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
+from pyro_truncated.models.binary_causes import FLOOR, DataModel, check_data
+from pyro_truncated.models.seeding import spread_rows
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8
 
 
 def best_weights(counts: Tensor) -> Tensor:
-    """Returns mixing proportions that maximise the expected log prior.
-
-    None is below a floor, as a component at zero could never recover.
-    """
+    """Mixing proportions, above a floor, that maximise the expected log prior."""
     weights = (counts / counts.sum()).clamp(min=FLOOR)
     return weights / weights.sum()
 
@@ -35,12 +31,7 @@ def best_weights(counts: Tensor) -> Tensor:
 class Shares:
     """Responsibilities :math:`r_{nk}` of ``K`` components, and sums weighted with them, in float64.
 
-    Where there are many more components than states are kept of a data point, only those are looked at.
-
-    Args:
-        population: truncated posteriors over the component.
-        num_components: ``K``.
-        temperature: of the posteriors.
+    Where there are many more components than kept states, only those are looked at.
     """
 
     def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:
@@ -98,16 +89,8 @@ _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
 class ComponentTable(TorchDistribution):
     """The distribution of a component, with a table of all log densities.
 
-    Where nearly as many components are asked for as there are, one product of matrices gives the table.
-
-    Args:
-        component: components ``z``, integers of any shape.
-        plain: makes the usual distribution of components of any shape.
-        table: log densities ``(N, K)`` of values ``(N, D)`` under all components.
-        num_components: ``K``.
-        support: the values that are possible, of entries.
-        num_observed: ``D``.
-        validate_args: whether to check values.
+    ``plain`` makes the usual distribution of components, ``table`` log densities ``(N, K)`` of values ``(N, D)``. Where nearly all
+    components are asked for, one product of matrices gives the table.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -170,8 +153,13 @@ class ComponentTable(TorchDistribution):
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
 
 
-class LinearMixture(UniqueModule):
+class LinearMixture(DataModel):
     """A mixture whose log joints are linear in features of the data.
+
+    Args:
+        num_observed: observed dimensions ``D``.
+        num_components: number of components ``K``.
+        dtype: type of the parameters. Default: torch's.
 
     Attributes:
         num_observed: observed dimensions ``D``.
@@ -180,13 +168,16 @@ class LinearMixture(UniqueModule):
         knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.
     """
 
-    num_observed: int
     num_components: int
     weights: Tensor
     knows_data: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, num_observed: int, num_components: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_counts(num_observed=num_observed, num_components=num_components)
+        self.num_observed, self.num_components = num_observed, num_components
+        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
+        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
 
     def later_buffers(self) -> dict[str, Tensor]:
@@ -194,20 +185,14 @@ class LinearMixture(UniqueModule):
         return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles mixtures of earlier versions, too.
-
-        Their weights show whether they have data.
-        """
+        """Unpickles mixtures of earlier versions, too."""
         super().__setstate__(state)
         for name, value in self.later_buffers().items():
             if name not in self._buffers:
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Loads states of earlier versions, too.
-
-        Mixtures without the purpose of a buffer load as well.
-        """
+        """Loads states of earlier versions, too."""
         for name, value in self.later_buffers().items():
             found = state_dict.setdefault(f"{prefix}{name}", value)
             if found.shape != value.shape and 0 in (found.numel(), value.numel()):
@@ -220,10 +205,7 @@ class LinearMixture(UniqueModule):
 
     @abc.abstractmethod
     def linear_functions(self, y: Tensor) -> MaxInnerProductIndex:
-        """Returns the components' log joints as functions of the features.
-
-        They are in the type of the data.
-        """
+        """The components' log joints as functions of the features."""
 
     @abc.abstractmethod
     def datum_statistics(self) -> dict[str, Tensor]:
@@ -235,10 +217,7 @@ class LinearMixture(UniqueModule):
 
         :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
 
-        Returns:
-            Sums by name, in float64. ``None`` if the mixture has not been initialized with data
-            (``knows_data``) and all components have the same weight, as from the constructor. Its
-            draws are then unrelated to the data.
+        ``None`` if the mixture has not been initialized with data and all components have the same weight.
         """
         lowest, highest = self.weights.aminmax()
         # Equal weights differ by rounding.
@@ -250,14 +229,10 @@ class LinearMixture(UniqueModule):
     def likeliest_components(self, y: Tensor, num_states: int) -> Tensor:
         r"""The components of highest :math:`\log \pi_k + \log p_k(y_n)`, the best states that populations can have.
 
-        Log joints are linear in features of the data, so that this is a product of matrices. For
-        Gaussians these are the data and their squares, for Poisson distributions the data. Up to
-        three thousand components, or for fewer than ten data points per component, all are looked
-        at. Of more only those in the two likeliest groups and the neighbours of the best two, and
-        in sixteen groups for those data points
-        that have no likely one there. The best component is missed for 0.1 to 0.2 % of the data
-        points if components are separate, and for 1 to 2 % if they overlap. In training,
-        populations that hold some lead on, so that less is missed.
+        Log joints are linear in features of the data, so that this is a product of matrices. Up to three thousand components, or for fewer
+        than ten data points per component, all are looked at. Of more only those in the two likeliest groups and the neighbours of the best
+        two, and in sixteen groups for data points without a likely one there. The best component is missed for 0.1 to 0.2 % of the data
+        points if components are separate, and for 1 to 2 % if they overlap. In training less is missed.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -279,10 +254,7 @@ class LinearMixture(UniqueModule):
         return self.likeliest_beside(check_data(y, self.num_observed), min(num_states, self.num_components))
 
     def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
-        """The same for populations that may hold likely components.
-
-        Their neighbours are evaluated, too.
-        """
+        """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
             _ROWS_PER_BLOCK
@@ -299,32 +271,86 @@ class LinearMixture(UniqueModule):
     def default_search(self, num_states: int) -> Search:
         """Returns the default search of :func:`pyro_truncated.learn`.
 
-        It proposes the likeliest components at every step.
-
-        Of more than three thousand components some likely ones are missed, see :meth:`likeliest_components`.
-
         Example:
             >>> y = torch.randn(500, 2)
             >>> model = GaussianMixture(2, 50, covariance="diag").initialize(y)
             >>> svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO(model.default_search(4)))
             >>> losses = [svi.step(y) for _ in range(3)]
-
-        Args:
-            num_states: states per data point.
-
-        Returns:
-            A :class:`LikeliestComponents`.
         """
         return LikeliestComponents(self, num_states)
+
+
+class MixtureOfMeans(LinearMixture):
+    r"""A mixture of components that are known by their means of rows.
+
+    Components start from clusters of the rows (k-means++ with local search). Shares are theirs; means are theirs with the mean of all data
+    as one more data point.
+    """
+
+    @abc.abstractmethod
+    def _rows(self, y: Tensor) -> Tensor:
+        """Rows ``(N, F)`` of data, in float64."""
+
+    @abc.abstractmethod
+    def _means(self) -> Tensor:
+        """Means ``(K, F)`` of the components, in float64."""
+
+    @abc.abstractmethod
+    def _take_means(self, means: Tensor, is_used: Tensor) -> None:
+        """Takes the means of components that are used, ``(K, 1)`` or all."""
+
+    def _places(self, rows: Tensor) -> Tensor:
+        """Where rows lie for clusters."""
+        return rows
+
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        rows = self._rows(y)
+        _, nearest = spread_rows(self._places(rows), self.num_components, generator)
+        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
+        total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
+        self._take_means(total / size.unsqueeze(-1), size.unsqueeze(-1) > 0)
+        self.weights = (size / size.sum()).to(self.weights)
+        self.knows_data.fill_(True)
+
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums`` of the rows, :math:`\sum_n r_{nk} x_n`, ``(K, F)``."""
+        shares = Shares(population, self.num_components, temperature)
+        return {"counts": shares.counts(), "sums": shares.sums(self._rows(population.rows_of(y)))}
+
+    @torch.no_grad()
+    def datum_statistics(self) -> dict[str, Tensor]:
+        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
+        weights = self.weights.double()
+        return {"counts": weights, "sums": weights.unsqueeze(-1) * self._means()}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        Means are :math:`\sum_n r_{nk} x_n / \sum_n r_{nk}`, and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data stays.
+        """
+        counts = statistics["counts"].unsqueeze(-1)
+        self._take_means(statistics["sums"] / counts, counts > NEVER_USED)
+        self.weights = best_weights(statistics["counts"]).to(self.weights)
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``.
+
+        Args:
+            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
+            y: all data, ``(N, D)``.
+        """
+        mean: Tensor = Shares(population, self.num_components).means(self._means())
+        return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)
 
 
 class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
-    Populations need not be likely beforehand, and nothing is learned of the data. Of more than three thousand components not all likely
-    ones are found at once: some are in groups that are not looked at. Populations that hold the
-    best component of the likeliest two groups are then extended by its neighbours, and no more
-    groups are evaluated. Later steps miss less, in less time.
+    Populations need not be likely beforehand. Of more than three thousand components not all likely ones are found at once; later steps
+    miss less, in less time.
 
     Args:
         model: the mixture, whose data are called ``y``.

@@ -1,12 +1,9 @@
-"""Nonlinear spike-and-slab sparse coding with superposition by maximum.
-
-Causes have varying strength, and the strongest determines every observed dimension.
-"""
+"""Nonlinear spike-and-slab sparse coding with superposition by maximum."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -32,8 +29,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
         y_d \sim \mathcal N(\max(0, \max_h b_h z_h W_{dh}), \sigma^2), \qquad W > 0.
 
-    The elements are positive, so a cause with a negative slab is present but not seen. Neither likelihood nor posterior have a closed form,
-    but every cause has one given the others. Two ways to train:
+    The elements are positive, so a cause with a negative slab is present but not seen. Every cause has a closed-form posterior given the
+    others. Two ways to train:
 
     * by EM with Gibbs sampling over selected causes, as in the literature::
 
@@ -45,10 +42,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         guide = AutoTruncated(model, num_states=32, conditional=model.conditional)
         svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    The scale of an element and that of its slab are exchangeable. So :meth:`maximize` sets slab
-    means to one: an element is what its cause adds to the data at mean strength.
+    Entries of the data that are NaN are missing. :meth:`maximize` sets slab means to one: an element is what its cause adds to the data at
+    mean strength.
 
     Args:
         num_observed: observed dimensions ``D``.
@@ -117,25 +112,14 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        """Proposes slabs ``z`` given the indicators.
-
-        Each is exact given the others. It is the ``conditional`` of an ``AutoTruncated`` guide.
-        """
+        """Proposes slabs ``z`` given the indicators, each exact given the others."""
         parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Initialises from the data; slabs start with mean 1 and variance 0.5.
-
-        See :meth:`SparseCoding.initialize`.
-        """
-        super().initialize(y, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        super()._start(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
-        return self
 
     # --- the E-step: what a GibbsGuide asks for ---
 
@@ -179,9 +163,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def singletons(self, y: Tensor) -> Tensor:
-        r"""Returns exact log joints of states with at most one active latent.
-
-        Slabs are integrated out.
+        r"""Exact log joints of states with at most one active latent.
 
         Args:
             y: data ``(n, D)``.
@@ -199,10 +181,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     @torch.no_grad()
     def site_values(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """Returns values of the sites ``s`` and ``z`` for coefficients ``(*batch, H)``.
-
-        Latents that are off get slabs drawn from their prior.
-        """
+        """Values of the sites ``s`` and ``z`` for coefficients ``(*batch, H)``."""
         slabs = self.slab_mean + self.slab_scale * torch.randn(coefficients.shape, dtype=self.weight.dtype, device=coefficients.device)
         is_on = coefficients != 0
         return {"s": is_on.to(self.weight), "z": torch.where(is_on, coefficients.to(self.weight), slabs)}
@@ -210,11 +189,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
-        r"""Returns the log joint of data, indicators and active slabs.
+        r"""The mean log joint of data, indicators and active slabs, summed.
 
-        It is averaged over the draws and summed over the data points.
-
-        The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
+        Indicators have the probabilities that the latents are on, not how often they were drawn.
         """
         rows = _select_rows(check_data(y, self.num_observed), draws)
         errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
@@ -270,17 +247,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint of data, indicators and slabs.
 
-        With averages :math:`\langle\cdot\rangle` over draws and :math:`A_{dh} = 1` where latent
-        ``h`` attains the maximum in dimension ``d``: :math:`W_{dh} = \sum_n y_{nd} \langle A_{dh}
-        s_h \rangle / \sum_n \langle A_{dh} s_h^2 \rangle`, or on the way there (see
-        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of
-        the observed entries. :math:`\pi = \frac1N \sum_n \langle b \rangle`; :math:`\mu = \sum_n
-        \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2` with
-        :math:`n = \sum_n \langle b \rangle`. Sums run over the latents where parameters are shared.
-        Entries that never win, and slabs that are never seen, stay as they are.
-
-        Positive slab means are then scaled to one. The ``statistics`` are scaled to the same units,
-        so that they can be added to later ones.
+        With averages :math:`\langle\cdot\rangle` over draws and :math:`A_{dh} = 1` where latent ``h`` attains the maximum in dimension
+        ``d``: :math:`W_{dh} = \sum_n y_{nd} \langle A_{dh} s_h \rangle / \sum_n \langle A_{dh} s_h^2 \rangle`, or on the way there (see
+        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi = \frac1N
+        \sum_n \langle b \rangle`; :math:`\mu = \sum_n \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`
+        with :math:`n = \sum_n \langle b \rangle`, over the latents that share them. Positive slab means are then scaled to one, and the
+        ``statistics`` to the same units.
         """
         count, first, second = (self._sum_shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)

@@ -1,7 +1,4 @@
-"""Maximal causes analysis of binary causes.
-
-The strongest cause determines every observed dimension.
-"""
+"""Maximal causes analysis: the strongest cause determines every observed dimension."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from torch import Tensor
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.extend import names_arguments, shard_sum, takes_arrays
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.extend import names_arguments, shard_sum
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
 from pyro_truncated.models.superposed_causes import SparseCoding
 
@@ -19,11 +15,9 @@ from pyro_truncated.models.superposed_causes import SparseCoding
 class MaximalCauses(SparseCoding):
     r"""Maximal causes: :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y_d \sim \mathcal N(\max_h s_h W_{dh}, \sigma^2)`, :math:`W > 0`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    The M-step of the dictionary averages the data that each cause wins. As the winners depend on
-    the dictionary, that may lower the expected log joint. The step is then halved in these
-    dimensions until it does not. So with the full batch the free energy never decreases.
+    Entries of the data that are NaN are missing. The M-step of the dictionary averages the data that each cause wins. As the winners depend
+    on the dictionary, the step is halved in dimensions where the expected log joint would fall. So with the full batch the free energy
+    never decreases.
 
     Example:
         >>> y = linear_bars(50, 3, mean_active=2.0).data.clamp(min=0)
@@ -59,21 +53,13 @@ class MaximalCauses(SparseCoding):
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.MaximumSuperposition.statistics`, with ``claims`` in the place of ``won``.
 
-        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
-
-        Returns:
-            Those of :meth:`.MaximumSuperposition.statistics`. With ``claims``: the wins times the
-            entry of the dictionary that these data ask for, in the place of ``won``. Also
-            ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
+        They are the wins times the entry of the dictionary that these data ask for; the step there is chosen here, where the data are at
+        hand. Also ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
-        y, likelihood, scale = check_data(y, self.num_observed), self.likelihood(), self.scale
+        likelihood, scale = self.likelihood(), self.scale
         statistics = likelihood.statistics(population, y, temperature)
         statistics["errors"] = likelihood.square_error(statistics)
         rows, weights = population.select_rows(y), population.weights(temperature)
@@ -91,9 +77,8 @@ class MaximalCauses(SparseCoding):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Raises the expected log joint.
 
-        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``. A step may end on the way there (see
-        :meth:`sufficient_statistics`). The variance :math:`\sigma^2` is the mean expected squared residual of the observed entries. The
-        prior is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they
-        are.
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, or on the way there (see
+        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of the observed entries, and :math:`\pi =
+        \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
@@ -11,20 +9,17 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.extend import check_observable, generator_device, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.extend import generator_device, names_arguments
+from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
 class NoisyOr(SuperposedCauses):
     r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`. Their posterior
-    is :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is exact EM: with the full batch the free energy never
-    decreases and the weights stay in the unit interval. As the statistics depend on the weights through the posterior of the causes,
-    statistics collected under other weights (minibatches) make it an online EM.
+    Entries of the data that are NaN are missing. The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`,
+    :math:`y_d = \mathrm{OR}_h\, t_{dh}`, with the posterior :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is
+    exact EM, with minibatches an online EM.
 
     Example:
         >>> y = noisy_or_bars(100, 3).data
@@ -60,6 +55,7 @@ class NoisyOr(SuperposedCauses):
     statistics_depend_on_parameters = True
 
     superposition = NoisyOrSuperposition
+    data_support = or_missing(constraints.boolean)
 
     weight: Tensor
     prior: Tensor
@@ -92,45 +88,20 @@ class NoisyOr(SuperposedCauses):
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return (self.leak,)
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Initialises from the data.
-
-        Weights are uniform in [0.2, 0.7], a little higher where a random data point is on;
-        :math:`\pi = 2 / H`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
-        rows = random_rows(first_rows(y, generator), self.num_latents, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
-        return self
+        self._start_prior()
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.NoisyOrSuperposition.statistics`.
 
-        Returns:
-            Those of :meth:`.NoisyOrSuperposition.statistics`. With ``update="fixed_point"`` also ``claims``, the sum of
-            :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
+        With ``update="fixed_point"`` also ``claims``, the sum of :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that
+        have dimension ``d``.
         """
         likelihood = self.likelihood()
-        statistics: dict[str, Tensor] = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
+        statistics: dict[str, Tensor] = likelihood.statistics(population, y, temperature)
         if self.update == "fixed_point":
             everything_on = torch.where(y.isnan(), y, 1.0)
             statistics["claims"] = likelihood.statistics(population, everything_on, temperature)["causes"] / self.weight.double()
@@ -140,11 +111,9 @@ class NoisyOr(SuperposedCauses):
     def maximize(self, statistics: dict[str, Tensor]) -> None:
         r"""Maximises the expected log joint of states and hidden causes.
 
-        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, divided by the
-        expected number of data points with latent ``h`` active and dimension ``d`` observed. The
-        leak is the same for a latent that is always active. :math:`\pi = \frac1N \sum_n \langle s
-        \rangle`, averaged over the latents if shared. The weights of latents that are never active
-        stay as they are.
+        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, divided by the expected number of data points with
+        latent ``h`` active and dimension ``d`` observed. The leak is the same for a latent that is always active. :math:`\pi = \frac1N
+        \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         old, trials = self.weight.double(), statistics["trials"]
         weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
@@ -154,13 +123,10 @@ class NoisyOr(SuperposedCauses):
             observed = statistics["observed"]
             leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
             self.leak = leak.clamp(FLOOR, 1 - FLOOR).to(self.leak)
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._maximize_prior(statistics)
 
     def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Returns the right-hand side of the fixed-point equation.
-
-        In it, the other causes' probability of silence is ``(1 - N) / (1 - W)``.
-        """
+        """The right-hand side of the fixed-point equation."""
         old = self.weight.double()
         blamed = statistics["claims"] - statistics["causes"] / old
         weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])

@@ -1,7 +1,4 @@
-"""Occlusive components: objects anywhere in an image that hide each other.
-
-Each has its colours and its mask.
-"""
+"""Occlusive components: objects anywhere in an image that hide each other."""
 
 from __future__ import annotations
 
@@ -79,10 +76,7 @@ class Clusters(NamedTuple):
         return Clusters(*(value[index] for value in self))
 
     def stand_out(self, noise: Tensor) -> Tensor:
-        """Returns which pixels differ from the background, ``(K, t, u)``.
-
-        The difference exceeds noise that averages leave.
-        """
+        """Which pixels ``(K, t, u)`` exceed the noise that averages leave."""
         left_over = self.objects.shape[1] * noise / self.size
         return self.objects.square().sum(1) > 4 * left_over[:, None, None]
 
@@ -90,7 +84,7 @@ class Clusters(NamedTuple):
 def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
     """Colour ``(F,)`` and variance of the background among pixels ``(P, F)``.
 
-    It is the narrow part of a mixture of two normal distributions, fitted by EM; what the wide part covers are the objects.
+    It is the narrow part of a mixture of two normal distributions, fitted by EM.
     """
     # Pixels that are looked at, at most.
     some = random_rows(pixels, min(len(pixels), 20_000), generator)
@@ -117,10 +111,7 @@ def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
-    """Returns windows of images ``(N, height, width, F)``, without their background.
-
-    Little is visible around them.
-    """
+    """Windows of images ``(N, height, width, F)``, less background, with little around them."""
     num_channels = images.shape[-1]
     alone, energy, place = _brightest_windows(images.square().sum(-1) - num_channels * noise, canvas)
     # What noise alone would show does not stand out.
@@ -137,14 +128,10 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
 
 
 def typical_objects(windows: Windows, number: int, generator: torch.Generator | None) -> Clusters:
-    """Averages windows that show the same object.
+    """Averages windows that show the same object, for the commonest objects.
 
-    The objects are those that most of the windows show.
-
-    Some of the windows are the first objects. Those that the others make up for best go, until
-    there are twice as many as asked for. Every window then belongs to the object that it resembles
-    most, at the best shift. The object becomes the mean of its windows, and this is repeated. Of
-    these, in which there is hardly any noise, again those go that the others make up for best.
+    Some of the windows are the first objects, without those that the others make up for best. Every window then belongs to the object that
+    it resembles most, at the best shift, whose mean the object becomes. At the end again those go that the others make up for best.
     """
     count = min(_CANDIDATES_PER_OBJECT * number, _MAX_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
@@ -158,10 +145,7 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
 
 
 def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
-    """Returns objects beyond the first ``number``, which repeat these with noise.
-
-    Equal objects would stay equal in learning.
-    """
+    """Adds noise to objects beyond the first ``number``, which repeat these."""
     device = found.objects.device if generator is None else generator.device
     noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
     size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
@@ -169,10 +153,7 @@ def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | N
 
 
 def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
-    """Returns the missing share of windows' energy and the best shift.
-
-    Both are ``(n, K)``, for objects at that shift.
-    """
+    """The missing share of windows' energy and best shift, ``(n, K)``."""
     products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(100)]
     product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
     energy = windows.energy.unsqueeze(1)
@@ -180,10 +161,7 @@ def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
 
 
 def prune_objects(missing: Tensor, number: int) -> Tensor:
-    """Returns positions of so many objects after pruning.
-
-    Those go first, one after the other, that the others explain best. Too few repeat.
-    """
+    """Positions of so many objects, without those that the others explain best."""
     explained = (_MAX_MISSING_SHARE - missing).clamp(min=0.0)
     kept = torch.arange(explained.shape[1], device=missing.device)
     while len(kept) > number:
@@ -194,10 +172,7 @@ def prune_objects(missing: Tensor, number: int) -> Tensor:
 
 
 def _average(windows: Windows, found: Clusters) -> Clusters:
-    """Returns objects as means of the windows that resemble them most.
-
-    Objects of a single window stay as they are.
-    """
+    """Objects as means of the windows that resemble them most."""
     missing, shift = missing_energy(windows, found)
     nearest = missing.min(1)
     is_alike, owner = nearest.values < _MAX_MISSING_SHARE, nearest.indices
@@ -223,13 +198,7 @@ def _average(windows: Windows, found: Clusters) -> Clusters:
 
 
 def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns salient windows of contrasts ``(N, height, width)`` with empty surroundings.
-
-    There are several of each, without overlap.
-
-    Returns:
-        What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
-    """
+    """What windows of contrasts ``(N, height, width)`` show inside less around, inside, and places."""
     height, width = canvas.template_height, canvas.template_width
     inner = _centre(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
@@ -248,10 +217,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: i
 
 
 def _centre(height: int, width: int) -> Tensor:
-    """Returns weights of a window's pixels, lower off its centre.
-
-    Small objects then lie in the centre.
-    """
+    """Weights of a window's pixels, lower off its centre."""
     down, right = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
     return 1 - 0.2 * ((down[:, None] / height).square() + (right / width).square())
 
@@ -270,10 +236,7 @@ def _overlap(place: Tensor, canvas: Canvas) -> Tensor:
 
 
 def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple[int, int], wrap: bool = True) -> Tensor:
-    """Returns parts ``(n, F, *size)`` of pictures ``(N, F, rows, columns)``.
-
-    Beyond edges lies the other side, or nothing.
-    """
+    """Parts ``(n, F, *size)`` of pictures ``(N, F, rows, columns)``."""
     index, is_inside = [], []
     for corner, steps, limit in zip((top, left), size, pictures.shape[2:], strict=True):
         along = corner.unsqueeze(1) + torch.arange(steps, device=corner.device)
@@ -292,22 +255,15 @@ _NUM_ADDED, _NUM_MOVED = 4, 4
 class OcclusiveComponents(UniqueModule):
     r"""Invariant exclusive (or occlusive) components of images.
 
-    They tell which objects an image shows, where, and which parts are visible.
-
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad x_h \sim \mathrm{Uniform}(1..L) \text{ if } s_h = 1, \quad
         m_{hi} \sim \mathrm{Bernoulli}(\alpha_{hi}),
 
-    with a mask bit for every pixel of every object. A pixel over which no mask is on is
-    :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise one of the objects whose mask is on owns it and
-    it is :math:`\mathcal N(w_{hi}, \sigma^2 I)`. With ``order="depth"`` this is the foremost, in a
-    uniformly random order of the objects present, the site ``order``. With ``order="exclusive"`` it
-    is drawn uniformly, pixel by pixel, and there is no such site. Mask bits and owners are summed
-    out exactly. The discrete sites are ``presence``, ``position`` and perhaps ``order``, all of
-    them vectors of length ``H``; absent objects have position 0.
+    with a mask bit for every pixel of every object. A pixel over which no mask is on is :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise one
+    of the objects whose mask is on owns it and it is :math:`\mathcal N(w_{hi}, \sigma^2 I)`. With ``order="depth"`` this is the foremost,
+    in a uniformly random order of the objects present, the site ``order``. With ``order="exclusive"`` it is drawn uniformly, pixel by
+    pixel. Mask bits and owners are summed out exactly. The discrete sites are vectors of length ``H``; absent objects have position 0.
 
-    The likelihood does not allocate images for every state that it evaluates. Give the guide a
-    large ``memory_budget``. It then scores many states together, and their common terms are
-    computed once.
+    Give the guide a large ``memory_budget``: it then scores many states together, and their common terms are computed once.
 
     Example:
         >>> from pyro_truncated.scenes import PlaceScan, PlacementSelection, generated_objects, occluded_scenes
@@ -408,18 +364,11 @@ class OcclusiveComponents(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 1.0) -> OcclusiveComponents:
-        """Initialises from the data.
+        """Initialises from averages of windows that show the same object.
 
-        Objects are averages of windows that show the same. The background is the common part of
-        most pixels.
-
-        Colour and noise of the background are those of the narrow part of a mixture of two normal
-        distributions of pixels. Of every image, four windows are taken that are most salient while
-        their surroundings are not. Of all these windows the most isolated ones are used. They are
-        clustered by twice as many objects as needed, each at the shift at which it resembles an
-        object most (k-means with translations). Objects are then pruned, one after the other, that
-        the others explain best. In an average of many windows
-        there is hardly any noise: noise at which single windows of different objects look alike does no harm.
+        Colour and noise of the background are those of the narrow part of a mixture of two normal distributions of pixels. Of every image,
+        the four most salient windows with empty surroundings are taken. They are clustered by twice as many objects as needed (k-means with
+        translations), and objects pruned that the others explain best.
 
         Args:
             y: images ``(N, height, width, F)``.
@@ -450,8 +399,6 @@ class OcclusiveComponents(UniqueModule):
 
     def default_search(self, num_states: int) -> Search:
         """Returns the default search of :func:`pyro_truncated.learn`.
-
-        Good scenes are completed, and objects moved.
 
         Args:
             num_states: states per data point.
@@ -554,10 +501,7 @@ class OcclusiveComponents(UniqueModule):
 
 
 def _means(sums: Tensor, old: Tensor) -> Tensor:
-    """Returns weighted means ``(..., F)`` from sums ``(..., F + 2)``.
-
-    Without weight they are the old ones.
-    """
+    """Weighted means ``(..., F)`` from sums ``(..., F + 2)``, or old ones."""
     weight = sums[..., :1]
     return torch.where(weight > _MIN_WEIGHT, sums[..., 1:-1] / weight.clamp(min=_MIN_WEIGHT), old)
 

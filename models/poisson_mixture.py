@@ -9,12 +9,11 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
-from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data, first_rows
-from pyro_truncated.models.linear_mixture import NEVER_USED, ComponentTable, LinearMixture, Shares, best_weights
-from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.extend import names_arguments, selected_rows, takes_arrays
+from pyro_truncated.models.binary_causes import FLOOR, count_data
+from pyro_truncated.models.linear_mixture import ComponentTable, MixtureOfMeans
+from pyro_truncated.models.seeding import grouped
 from pyro_truncated.search import MaxInnerProductIndex
 
 _Poisson = defer_validation(dist.Poisson)
@@ -27,7 +26,7 @@ class PoissonComponents(ComponentTable):
 _Table = defer_validation(PoissonComponents)
 
 
-class PoissonMixture(LinearMixture):
+class PoissonMixture(MixtureOfMeans):
     r"""Mixture of Poisson distributions, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Poisson}(\lambda_{zd})`.
 
     Example:
@@ -49,16 +48,14 @@ class PoissonMixture(LinearMixture):
         Keck, Savin and Lücke, "Feedforward Inhibition and Synaptic Scaling - Two Sides of the Same Coin?", PLoS Computational Biology 2012.
     """
 
+    data_support = constraints.nonnegative_integer
+
     weights: Tensor
     rate: Tensor
 
     @names_arguments
     def __init__(self, num_observed: int, num_components: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_components=num_components)
-        self.num_observed, self.num_components = num_observed, num_components
-        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
-        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
+        super().__init__(num_observed, num_components, dtype)
         self.rate = PyroParam(0.5 + torch.rand(num_components, num_observed, dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
     @takes_arrays
@@ -78,37 +75,17 @@ class PoissonMixture(LinearMixture):
             )
             return pyro.sample("y", counts, obs=selected_rows(y, index))
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
-        r"""Initialises from clusters of the data.
+    def _rows(self, y: Tensor) -> Tensor:
+        return y.double()
 
-        Shares are theirs; rates are their means, with the mean of all data as one more data point.
+    def _places(self, rows: Tensor) -> Tensor:
+        return rows.sqrt()  # whose variance does not depend on the rate
 
-        The clusters belong to rows that are spread over the data, chosen among 20 000 random rows.
-        The method is k-means++ with local search on :math:`\sqrt y`, whose variance does not depend
-        on the rate.
+    def _means(self) -> Tensor:
+        return self.rate.double()
 
-        Args:
-            y: counts ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-        """
-        check_observable(self, check_data(y, self.num_observed), constraints.nonnegative_integer)
-        counts = first_rows(y, generator).double()
-        _, nearest = spread_rows(counts.sqrt(), self.num_components, generator)
-        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(counts)
-        total = counts.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, counts)
-        self.rate = (total / size.unsqueeze(-1)).clamp(min=FLOOR).to(self.rate)
-        self.weights = (size / size.sum()).to(self.weights)
-        self.knows_data.fill_(True)
-        return self
+    def _take_means(self, means: Tensor, is_used: Tensor) -> None:
+        self.rate = torch.where(is_used, means, self.rate.double()).clamp(min=FLOOR).to(self.rate)
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, and the data, ``(N, D + 1)``."""
@@ -121,69 +98,16 @@ class PoissonMixture(LinearMixture):
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
         return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
-
-        Returns:
-            With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
-            ``(K, D)``. Both can be added and scaled.
-        """
-        rows = population.select_rows(check_data(y, self.num_observed)).double()
-        shares = Shares(population, self.num_components, temperature)
-        return {"counts": shares.counts(), "sums": shares.sums(rows)}
-
-    @torch.no_grad()
-    def datum_statistics(self) -> dict[str, Tensor]:
-        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
-        weights = self.weights.double()
-        return {"counts": weights, "sums": weights.unsqueeze(-1) * self.rate.double()}
-
-    @torch.no_grad()
-    def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint.
-
-        :math:`\lambda_k = \sum_n r_{nk} y_n / \sum_n r_{nk}` and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data keeps its
-        rates.
-        """
-        counts = statistics["counts"].unsqueeze(-1)
-        rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
-        self.rate = rate.clamp(min=FLOOR).to(self.rate)
-        self.weights = best_weights(statistics["counts"]).to(self.weights)
-
-    @torch.no_grad()
-    @takes_arrays
-    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Returns the posterior mean :math:`\sum_k r_{nk}\, \lambda_k` of noise-free data.
-
-        It is ``(N, D)`` for the population's data points.
-
-        Args:
-            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
-            y: all data, ``(N, D)``.
-        """
-        mean: Tensor = Shares(population, self.num_components).means(self.rate.double())
-        return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.rate.dtype)
-
 
 def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
-    """Returns log probabilities ``(N, K)`` of counts ``(N, D)`` under all components.
-
-    Terms of large counts cancel, so they are taken in float64.
-    """
+    """Log probabilities ``(N, K)`` of counts ``(N, D)``, in float64 as terms cancel."""
     counts, exact = y.double(), rate.double()
     found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - (counts + 1).lgamma().sum(1, keepdim=True)
     return found.to(torch.promote_types(rate.dtype, y.dtype))
 
 
 def _least_loss(features: Tensor) -> Tensor:
-    """Returns minus each data point's highest log density, ``(N,)``.
-
-    It is attained by the rates that fit it best.
-    """
+    """Minus each data point's highest log density, ``(N,)``."""
     counts = features[:, 1:]
     loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
     return loss

@@ -1,7 +1,4 @@
-"""Initial rows for clusters: k-means++ with local search.
-
-The rows are spread over the data.
-"""
+"""Initial rows for clusters: k-means++ with local search."""
 
 from __future__ import annotations
 
@@ -29,14 +26,10 @@ _HELD_AT_A_TIME = 512
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    r"""Chooses rows with a small sum of squared distances.
+    r"""Chooses rows with a small sum of squared distances to the nearest.
 
-    Each row's distance is that to the nearest chosen one.
-
-    Rows are drawn in proportion to their squared distance from the chosen ones. Of some draws, the
-    one that lowers the sum most is taken (greedy k-means++). Then further draws are exchanged for
-    the chosen row with which the sum falls most, as long as it does (local search). One such swap
-    mends a cluster that has two rows, and another that has none.
+    Of some rows, drawn in proportion to their squared distance from the chosen ones, the one that lowers the sum most is taken (greedy
+    k-means++). Then further draws are exchanged for the chosen row with which the sum falls most, as long as it does (local search).
 
     Args:
         points: rows ``(N, D)``.
@@ -79,14 +72,10 @@ def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator
 
 
 def scattered_rows(points: Tensor, number: int, generator: torch.Generator | None = None, cells: int = 1) -> Tensor:
-    """Returns positions ``(K,)`` of spread rows of points ``(N, D)``.
+    """Positions ``(K,)`` of spread rows: the first part of :func:`spread_rows`.
 
-    It is the first part of :func:`spread_rows`, with few draws.
-
-    More than four thousand are drawn many at a time. They are nearly as good and take a fraction of
-    the time, as they need products of matrices only. (With components of low rank, mixtures of a
-    thousand end slightly lower, diagonal ones as high.) With cells, a draw is judged by its own
-    cell alone, which is cheaper. A cell holds everything nearest to one of the first rows.
+    More than four thousand are drawn many at a time, nearly as good in a fraction of the time. With cells, a draw is judged by its own cell
+    alone, which holds everything nearest to one of the first rows.
     """
     points = points - points.mean(0)
     if number > _MAX_DOUBLE_ROWS:
@@ -98,12 +87,10 @@ def scattered_rows(points: Tensor, number: int, generator: torch.Generator | Non
 
 
 def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, cells: int) -> Tensor:
-    """Returns rows by greedy k-means++.
-
-    The first ones, one in each cell, are drawn one by one, the others some at a time.
+    """Rows by greedy k-means++, first one per cell, then some together.
 
     Of some draws for every row that is sought the one comes first that lowers the sum of its cell most. It is taken with a probability:
-    that share of its square distance which those taken before in the round have left. Single draws have k-means++'s probabilities then.
+    that share of its square distance which those taken before in the round have left.
     """
     power = points.square().sum(1)
     chosen = _greedy(points, min(cells, number), _TRIALS_PER_DRAW, generator)
@@ -122,10 +109,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
 
 
 def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
-    """Returns these rows with the best draws of cells first.
-
-    As many are taken at a time as there are draws for each.
-    """
+    """These rows with the best draws of cells first."""
     gain = torch.zeros_like(distance[drawn])
     number = int(cell.max()) + 1
     for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
@@ -144,11 +128,7 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
 
 
 def _taken(points: Tensor, at_most: Tensor) -> Tensor:
-    """Returns positions of distant draws ``(T, D)``.
-
-    Of every few it is the first whose squared distance from those taken before is above ``at_most``
-    ``(T,)``.
-    """
+    """Positions of draws ``(T, D)`` further than ``at_most`` from those before."""
     has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
     for start in range(0, len(points), _HELD_AT_A_TIME):
         some = points[start : start + _HELD_AT_A_TIME]
@@ -161,10 +141,7 @@ def _taken(points: Tensor, at_most: Tensor) -> Tensor:
 
 
 def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
-    """Returns the first draws that are not near to earlier ones.
-
-    There is at most one of every few.
-    """
+    """The first draws that are not near to earlier ones."""
     taken = []
     for start in range(0, len(is_near), _TRIALS_PER_DRAW):
         free = np.flatnonzero(~has_near[start : start + _TRIALS_PER_DRAW])
@@ -183,10 +160,7 @@ def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
 
 
 class _TwoNearest:
-    """Returns each row's two nearest chosen rows, and removal costs.
-
-    The cost of a chosen row is that of leaving it out.
-    """
+    """Each row's two nearest chosen rows, and removal costs."""
 
     def __init__(self, points: Tensor, chosen: Tensor) -> None:
         self.points, self.chosen = points, chosen
@@ -199,10 +173,7 @@ class _TwoNearest:
         return self.distance[0].sum()
 
     def swap(self, candidates: Tensor, least: Tensor) -> bool:
-        """Swaps a candidate for a chosen row if the cost falls enough.
-
-        The two are those for which it falls most.
-        """
+        """Swaps the best candidate in if the cost falls enough."""
         distance = _square(self.points, candidates)
         added = distance.minimum(self.distance[0])
         dearer = distance.minimum(self.distance[1]) - added
@@ -243,19 +214,13 @@ def _square(points: Tensor, rows: Tensor) -> Tensor:
 
 
 def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Returns points ``(K, D)`` with noise that tells equal ones apart.
-
-    It is a hundredth of the deviations of a covariance ``(D, D)``.
-    """
+    """Points ``(K, D)`` with noise, a hundredth of the deviations."""
     noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 
 def grouped(places: Tensor) -> Tensor:
-    """Groups places ``(K, D)`` that lie together; returns groups ``(K,)``.
-
-    There are as many as the root of their number, numbered from 0 and none empty.
-    """
+    """Groups ``(K,)`` of places ``(K, D)``, the root of their number."""
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
     # Of several rows at one place only one is the nearest: the others have no group.
     group: Tensor = nearest.unique(return_inverse=True)[1]
@@ -263,7 +228,7 @@ def grouped(places: Tensor) -> Tensor:
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:
-    """Returns pairs ``(P, 2)`` of centres, each with its ``most`` closest.
+    """Pairs ``(P, 2)`` of centres, each with its ``most`` closest.
 
     The closest are most often near rows that it is nearest to; ``near`` is ``(N, S)``.
     """

@@ -1,7 +1,4 @@
-"""Normal priors of slabs, independent or correlated.
-
-Each has initialisation, statistics and M-step.
-"""
+"""Normal priors of slabs, independent or correlated."""
 
 from __future__ import annotations
 
@@ -53,14 +50,8 @@ class SlabPrior(Protocol):
     ) -> Statistics:
         """The statistics of the likelihood, with what :meth:`best` needs.
 
-        Args:
-            likelihood: under the parameters as they are.
-            population: truncated posteriors.
-            y: what the likelihood is of, a row for each data point or for those of the population.
-            temperature: of the posteriors over the indicators.
-            total: sums over the data of all processes.
-            positions: those of the population's data points ``(n,)`` among the data of all processes.
-            stays_independent: whether slabs that are independent stay so.
+        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these. With
+        ``stays_independent`` slabs that are independent stay so.
         """
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +64,7 @@ class SlabPrior(Protocol):
         """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """Returns the scale of slabs ``(H',)`` copied by an index.
-
-        Slab ``i`` is like slab ``index[i]``.
-        """
+        """The scale of slabs ``(H',)`` copied by an index."""
 
 
 class IndependentSlabs:
@@ -128,22 +116,16 @@ class IndependentSlabs:
 
 
 class CorrelatedSlabs:
-    r"""Slabs with any covariance :math:`\Psi`.
+    r"""Slabs with any covariance :math:`\Psi`; the scale is its Cholesky factor.
 
-    The scale is its lower Cholesky factor, ``(H, H)``.
-
-    Only the slabs of active latents count for a data point, so the maximiser has no formula. It is
-    that of normal data of which most are missing. With the gradients :math:`g` and :math:`K / 2` of
-    the free energy in mean and covariance, EM with the other slabs as latent variables would be
+    Only the slabs of active latents count for a data point, so the maximiser has no formula. With the gradients :math:`g` and :math:`K / 2`
+    of the free energy in mean and covariance, EM with the other slabs as latent variables would be
 
     .. math:: \mu + \Psi \frac{g}{N}, \qquad \Psi + \Psi \frac{K}{N} \Psi - \Psi \frac{g g^\top}{N^2} \Psi,
 
-    which never loses, but is slow where latents are rarely active. The M-step takes that or a
-    longer step, if that gains more. Entries may be divided by how often a latent is active,
-    :math:`\sqrt{n_h n_i}` in the place of :math:`N`, or how often the two are, :math:`n_{hi}`. The
-    outer products with :math:`\Psi` may be those with its diagonal. With :math:`n_{hi}` and the
-    diagonal this is the exact step of variances and covariances of independent slabs. All end where
-    the gradients vanish.
+    which never loses, but is slow where latents are rarely active. The M-step takes that or a longer step, if that gains more. Entries may
+    be divided by how often a latent is active, :math:`\sqrt{n_h n_i}` in the place of :math:`N`, or how often the two are, :math:`n_{hi}`.
+    The outer products with :math:`\Psi` may be those with its diagonal. All end where the gradients vanish.
     """
 
     superposition = CorrelatedSlabSuperposition
@@ -168,10 +150,7 @@ class CorrelatedSlabs:
         *,
         stays_independent: bool = False,
     ) -> Statistics:
-        """See :class:`SlabPrior`.
-
-        The step is chosen here, as the data are needed to compare it with others.
-        """
+        """See :class:`SlabPrior`; the step is chosen here, on the data."""
         statistics = likelihood.statistics(population, y, temperature)
         mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
         names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
@@ -217,10 +196,7 @@ class CorrelatedSlabs:
         statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
 
     def select_latents(self, scale: Tensor, index: Tensor) -> Tensor:
-        """See :class:`SlabPrior`.
-
-        All copies of a latent but the first are independent of everything.
-        """
+        """See :class:`SlabPrior`; further copies of a latent are independent."""
         index = index.to(scale.device)
         covariance = (scale @ scale.mT)[index][:, index]
         is_first = (index.unsqueeze(-1) == index).int().argmax(-1) == torch.arange(len(index), device=index.device)
@@ -229,10 +205,7 @@ class CorrelatedSlabs:
 
 
 def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns candidate means ``(T, H)`` and covariances ``(T, H, H)``.
-
-    Covariances have no floor, and the first ones are those of EM.
-    """
+    """Candidate means ``(T, H)`` and covariances ``(T, H, H)``, those of EM first."""
     slope, curvature, pairs = statistics["slab_slope"], statistics["slab_curvature"], statistics["state_pairs"]
     counts, total, variance = pairs.diagonal(), statistics["num_data"], covariance.diagonal()
     often = counts.sqrt().unsqueeze(-1) * counts.sqrt()
@@ -248,10 +221,7 @@ def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tup
 
 
 def _with_first(number: Tensor) -> Tensor:
-    """Returns the first of several numbers and the given one, ``(1,)``.
-
-    If they are known to agree without waiting for a device, the number stands alone.
-    """
+    """The first number and the given one, unless known to agree."""
     first = torch.zeros_like(number)
     return first if number.device.type == "cpu" and int(number) == 0 else torch.cat([first, number])
 
@@ -271,10 +241,7 @@ def _part(population: Population, chosen: Tensor) -> Population:
 
 
 def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
-    """Returns the nearest covariances above a floor.
-
-    Variances, and eigenvalues relative to them, are then no tiny part of the slabs' mean squares.
-    """
+    """The nearest covariances with variances and eigenvalues above a floor."""
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
@@ -287,12 +254,7 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
 
 
 def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
-    """Returns which matrices may have an eigenvalue below the floor.
-
-    A factor tells so in a tenth of the time that eigenvalues take.
-
-    On a device all may, as nobody waits for the answer.
-    """
+    """Which matrices may have an eigenvalue below the floor, by a factor."""
     if relative.device.type != "cpu":
         return slice(None)
     floor = FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype)
@@ -309,10 +271,7 @@ BY_NAME: dict[str, IndependentSlabs | CorrelatedSlabs] = {"diag": INDEPENDENT, "
 
 
 def draw_moments(draws: GibbsDraws, num_latents: int) -> dict[str, Tensor]:
-    """Returns sums of indicators' and coefficients' moments, ``(H,)`` in float64.
-
-    The sums are over the data points.
-    """
+    """Sums of indicators' and coefficients' moments, ``(H,)`` in float64."""
     coefficients = draws.coefficients.double()
     moments = {
         "states": draws.probabilities.double(),

@@ -1,7 +1,4 @@
-"""Spike-and-slab sparse coding: causes that are off or normally distributed.
-
-They superpose linearly.
-"""
+"""Spike-and-slab sparse coding: causes are off or normally distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import global_positions, names_arguments, selected_rows, shard_sum, takes_arrays
-from pyro_truncated.models.binary_causes import activation, check_data, count_data
+from pyro_truncated.models.binary_causes import activation, count_data
 from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.superposed_causes import SparseCoding
@@ -28,16 +25,13 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z \sim \mathcal N(\mu, \Psi), \qquad
         y \sim \mathcal N(W (b \odot z) + a, \sigma^2 I),
 
-    with independent slabs, :math:`\Psi = \mathrm{diag}(\tau^2)`, or any covariance.
-
-    The model itself has the site ``s`` of the indicators :math:`b` only: the slabs :math:`z` are integrated out exactly. For a posterior
-    over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact conditional::
+    with independent slabs, :math:`\Psi = \mathrm{diag}(\tau^2)`, or any covariance. The site ``s`` are the indicators :math:`b`; the slabs
+    :math:`z` are integrated out exactly. For a posterior over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact
+    conditional::
 
         guide = AutoTruncated(model.with_slabs, conditional=model.conditional)
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
-
-    Scaling a dictionary element and unscaling its slab changes nothing. :meth:`maximize` therefore
+    Entries of the data that are NaN are missing. Scaling a dictionary element and unscaling its slab changes nothing, so :meth:`maximize`
     keeps the norm of every element and makes slab means non-negative.
 
     Args:
@@ -109,10 +103,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     @pyro_method
     @takes_arrays
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The same model with the slabs as a site ``z (H,)``.
-
-        Slabs of latents that are off have their prior.
-        """
+        """The same model with the slabs as a site ``z (H,)``."""
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
         bias = self.bias
         size = count_data(y, num_data)
@@ -126,25 +117,14 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
-        """Samples the slabs ``z`` from their exact posterior given the indicators.
-
-        It is a ``conditional`` for :meth:`with_slabs`.
-        """
+        """Samples the slabs ``z`` from their exact posterior given the indicators."""
         likelihood = self._slabs.superposition(states["s"], self.weight, *self._likelihood_parameters())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Initialises from the data; slabs start with mean 1.
-
-        See :meth:`SparseCoding.initialize`.
-        """
-        super().initialize(y, generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        super()._start(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
-        return self
 
     def with_latents(self, index: Tensor) -> Self:
         """Returns a copy with the latents of an index ``(H',)``.
@@ -157,21 +137,14 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         other.is_starting = self.is_starting
         return other
 
-    @torch.no_grad()
-    @takes_arrays
-    def sufficient_statistics(
-        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.SpikeSlabSuperposition.statistics`, with an offset above the ``center``.
 
-        Returns:
-            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if
-            there is an offset. With a full covariance, ``slab_means`` and ``slab_covariances`` take
-            the place of ``coefficient_squares``. They are the number of data points times the mean
-            ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
+        With a full covariance, ``slab_means`` and ``slab_covariances`` take the place of ``coefficient_squares``. They are the number of
+        data points times the mean ``(H,)`` and the covariance ``(H, H)`` that these data ask for.
         """
         shared = shard_sum(y), global_positions(y, population.indices)
-        population, y = self._above_center(population, check_data(y, self.num_observed))
+        population, y = self._above_center(population, y)
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
         statistics: dict[str, Tensor] = self._slabs.statistics(
@@ -186,10 +159,9 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         Sums are over the data points with :math:`y_{nd}` observed. Let :math:`A_d = \sum_n \langle s s^\top \rangle`, :math:`c_d = \sum_n
         y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the
         mean expected squared residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n \langle s \rangle /
-        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`. Parameters of latents that are never active stay as they are; for a
-        full covariance see :class:`.CorrelatedSlabs`. An offset is maximised jointly with the elements, see
-        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative. The ``statistics``
-        are scaled to the same units, so that they can be added to later ones.
+        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`; for a full covariance see :class:`.CorrelatedSlabs`, with an offset
+        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm, slab means made non-negative, and the
+        ``statistics`` brought to the same units.
         """
         old = self.weight.double()
         weight, errors = self._best_dictionary(statistics)
@@ -205,10 +177,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor, *, vanishing: float = 1e-8) -> Tensor:
-    """Returns factors ``(H,)`` that elements are divided by.
-
-    They are the ratio of new and old norm, with the sign of the slab mean.
-    """
+    """Factors ``(H,)``, with the slab mean's sign, that keep elements' norms."""
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
     # An element that vanishes does so itself: the scale of its slab would soon be no number.
     ratio = torch.where((old_norm > 0) & (norm > vanishing * old_norm), norm / old_norm, 1.0)

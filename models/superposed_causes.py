@@ -1,7 +1,4 @@
-"""Base of models of independent binary causes with a dictionary.
-
-It has the program, restoration, and other numbers of causes.
-"""
+"""Base of models of independent binary causes with a dictionary."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import Superposition, or_missing
-from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.extend import check_counts, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import (
+    DataModel,
     activation,
     best_prior,
     cast_like,
     check_data,
     count_data,
     first_prior,
-    first_rows,
     with_latents,
 )
 from pyro_truncated.models.dictionary import best_scale, first_dictionary, warn_about_background
 
 
-class SuperposedCauses(UniqueModule):
+class SuperposedCauses(DataModel):
     r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \dots)`.
 
     A subclass says by which likelihood the causes superpose, and what it takes beside the dictionary.
@@ -121,10 +118,7 @@ class SuperposedCauses(UniqueModule):
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _rescore(self, population: Population, y: Tensor) -> Population:
-        """Returns the population with new data points scored.
-
-        They are scored under the current model if never before.
-        """
+        """The population, with new data points scored under the current model."""
         is_new = population.log_joint.isnan().any(-1)
         if not bool(is_new.any()):
             return population
@@ -133,6 +127,12 @@ class SuperposedCauses(UniqueModule):
         log_joint = population.log_joint.clone()
         log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
         return dataclasses.replace(population, log_joint=log_joint)
+
+    def _start_prior(self) -> None:
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+
+    def _maximize_prior(self, statistics: dict[str, Tensor]) -> None:
+        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     def with_latents(self, index: Tensor) -> Self:
         """Returns a new model whose latent ``i`` copies latent ``index[i]``."""
@@ -151,6 +151,11 @@ class SparseCoding(SuperposedCauses):
 
     A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.
 
+    Elements start from random data points: positive ones from their magnitudes, in :class:`BinarySparseCoding` from what others share with
+    them. :math:`\sigma^2` starts as the data's variance, :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean 1 and variance
+    1/2. An offset starts as the lower quartile of every dimension; elements are then differences from it, and the variance is that within
+    dimensions. A positive dictionary warns of data on a background (``BackgroundWarning``).
+
     Args:
         num_observed: observed dimensions ``D``.
         num_latents: number of latents ``H``.
@@ -166,6 +171,7 @@ class SparseCoding(SuperposedCauses):
         ValueError: if a size is no positive integer.
     """
 
+    data_support = or_missing(constraints.real)
     is_positive: ClassVar[bool] = False
     _has_met_data = False
 
@@ -182,38 +188,11 @@ class SparseCoding(SuperposedCauses):
         """What the likelihood takes after the dictionary."""
         return (self.scale,)
 
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        r"""Starts from the data.
-
-        Dictionary elements are random data points. Positive elements are their magnitudes, and in
-        :class:`BinarySparseCoding` elements are what others share with them. :math:`\sigma^2` is
-        the data's variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean
-        1 and variance 1/2. An offset starts as the lower quartile of every dimension. Elements are
-        then the difference of random data points from it, and the variance is that within
-        dimensions.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
-
-        Warns:
-            BackgroundWarning: if the dictionary is positive and the data lie on a background.
-        """
-        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation = self._first_dictionary(first_rows(y, generator), generator)
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        weight, deviation = self._first_dictionary(y, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
-        return self
+        self._start_prior()
 
     def _meet(self, y: Tensor | None) -> None:
         """Looks once, at the first data."""
@@ -229,13 +208,10 @@ class SparseCoding(SuperposedCauses):
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
 
     def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor) -> None:
-        """Sets the dictionary, and maximises noise and prior.
-
-        The expected squared errors are given.
-        """
+        """Sets the dictionary, and maximises noise and prior."""
         self.weight = weight.to(self.weight)
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._maximize_prior(statistics)
 
     def _power(self, statistics: dict[str, Tensor]) -> Tensor:
         """Returns the sum of squares that defines the data's unit."""

@@ -30,11 +30,9 @@ class Bars(NamedTuple):
 
 
 def bar_components(size: int, width: int = 1) -> Tensor:
-    """Returns all horizontal, then all vertical bars on a square grid.
+    """Returns all horizontal, then all vertical bars, ``(size**2, 2 * (size - width + 1))``.
 
-    The shape is ``(size**2, 2 * (size - width + 1))``, the values are zeros and ones.
-
-    A bar is ``size`` pixels long and ``width`` wide. Bars of one orientation start at successive pixels, so they overlap if ``width > 1``.
+    A bar of ones is ``size`` pixels long and ``width`` wide. Bars of one orientation start at successive pixels.
 
     Example:
         >>> bar_components(2)
@@ -102,11 +100,9 @@ def overlapping_bars(
 ) -> Bars:
     """Sixteen strongly overlapping bars under a noisy-OR.
 
-    Eight horizontal and eight vertical bars lie on a 9 x 9 grid. Each is nine pixels long and two wide, so that
-    parallel neighbours share half of a bar. This reconstructs the test of Luecke & Sahani (JMLR 2008, figure 9),
-    repeated in Evolutionary Expectation Maximization (2018, figure 4). The latter states 400 images and sixteen
-    strongly overlapping bars. Grid, width, two bars in an image on average, and the noisy-OR weight are choices made
-    here.
+    Eight horizontal and eight vertical bars lie on a 9 x 9 grid, each nine pixels long and two wide. This reconstructs the test of Luecke &
+    Sahani (JMLR 2008, figure 9) and of Evolutionary Expectation Maximization (2018, figure 4). Grid, width, two bars in an image on
+    average, and the noisy-OR weight are choices made here.
 
     Example:
         >>> overlapping_bars(10).components.shape[1]
@@ -127,8 +123,8 @@ def linear_bars(
 ) -> Bars:
     r"""Bars that add up, with Gaussian noise: :math:`y \sim N(W s, \mathrm{noise}^2 I)`.
 
-    The defaults are the crowded test of Evolutionary Expectation Maximization (2018, section 5.1): twenty bars, five of them in an
-    image on average. The amplitude and the noise, which the paper does not state, follow other work on this test.
+    The defaults are the crowded test of Evolutionary Expectation Maximization (2018, section 5.1): twenty bars, five of them in an image on
+    average. The amplitude and the noise follow other work on this test.
 
     Example:
         >>> bars = linear_bars(100, 6, mean_active=2.0)
@@ -152,8 +148,8 @@ def linear_bars(
 def matched_bars(weight: Tensor, truth: Tensor, threshold: float = 0.9) -> int:
     """How many true components ``(D, H_true)`` a learned dictionary ``(D, H)`` recovers.
 
-    A true component is recovered if its most similar column has a cosine of at least ``threshold``, and resembles no
-    other true component more. So no column counts for two components, and a column that blends two counts for none.
+    A true component is recovered if its most similar column has a cosine of at least ``threshold``, and resembles no other true component
+    more.
 
     Example:
         >>> components = bar_components(4)

@@ -32,8 +32,8 @@ class DatasetNotFoundError(FileNotFoundError):
 def data_folder() -> Path:
     """The folder of the stored data sets.
 
-    The environment variable ``PYRO_TRUNCATED_DATA`` names it; without it, it is ``../shared/data`` beside the repository, or else
-    beside the working directory.
+    The environment variable ``PYRO_TRUNCATED_DATA`` names it, else it is ``../shared/data`` beside the repository, or the working
+    directory.
 
     Example:
         >>> isinstance(data_folder(), Path)
@@ -111,8 +111,8 @@ def _grey(image: np.ndarray, white: float) -> Tensor:
 def generated_images(num: int, size: int, generator: torch.Generator | None = None, num_discs: int = 400) -> list[Tensor]:
     """Draws images with the edges and the spectrum of natural scenes.
 
-    Discs of random grey and of radii with density proportional to ``r**-3`` occlude each other (the dead leaves model). Over them
-    lies weak noise with amplitudes falling as one over the spatial frequency.
+    Discs of random grey and of radii with density proportional to ``r**-3`` occlude each other (the dead leaves model). Weak noise has
+    amplitudes that fall as one over the spatial frequency.
 
     Example:
         >>> [image.shape for image in generated_images(2, 32)]
@@ -203,9 +203,7 @@ class Whitening:
 
 
 def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
-    """Fits ZCA whitening to data ``(N, D)``.
-
-    It keeps the fewest principal components that hold the given share of the variance.
+    """Fits ZCA whitening to data ``(N, D)``, for a share of variance.
 
     Computed in float64, returned in the type of the data.
 
@@ -247,10 +245,9 @@ def whitened_patches(
 ) -> tuple[Tensor, Whitening]:
     """Natural image patches as sparse coding wants them.
 
-    The highest amplitudes are clamped against light reflections, patches without structure are left out, and the rest
-    is ZCA whitened (Evolutionary Expectation Maximization, 2018, section 5.2). The paper leaves two things open. Here
-    a patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
-    brightness of each patch is removed first, since it would make up most of the variance that the whitening keeps.
+    The highest amplitudes are clamped, patches without structure left out, the mean brightness removed, and the rest is ZCA whitened
+    (Evolutionary Expectation Maximization, 2018, section 5.2). A patch has no structure if its standard deviation is below ``structure``
+    times the median one.
 
     Example:
         >>> y, whitening = whitened_patches(generated_images(2, 64), 6, 300)
@@ -287,9 +284,7 @@ def save_whitened_patches(
     structure: float = 0.25,
     variance: float = 0.95,
 ) -> Whitening:
-    """Writes whitened patches beyond memory to a ``.npy`` file.
-
-    See :func:`whitened_patches`.
+    """Writes :func:`whitened_patches` beyond memory to a ``.npy`` file.
 
     They are made 50 000 at a time, to the first of which the whitening is fitted.
 
@@ -354,10 +349,8 @@ def binary_patches(
 ) -> Tensor:
     """Draws binary patches ``(num, size**2)`` from natural images.
 
-    Grey values are the probabilities of the pixels.
-
-    The brightest pixels are clamped and every patch is stretched to [0, 1] first (Evolutionary Expectation
-    Maximization, 2018, section 5.2).
+    The brightest pixels are clamped and every patch is stretched to [0, 1] (Evolutionary Expectation Maximization, 2018, section 5.2). Grey
+    values are the probabilities of the pixels.
 
     Example:
         >>> binary_patches(generated_images(1, 32), 4, 20).shape
@@ -369,8 +362,6 @@ def binary_patches(
 
 def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Stretches patches ``(N, D)`` to [0, 1] and draws binary pixels.
-
-    Constant patches become zero.
 
     Example:
         >>> binarize(torch.rand(5, 9)).unique()

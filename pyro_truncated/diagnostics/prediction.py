@@ -105,9 +105,9 @@ def compare_restarts(
 ) -> RestartComparison:
     """Compares restarts of a model up to a permutation of the latents.
 
-    Latents of restarts are matched to those of the best by an optimal assignment
-    (``scipy.optimize.linear_sum_assignment``). It maximises the sum of the similarities of all pairs. Without it,
-    convergence statistics such as R-hat make sense only for quantities that do not depend on the order of latents.
+    Latents of restarts are matched to those of the best by the assignment of largest total similarity
+    (``scipy.optimize.linear_sum_assignment``). Without it, convergence statistics such as R-hat make sense only for quantities that do not
+    depend on the order of latents.
 
     Example:
         >>> y = linear_bars(30, 3, mean_active=2.0).data
@@ -173,10 +173,7 @@ class Calibration:
         return {name: float(stats.kstest(values.numpy(), "uniform").pvalue) for name, values in self.pit.items()}
 
     def is_calibrated(self, level: float = 0.01) -> bool:
-        """Whether no statistic is rejected at a family-wise level (Bonferroni).
-
-        This bounds the rate of false alarms.
-        """
+        """Whether no statistic is rejected at a family-wise level (Bonferroni)."""
         p_values = self.p_values()
         return all(p_value >= level / len(p_values) for p_value in p_values.values())
 
@@ -188,16 +185,12 @@ def simulation_based_calibration(
     r"""Simulates data, infers their states, and ranks the truth in the posterior.
 
     Let :math:`(s, y) \sim p` and the posterior be exact. Then :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s) \mid y)` with uniform
-    :math:`v` is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018). States are discrete, hence the randomisation.
-    Probabilities are those of the weights, so no draws of states are needed.
+    :math:`v` is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018). Statistics are the number of ``active`` latents, every
+    latent, and the ``log_joint``, which notices what others miss (Modrak et al. 2023). A truncated posterior leaves out improbable states,
+    so the truth comes out too improbable.
 
-    Statistics are the number of ``active`` latents, every latent, and the ``log_joint``. The last may depend on the
-    data and notices what others miss (Modrak et al. 2023). A truncated posterior leaves out improbable states, so the
-    truth comes out too improbable.
-
-    All data points of a simulation count as simulations, since their states and data are independent. Parameters are
-    held fixed. So calibration is that of the states, and of the global latents if a guide covers them. Global latents
-    are compared by ranks among ``num_draws`` draws, once per simulation, and need a ``fit`` and many simulations.
+    All data points of a simulation count as simulations, with parameters held fixed. Global latents are compared by ranks among
+    ``num_draws`` draws, once per simulation, and need a ``fit`` and many simulations.
 
     Example:
         >>> model = BinarySparseCoding(9, 6)
@@ -234,10 +227,7 @@ def fit_populations(
     max_count: int | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> AutoTruncated:
-    """Returns a guide with populations found under the present model.
-
-    Counts without an upper end need ``max_count``.
-    """
+    """A guide with populations found under the present model."""
     probe = AutoTruncated(model, 1, max_count=max_count)
     probe.setup(*args, **kwargs)
     search = ExhaustiveSearch() if probe.space.size <= ENUMERATED_LIMIT else EvolutionarySearch(crossover=True)
@@ -278,10 +268,7 @@ def _draw_companions(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _state_transforms(
     part: AutoTruncated, words: Tensor, truth: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: list[dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Returns transforms ``(N,)`` of statistics of the states.
-
-    The posterior is the mixture over draws of the other latents.
-    """
+    """Transforms ``(N,)`` of the states' statistics, averaged over other latents."""
     below: dict[str, Tensor] = {}
     equal: dict[str, Tensor] = {}
     true_levels = part.space.unpack(words, torch.int64)
@@ -300,10 +287,7 @@ def _state_transforms(
 
 
 def _global_transforms(scorer: LogJoint, others: Mapping[str, Tensor], draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns transforms ``(1,)`` of each entry of the global latents.
-
-    They are ranks among the draws.
-    """
+    """Ranks ``(1,)`` of each entry of the global latents among draws."""
     result = {}
     for name, true in others.items():
         if scorer.is_inside(scorer.nodes[name]) or not all(name in draw for draw in draws):
@@ -369,11 +353,7 @@ class CrossValidation:
 
 
 def likelihood_name(idata: Any) -> str:
-    """The variable of the group ``log_likelihood``.
-
-    Raises:
-        ValueError: if there is no such group, or it holds several variables.
-    """
+    """The variable of the group ``log_likelihood``."""
     if "log_likelihood" not in group_names(idata):
         raise ValueError("the data have no group log_likelihood; to_arviz leaves it out where it does not exist")
     names = list(get_dataset(idata, "log_likelihood").data_vars)
@@ -386,13 +366,8 @@ def likelihood_name(idata: Any) -> str:
 def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidation:
     r"""PSIS-LOO of the marginal likelihood :math:`\log\sum_{s \in K_n} p(y_n, s \mid \theta)` (Vehtari, Gelman and Gabry 2017).
 
-    States of data points are summed out. Conditioning on drawn states, as if they were parameters, keeps what the
-    states of a data point know about it. On a sparse-coding model that is wrong by hundreds of nats, and tail indices
-    show it.
-
-    With point estimates nothing can be left out. The likelihood then varies over the draws by rounding, or by the
-    noise of an approximate ``conditional``, which is averaged out. Restarts are no draws from one posterior: the best
-    one counts.
+    States of data points are summed out: conditioning on drawn states keeps what they know about it. With point estimates nothing can be
+    left out, and the likelihood varies over the draws by rounding. Restarts are no draws from one posterior: the best one counts.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -429,11 +404,8 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
 def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | None = None) -> Any:
     """Compares models by PSIS-LOO on the marginal likelihood of the same data.
 
-    Problems of the comparison are reported too.
-
-    Densities compare with densities and probabilities with probabilities. A Gaussian model of binary data is
-    comparable with a noisy-OR only if both get the same data. Adding uniform noise to binary data gives a lower
-    bound: the expected log density bounds the log probability under the discretised model.
+    Problems of the comparison are reported too. Densities compare with densities and probabilities with probabilities. Adding uniform noise
+    to binary data gives a lower bound of the log probability under the discretised model.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -494,12 +466,7 @@ def _convert_for_arviz(idata: Any, name: str, result: CrossValidation) -> Any:
 
 
 def missing_nats(idata: Any) -> float:
-    r"""Returns :math:`-\sum_n \log c_n`, a lower bound on what populations lack.
-
-    It is NaN without a certificate.
-
-    Of several guides, that of the best covered.
-    """
+    r""":math:`-\sum_n \log c_n` of the best guide, which populations lack at least."""
     data = get_dataset(idata, "truncated_posterior")
     if "support_mass_bound" not in data:
         return float("nan")
@@ -522,13 +489,10 @@ STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.st
 def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray:
     r"""Leave-one-out probability integral transforms, feature by feature.
 
-    :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})`
-    with uniform :math:`v`. This serves counts and binary values too. :math:`\tilde y` are *new*
-    data points (the group ``marginal_predictive``): repeated ones have seen :math:`y_n` through
-    their states. (Where states are global, no data point has any, and ``posterior_predictive``
-    serves.) The weights of the draws are those of PSIS-LOO on the marginal likelihood. If the model
-    is right, the transforms of each feature are uniform on [0, 1]; those of different features
-    depend on each other.
+    :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})` with uniform :math:`v`, for counts and
+    binary values too. :math:`\tilde y` are *new* data points (the group ``marginal_predictive``): repeated ones have seen :math:`y_n`
+    through their states. The weights of the draws are those of PSIS-LOO on the marginal likelihood. If the model is right, the transforms
+    of each feature are uniform on [0, 1].
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -579,11 +543,7 @@ def new_data_group(idata: Any) -> str | None:
 
 
 def observed_name(idata: Any, group: str) -> str:
-    """The observed site that a predictive group is about.
-
-    Raises:
-        ValueError: if there is none or more than one.
-    """
+    """The observed site that a predictive group is about."""
     shared = [str(name) for name in get_dataset(idata, group).data_vars if name in get_dataset(idata, "observed_data")]
     if len(shared) != 1:
         raise ValueError(f"{group} holds the observed sites {shared}; choose one by name")
@@ -594,12 +554,10 @@ def observed_name(idata: Any, group: str) -> str:
 def predictive_p_values(
     idata: Any, *, group: str = "posterior_predictive", name: str | None = None, statistics: Mapping[str, Statistic] | None = None
 ) -> dict[str, float]:
-    r"""Returns predictive p-values :math:`P(T(\tilde y) \ge T(y))` of statistics.
-
-    They are of the whole data set. Ties count half.
+    r"""Returns predictive p-values :math:`P(T(\tilde y) \ge T(y))`, with ties by half.
 
     Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
-    have seen the data through their states; ``marginal_predictive`` is the sharper check.
+    have seen the data; ``marginal_predictive`` is the sharper check.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data

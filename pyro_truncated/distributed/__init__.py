@@ -1,7 +1,5 @@
 """Data-parallel training: several processes, each on its rows of the data.
 
-The free energies are those of one process.
-
 The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and on several machines::
 
     distributed.start()

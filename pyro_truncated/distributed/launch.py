@@ -39,10 +39,8 @@ def local_names() -> frozenset[str]:
 class AllReduced(Described, PyroOptim):
     r"""An optimiser that follows the sum of all processes' gradients.
 
-    ``SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO(search))`` is the same run on one process and on many.
-    Losses are sums over data points, so that the gradient of all data is :math:`\sum_k \nabla L_k` (and no mean), in one message.
-    Parameters that started alike, with the first process's values, stay alike to the last bit. Without other processes it is the
-    optimiser alone.
+    ``SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO(search))`` is the same run on one process and on many. The gradient
+    of all data is :math:`\sum_k \nabla L_k`, in one message. Parameters that started alike stay alike to the last bit.
 
     Example:
         >>> model = BinarySparseCoding(9, 4)
@@ -94,13 +92,9 @@ class AllReduced(Described, PyroOptim):
 
 
 class SummedELBO(Described, ELBO):
-    r"""Sums an ELBO of Pyro over the processes.
+    r"""Sums an ELBO of Pyro over the processes, :math:`L = \sum_k L_k`.
 
-    .. math:: L = \sum_k L_k
-
-    :class:`~pyro_truncated.Truncated_ELBO` sums by itself. This class is for models trained by ELBOs of Pyro, such as
-    :class:`~pyro_truncated.gplvm.SASDecoder`. An error of one process ends all. Without other processes, and without
-    shards among the arguments, it is the ELBO alone.
+    :class:`~pyro_truncated.Truncated_ELBO` sums by itself. An error of one process ends all.
 
     Example:
         >>> x = shard(torch.randn(20, 3))
@@ -135,10 +129,7 @@ class SummedELBO(Described, ELBO):
             return self._total(self.elbo.loss_and_grads(model, guide, *args, **kwargs), args, kwargs)
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the loss of all data for ``DistributedDataParallel``.
-
-        The mean of its gradients over the processes is the gradient of all data.
-        """
+        """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
         with ending_together((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             scaled = own * (world.size() if is_spread(args, dict(kwargs)) else 1)
@@ -163,10 +154,9 @@ class UnsharedDataWarning(UserWarning):
 def start(timeout: float = 600.0) -> torch.device:
     """Joins the processes of a launcher such as ``torchrun``, if any.
 
-    It opens torch's default process group, unless that is open. The backend is ``nccl`` where every process of the
-    machine has a GPU of its own, else ``gloo``. Torch and numba get ``cores / processes on this machine`` threads,
-    numba unless ``NUMBA_NUM_THREADS`` is set. Torch's global generator gets the state of the first process's, so that
-    all draw alike. At the end of the program the group is closed.
+    It opens torch's default process group: ``nccl`` where every process of the machine has a GPU of its own, else ``gloo``. Torch and numba
+    get ``cores / processes on this machine`` threads, numba unless ``NUMBA_NUM_THREADS`` is set. Torch's global generator gets the state of
+    the first process's. At the end of the program the group is closed.
 
     Example:
         >>> device = start()  # alone, and under torchrun --nproc_per_node=4 script.py
@@ -232,11 +222,6 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
     """Broadcasts parameters, buffers, search and random state of the first process.
 
     Parameters that :class:`AllReduced` leaves to every process stay as they are.
-
-    Args:
-        model: a model.
-        guide: its guide.
-        search: has ``state_dict`` and ``load_state_dict``.
     """
     held = dict(pyro.get_param_store().named_parameters())
     modules = {name: part for name, part in (("model", model), ("guide", guide)) if isinstance(part, torch.nn.Module)}

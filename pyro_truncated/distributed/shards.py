@@ -97,8 +97,8 @@ class Shard(Tensor):
 def shard(array: Any, *, split: bool = True) -> Shard:
     """Returns this process's rows of the data as a :class:`Shard`.
 
-    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays and
-    tensors nothing is copied, so that only rows which are used are ever read.
+    Every process gets successive rows, as many as the others or one more. Nothing is copied, and of memory maps only rows which are used
+    are read.
 
     Example:
         >>> import numpy as np
@@ -159,22 +159,14 @@ def let_go(y: Any) -> None:
 
 
 def refuse_part(y: Any, why: str) -> None:
-    """Refuses shards of data of which other processes hold the rest.
-
-    Raises:
-        NotImplementedError: saying why.
-    """
+    """Refuses shards of data of which other processes hold the rest."""
     portion = find_portion(y)
     if portion is not None and portion.is_part:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
 
 
 def find_portion(arguments: Any) -> Portion | None:
-    """Returns the rows held by shards among a model's arguments, or ``None``.
-
-    Raises:
-        ValueError: if they are of different rows.
-    """
+    """Returns the rows held by shards among a model's arguments, or ``None``."""
     found = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
     if len(found) > 1:
         raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, found))}")
@@ -282,12 +274,9 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
 
 
 def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
-    """Returns random data points in random order, the same on every process.
+    """Random data points in random order, the same on every process.
 
-    Args:
-        y: data, or a shard of them.
-        number: how many at most.
-        generator: source of randomness, which from now on is in the same state on every process.
+    ``generator`` is in the same state on every process from now on.
     """
     if isinstance(y, Shard) and y.portion.is_part:
         draw_alike(generator)
@@ -334,12 +323,7 @@ _STEP, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4
 
 
 def fingerprint(shard: Shard) -> int:
-    """Returns a 64-bit hash of all data and their positions.
-
-    It is a sum over data points, and so does not depend on how processes share them.
-
-    All processes that hold shards of the data must ask for it.
-    """
+    """A 64-bit hash of all data and their positions, however shared."""
     width = max(1, shard[:1].numel())
     rows = max(1, 2**22 // width)
     total = 0
@@ -410,11 +394,8 @@ def current_batch() -> RowBatch | None:
 class Batches:
     """Minibatches that hold every data point once per epoch.
 
-    They are made of blocks of successive rows in random order.
-
-    Data on a disk are read in blocks. The data points of a minibatch depend on the seed and its number, not on the
-    number of processes: each process takes those that it has. Within a minibatch call the model with all data, and
-    without a size for its plate::
+    They are made of blocks of successive rows in random order, which depend on the seed and the number of the minibatch. Within a minibatch
+    call the model with all data, and without a size for its plate::
 
         for batch in itertools.islice(distributed.Batches(y, 1000), 30):
             with batch:
@@ -474,10 +455,7 @@ _left: Any = WeakIdKeyDictionary()
 
 
 def leave_to_owners(parameter: Tensor) -> None:
-    """Marks a parameter whose rows belong to this process's data points.
-
-    No gradients of other processes are added to it.
-    """
+    """Marks a parameter whose rows belong to this process's data points."""
     _left[parameter] = True
 
 
@@ -492,16 +470,9 @@ def is_owned(parameter: Tensor) -> bool:
 
 
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
-    """Returns rows at global positions ``(n,)``, the same on each process.
+    """Rows at global positions ``(n,)``, whose gradients go to the owners.
 
-    Gradients add up and go to the owners.
-
-    Every process must ask for them, and take the gradient of what it makes of them if one of them does.
-
-    Args:
-        own: the rows of this process, ``(m, ...)``.
-        portion: which these are.
-        positions: the same on every process.
+    ``own (m, ...)`` are those of this process. Every process must ask for them, and take the gradient if one of them does.
     """
     rows: Tensor = _OwnerRows.apply(own, portion, positions)  # type: ignore[no-untyped-call]
     return rows
@@ -518,10 +489,7 @@ def as_shard_like(values: Tensor, y: Any) -> Tensor:
 
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
-    """Selects this process's data points among global positions.
-
-    Returns them with their places here. Of whole data these are all.
-    """
+    """This process's data points among global positions, and their places."""
     if portion is None:
         return positions
     return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
@@ -552,9 +520,8 @@ class _OwnerRows(Function):
 def collect_rows(state: Any) -> dict[str, Tensor]:
     """Returns all tensors of rows in a nested state, by their path.
 
-    Kept apart, any number of processes can share them. A state with rows is a dictionary. Its ``rows`` are tensors with a row for each
-    of the first data points of this process; zeros mark unknown ones. Its ``first_position`` is the position of the first row among all
-    data. Its ``is_spread`` says whether other processes have the rest.
+    A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process, zeros where
+    unknown. ``first_position`` is that of the first row among all data; ``is_spread`` says whether other processes have the rest.
     """
     found: dict[str, Tensor] = {}
 

@@ -1,8 +1,6 @@
 """Collective messages between processes: sum, broadcast, gather, failure.
 
-All of them go through torch's default process group. Each begins with a header of eight numbers. By it processes
-notice at once that one of them has failed, or that they make different calls. A few numbers travel in the header
-itself.
+Each begins with a header of eight numbers, by which processes notice that one has failed, or that they make different calls.
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ def size() -> int:
 
 
 def add(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over all processes, with the same bits on each.
-
-    It is one message in float64.
+    """Sums over all processes, with the same bits, in float64.
 
     Example:
         >>> (total,) = add([torch.tensor(2.0)])
@@ -125,9 +121,7 @@ def agree(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Gathers objects of all processes on every process, in order.
-
-    They must be picklable.
+    """Gathers picklable objects of all processes on every process, in order.
 
     Example:
         >>> gather(f"I am {rank()}")
@@ -148,13 +142,7 @@ def gather(value: T) -> list[T]:
 
 
 def collect(value: T) -> list[T] | None:
-    """Gathers objects of all processes on the first one, in order.
-
-    The others get ``None``. Objects must be picklable.
-
-    Raises:
-        OtherProcessError: if another process has failed.
-    """
+    """Gathers picklable objects on the first process; others get ``None``."""
     if not is_shared():
         return [value]
     packed = _pack(value)
@@ -168,13 +156,7 @@ def collect(value: T) -> list[T] | None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A context whose error ends all processes at their next message.
-
-    Their error names it. Inner contexts leave it to the outermost.
-
-    Raises:
-        OtherProcessError: on the others.
-    """
+    """A context whose error ends all processes at their next message."""
     if not is_shared() or _is_watched.get():
         yield
         return
@@ -196,7 +178,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None = None, error: Exception | None = None) -> Tensor:
-    """Exchanges the headers of all processes, ``(K, 8)``.
+    """The headers ``(K, 8)`` of all processes.
 
     They hold verb, length, fingerprint, whether there is an error, and up to four numbers.
     """

@@ -61,21 +61,19 @@ def default_step_size(step: int) -> float:
 class ClosedForm(Described, PyroOptim):
     r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
 
-    Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the
-    free energy never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
+    Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch the free energy never decreases. On
+    minibatches the sufficient statistics :math:`T` are streamed:
 
     * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points (Neal & Hinton
-      1998). The old contribution is recomputed from the stored populations. The free energy of all data visited so far never decreases. A
-      model with ``expected_statistics()`` counts data points that have not been visited by these statistics. Then the free energy of
-      visited and expected data together never decreases, while that of the visited ones may. Without this method the first minibatch
-      replaces all that a model knew. Not for models whose statistics depend on the parameters, and not while a temperature changes.
+      1998), the old contribution from the stored populations. The free energy of all data visited so far never decreases. A model with
+      ``expected_statistics()`` counts data points that have not been visited by these; else the first minibatch replaces all that a model
+      knew. Not for models whose statistics depend on the parameters, and not while a temperature changes.
+
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
-    Several processes (see :func:`pyro_truncated.distributed.shard`) add up the changes of the statistics, and all stream the sums. That is
-    one message per step, whose size does not depend on the number of data.
-
-    The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
+    Several processes (see :func:`pyro_truncated.distributed.shard`) add up the changes of the statistics, one message per step. The model
+    is trained this way as long as the object exists (SVI holds it) and is not released.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data

@@ -36,8 +36,6 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 class GibbsDraws:
     """Draws of selected latents' coefficients for ``n`` data points.
 
-    All other coefficients are zero.
-
     Example:
         >>> draws = GibbsDraws(torch.tensor([[0, 3]]), torch.ones(1, 5, 2), torch.tensor([[1.0, 0.8]]))
         >>> draws.spread(4)[0, 0]
@@ -64,9 +62,7 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """A model of ``y (N, D)`` for :class:`~pyro_truncated.GibbsEM`.
-
-    It draws by ``gibbs``, and its M-step is ``sufficient_statistics`` and ``maximize``. It also has ``num_latents`` and ``unit``.
+    """A model of ``y (N, D)``, with ``num_latents`` and ``unit``, for :class:`~pyro_truncated.GibbsEM`.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
@@ -85,10 +81,7 @@ class GibbsModel(Protocol):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws ``(n, sweeps, K)`` for the selected latents ``(n, K)``.
-
-        Also returns the probabilities ``(n, K)`` that they are active. The data are ``(n, D)``.
-        """
+        """Draws ``(n, sweeps, K)`` for latents ``(n, K)``, and their probabilities."""
 
     def singletons(self, y: Tensor) -> Tensor:
         """Log joint of no and of each single active latent, ``(n, 1 + H)``."""
@@ -110,8 +103,8 @@ class GibbsGuide(PyroModule):
     """Posterior draws of selected latents per data point, kept between steps.
 
     Chains continue where they stopped. Coefficients of latents that lose their selection become zero. Train it with
-    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws, chosen at random for each
-    data point. So it works in :class:`~pyro.infer.Predictive`.
+    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws, chosen at random for each data
+    point.
 
     Example:
         >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
@@ -308,23 +301,13 @@ def _raise_nonfinite_draws() -> None:
 
 
 class SingletonScore:
-    """Log joints of states with at most one active latent.
-
-    Args:
-        model: has ``singletons``, log joints ``(n, H + 1)`` of the state without active latents and of those with one.
-        y: data ``(n, D)``.
-        space: of the states.
-    """
+    """Log joints of states with at most one active latent."""
 
     def __init__(self, model: Any, y: Tensor, space: StateSpace) -> None:
         self.model, self.y, self.space = model, y, space
 
     def __call__(self, words: Tensor) -> Tensor:
-        """Log joints ``(n, C)`` of packed states ``(n, C, W)``.
-
-        Raises:
-            NotImplementedError: if more latents of a state are active.
-        """
+        """Log joints ``(n, C)`` of packed states ``(n, C, W)``."""
         if not len(words):
             return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
         states = self.space.unpack(words)
@@ -340,18 +323,12 @@ class SingletonScore:
 class GibbsEM(ELBO):
     r"""Monte Carlo EM: ``SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))``.
 
-    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of each data point, continues its Gibbs chain
-    over these, and takes the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`,
-    hand-crafted or learned. A :class:`~pyro_truncated.GPSelect` starts from random latents. It regresses on the means
-    of the conditional probabilities that latents are active.
+    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of each data point, continues its Gibbs chain over these, and takes
+    the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`, or a :class:`~pyro_truncated.GPSelect`, which
+    starts from random latents. Data points that a guide meets for the first time take some E-steps alone, as chains start anywhere. The
+    loss is minus the log joint of data and draws, averaged over the draws, before the M-step: noisy and no bound.
 
-    Chains start anywhere, and one M-step with what they draw before they have come to the parameters loses these. So those of data points
-    that a guide meets for the first time take some E-steps alone.
-
-    The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
-    bound of anything, but serves to watch convergence.
-
-    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), which then train as one with all data would.
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`).
 
     Example:
         >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
@@ -408,9 +385,7 @@ class GibbsEM(ELBO):
         return -float(_total(model.expected_log_joint(_check(guide, model).draws(), y), y))
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
-        """Takes an E-step and hands its statistics to the closed-form M-step.
-
-        Returns minus the mean log joint of the draws.
+        """Takes an E-step and an M-step; returns the loss.
 
         Raises:
             TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
@@ -464,10 +439,7 @@ class GibbsEM(ELBO):
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
 
     def _subsample(self, y: Tensor) -> tuple[Tensor | None, float]:
-        """Draws this process's part of a minibatch of all processes.
-
-        Returns its positions, ``None`` for all, and how many data points each stands for.
-        """
+        """This process's part of a minibatch, and what each point stands for."""
         total = total_rows(y)
         if self.batch_size is None or self.batch_size >= total:
             return None, 1.0

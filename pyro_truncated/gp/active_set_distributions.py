@@ -22,9 +22,7 @@ from pyro_truncated.utils.constraints import or_missing
 
 
 class ActiveSetScaleWarning(UserWarning):
-    """A plate that subsamples scales the log density of an active set.
-
-    It should count once.
+    """A plate that subsamples scales an active set, which counts once.
 
     Example:
         >>> def model(z, x):
@@ -41,17 +39,8 @@ class ActiveSetScaleWarning(UserWarning):
 def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None) -> None:
     """Warns if handlers scale a minibatch's active points like all others.
 
-    A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``. This
-    includes the active set, whose points are conditioned on and stand for no others. What is scaled
-    on purpose, by :meth:`Split.weights` for example, differs between data points.
-
-    Args:
-        num_active: size of the active set.
-        batch_size: number of data points of the distribution, ``B``.
-        num_data: ``N``, or ``None``. If it is the plate's size it corrects the plate's scale.
-
-    Warns:
-        ActiveSetScaleWarning: if all data points have one scale other than 1 in a plate that subsamples, or the plate has another ``N``.
+    A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, that of the active set, too. What is scaled on
+    purpose, by :meth:`Split.weights` for example, differs between data points.
     """
     message = _message()
     apply_stack(message)
@@ -101,9 +90,8 @@ def _message() -> Any:
 class GivenActiveSet(TorchDistribution):
     r"""Observations given a fixed active set: :math:`p(x_n \mid x_A, z_n)`, independent over data points.
 
-    Use it where latents of single data points vary on their own, as in parallel enumeration or under
-    :class:`~pyro_truncated.AutoTruncated`. Given the active set, every state of a data point has its
-    own density. Entries that are NaN are missing.
+    Use it where latents of single data points vary on their own, as under :class:`~pyro_truncated.AutoTruncated`: every state of a data
+    point has its own density. Entries that are NaN are missing.
 
     Example:
         >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
@@ -169,34 +157,31 @@ class GivenActiveSet(TorchDistribution):
 
 
 class ActiveSetGaussianProcess(TorchDistribution):
-    r"""Observations of many Gaussian processes that share kernel and noise.
-
-    Those beyond an active set are independent given it.
+    r"""Observations of many Gaussian processes, independent given an active set.
 
     The first ``num_active`` of the ``B`` data points are the active set ``A``, the others the rest ``R``:
 
     .. math:: \log p_A(x \mid z) = \log p(x_A \mid z_A) + \sum_{n \in R} \log p(x_n \mid x_A, z)
 
-    This is a normalised density for every ``A``, and the exact one of the Gaussian process if at
-    most one point is not active. The log density of an active point is its term :math:`\log p(x_a
-    \mid x_{<a})` in the chain rule, so the sum over data points is the total. The distribution
-    therefore belongs inside the data plate, with batch shape ``(B,)`` and event shape ``(D,)``.
+    This is a normalised density for every ``A``, and the exact one of the Gaussian process if at most one point is not active. The log
+    density of an active point is its term :math:`\log p(x_a \mid x_{<a})` in the chain rule. The distribution therefore belongs inside the
+    data plate, with batch shape ``(B,)`` and event shape ``(D,)``.
 
-    In a plate that subsamples ``N`` data points to ``B`` every log density is multiplied by ``N / B``, which is wrong for both terms.
-    With ``num_data=N`` they are weighted by ``B / N`` and ``(B / N) (N - |A|) / |R|``, so that the plate's scale leaves
+    In a plate that subsamples ``N`` data points to ``B`` every log density is multiplied by ``N / B``. With ``num_data=N`` they are
+    weighted by ``B / N`` and ``(B / N) (N - |A|) / |R|``, so that the plate's scale leaves
 
     .. math:: \log p(x_A \mid z_A) + \frac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z),
 
-    an unbiased estimate of the log density of all data under a random active set. Where other sites of the plate need the same weights,
-    use ``poutine.scale(scale=split.weights(N))`` around all of them instead and leave ``num_data`` out.
+    an unbiased estimate of the log density of all data under a random active set. Where other sites of the plate need the same weights, use
+    ``poutine.scale(scale=split.weights(N))`` around all of them instead and leave ``num_data`` out.
 
     .. note:: The expectation over active sets is not the log density of the full Gaussian process: it is smaller by
         :math:`\sum_{r \le N - |A|} (S(r) - S(N - |A|))` with the leave-``r``-out scores ``S``, on average the total correlation of the rest
         given the active set. The gradient's expectation at the true parameters is zero all the same.
         A larger active set reduces this bias, a larger rest reduces the variance.
 
-    Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete: outputs with
-    different missing rows need Cholesky factors of their own.
+    Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete: outputs with different
+    missing rows need Cholesky factors of their own.
 
     Example:
         >>> kernel, z = pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2)
@@ -272,8 +257,6 @@ class ActiveSetGaussianProcess(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetGaussianProcess:
         """Returns the distribution with further batch dimensions on the left.
 
-        If the shape is its own, it is returned itself.
-
         Raises:
             ValueError: if the last batch dimension, that of the data points, would change.
         """
@@ -299,10 +282,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
 
     @takes_arrays
     def condition(self, value: Tensor) -> ActiveSet:
-        """Returns the posterior given the active observations ``(*batch, B, D)``.
-
-        It predicts deviations from ``loc``.
-        """
+        """The posterior of deviations from ``loc`` given the active observations, ``(*batch, B, D)``."""
         outputs = (value - self.loc)[..., : self.num_active, :]
         return ActiveSet(self.latents[..., : self.num_active, :], outputs, self.kernel, self.noise, self._matrix)
 
@@ -320,10 +300,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         return terms if self.num_data is None else terms * self.weights
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations of all data points.
-
-        Those of the active set are joint, each other one is given these.
-        """
+        """Draws observations of all data points, given those of the active set."""
         shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
         noise = torch.randn(shape, dtype=self.latents.dtype, device=self.latents.device)
         cholesky, _ = factorize(self._matrix, self.noise.reshape(()))
@@ -337,16 +314,14 @@ class ActiveSetGaussianProcess(TorchDistribution):
 class ActiveSetPosterior(ActiveSetGaussianProcess):
     r"""A normal posterior of the functions at all data points.
 
-    It serves as a guide where observations are not Gaussian.
-
-    In the model the functions ``f`` come from an :class:`ActiveSetGaussianProcess` over the same
-    latents, with a small noise :math:`\varepsilon`. Here the functions of the active set have
-    Gaussian sites, one pseudo-target per value. The others follow from them as in the model:
+    It is a guide where observations are not Gaussian. In the model the functions ``f`` come from an :class:`ActiveSetGaussianProcess` over
+    the same latents, with a small noise :math:`\varepsilon`. Here the functions of the active set have Gaussian sites, one pseudo-target
+    per value, and the others follow as in the model:
 
     .. math:: q(f) \propto p(f_A \mid z_A) \prod_{a \in A} \mathcal N(y_a;\, f_a, \tau^2 I) \prod_{n \in R} p(f_n \mid f_A, z)
 
     so that :math:`\log q(f) - \log p(f) = \log \mathcal N(y_A; f_A, \tau^2) - \log \mathcal N(y_A; 0, K_{AA} + (\varepsilon + \tau^2) I)`.
-    The width :math:`\tau` is shared, which keeps the covariance the same for all outputs: two Cholesky factors serve them all.
+    The width :math:`\tau` is shared, so that two Cholesky factors serve all outputs.
 
     Example:
         >>> kernel, z = pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2)
@@ -398,10 +373,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         return ActiveSetPosterior(*arguments, loc=self.loc, num_data=self.num_data, validate_args=False)
 
     def sites(self) -> ActiveSet:
-        """The process given the pseudo-targets.
-
-        It predicts the functions, as deviations from ``loc``.
-        """
+        """The process of the functions, as deviations from ``loc``, given pseudo-targets."""
         latents = self.latents[..., : self.num_active, :]
         return ActiveSet(latents, self.targets - self.loc, self.kernel, self.noise + self.width, self._matrix)
 
@@ -415,10 +387,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         return prior + torch.nn.functional.pad(gain, (0, prior.shape[-1] - gain.shape[-1]))
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws function values from the posterior.
-
-        A prior draw is moved by the difference of true and drawn pseudo-targets.
-        """
+        """Draws function values: prior draws, moved by the difference of pseudo-targets."""
         draw = super().rsample(sample_shape) - self.loc
         head = draw[..., : self.num_active, :]
         noisy = head + self.width.sqrt() * torch.randn_like(head)

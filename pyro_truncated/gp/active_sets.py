@@ -1,12 +1,7 @@
 r"""Gaussian processes with many outputs, conditioned on an active set.
 
-The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the
-latents with one kernel and one noise variance :math:`\sigma^2`. So one Cholesky factor of :math:`C
-= K_{AA} + \sigma^2 I` serves them all, in :math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R`
-further points.
-
-A data set that is too large for one active set is conditioned on through a few data points, or
-through those closest to each latent.
+The outputs are independent Gaussian processes over the latents with one kernel and one noise variance :math:`\sigma^2`. So one Cholesky
+factor of :math:`C = K_{AA} + \sigma^2 I` serves them all, in :math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R` further points.
 """
 
 from __future__ import annotations
@@ -29,10 +24,7 @@ from pyro_truncated.utils.arrays import takes_arrays
 
 @dataclasses.dataclass(frozen=True)
 class _Factor:
-    """A group of outputs with the same observed rows.
-
-    They share the rows and a Cholesky factor, which whitens them.
-    """
+    """A group of outputs with the same observed rows and Cholesky factor."""
 
     rows: Tensor | slice
     columns: Tensor | slice
@@ -47,9 +39,7 @@ class ActiveSet:
 
     .. math:: m_n = k_{nA} C^{-1} x_A, \qquad c_n = k_{nn} + \sigma^2 - k_{nA} C^{-1} k_{An}, \qquad C = K_{AA} + \sigma^2 I
 
-    Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor. A
-    complete active set needs one factor, others need one for each pattern of missing entries. Prefer
-    complete data points as the active ones.
+    Outputs that are NaN are missing. A complete active set needs one Cholesky factor, others need one for each pattern of missing entries.
 
     Example:
         >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
@@ -113,12 +103,7 @@ class ActiveSet:
         return self.latents.shape[-2]
 
     def log_prob_terms(self) -> Tensor:
-        r"""Returns sequential log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``.
-
-        Each active point is given the ones before it.
-
-        Their sum is :math:`\log p(x_A) = -\frac D2 \log |C| - \frac12 \operatorname{tr}(C^{-1} x_A x_A^\top) - \frac{|A| D}{2} \log 2\pi`.
-        """
+        r"""Sequential log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``, which sum to :math:`\log p(x_A)`."""
         total = self.latents.new_zeros(())
         for factor in self.factors:
             scale = factor.cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi)
@@ -132,8 +117,8 @@ class ActiveSet:
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         r"""Predictive means :math:`m_n`, ``(*batch, B, D)``, and variances :math:`c_n`, ``(*batch, B, 1)`` or ``(*batch, B, D)``.
 
-        The variance is that of the observations, or ``noiseless`` that of the function. It has one column for all outputs, unless
-        entries of the active set are missing. Latents of further batch dimensions than the active set are allowed.
+        The variance is that of the observations, or ``noiseless`` that of the function; one column serves all outputs, unless entries of
+        the active set are missing.
         """
         if self.latents.dim() == 2 and self.outputs.dim() == 2 and latents.dim() != 2:
             mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noiseless=noiseless)
@@ -142,10 +127,7 @@ class ActiveSet:
         return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noiseless=noiseless)
 
     def predict_from(self, prior: Tensor, cross: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """As :meth:`predict`, from prior variances and covariances with the active set.
-
-        They are ``(*batch, B)`` and ``(*batch, A, B)``.
-        """
+        """As :meth:`predict`, from variances ``(*batch, B)`` and covariances ``(*batch, A, B)``."""
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
@@ -159,9 +141,7 @@ class ActiveSet:
         return means[..., order], variances[..., order]
 
     def function_covariance(self, latents: Tensor) -> Tensor:
-        """Returns the function's posterior covariance matrix ``(B, B)`` at latents ``(B, Q)``.
-
-        It is the same for all outputs.
+        """The function's posterior covariance matrix ``(B, B)`` at latents ``(B, Q)``.
 
         Raises:
             ValueError: if entries of the active set are missing, so that outputs have different ones.
@@ -175,10 +155,7 @@ class ActiveSet:
 
 
 def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns log densities of observations ``(*batch, B, D)`` under independent normals.
-
-    They are ``(*batch, B)``, over entries that are not NaN.
-    """
+    """Log densities ``(*batch, B)`` of observed entries ``(*batch, B, D)`` under independent normals."""
     observed = ~value.isnan()
     if bool(observed.all()):
         if variance.shape[-1] == 1:
@@ -198,18 +175,8 @@ class NearestSet:
     .. math:: m(z) = k_{zA} C^{-1} x_A, \qquad c(z) = k_{zz} + \sigma^2 - k_{zA} C^{-1} k_{Az}, \qquad C = K_{AA} + \sigma^2 I,
         \qquad A = A(z)
 
-    Closest are those whose function values correlate most with that at the latent, under the prior.
-    In more than a few dimensions data are sparse. No few points of a projection then lie within a
-    length-scale of all others, but the closest data points tell nearly everything about a place.
-    Cost of a prediction: :math:`O(N Q + |A|^3 + |A| D)`, or without the first term :meth:`around`
-    it. Means jump, a little, where the closest points change.
-
-    Args:
-        latents: of the data, ``(N, Q)``.
-        outputs: complete, ``(N, D)``.
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
-        noise: noise variance, a scalar.
-        num_neighbors: size of each active set.
+    Closest are those whose function values correlate most with that at the latent, under the prior. Cost of a prediction: :math:`O(N Q +
+    |A|^3 + |A| D)`, or without the first term :meth:`around` it. Means jump, a little, where the closest points change.
 
     Raises:
         ValueError: if outputs are missing, or shapes disagree.
@@ -230,14 +197,7 @@ class NearestSet:
 
     @torch.no_grad()
     def around(self, latents: Tensor, leave_out: Tensor | None = None) -> Neighborhoods:
-        """Fixes the active sets of latents ``(M, Q)`` for later predictions.
-
-        Predictions are given the data points closest to *these* latents.
-
-        Args:
-            latents: where.
-            leave_out: a data point ``(M,)`` for each that is not to be among them.
-        """
+        """Fixes the active sets of latents ``(M, Q)``, each without ``leave_out (M,)``."""
         # Several large tensors come and go, and small ones are not asked of the system each time.
         rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
         own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
@@ -256,10 +216,7 @@ class NearestSet:
         return factorize(covariance(self.kernel, z, z), self.noise)[0]
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
-
-        They are those of the observations, or ``noiseless`` of the function.
-        """
+        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, or ``noiseless`` ones."""
         flat = latents.reshape(-1, latents.shape[-1])
         mean, variance = self.around(flat.detach()).predict(flat, noiseless=noiseless)
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
@@ -284,10 +241,7 @@ class Neighborhoods:
         return Neighborhoods(self.data, self.near[rows], self.cholesky[rows])
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``.
-
-        Each is given the active set of its position.
-        """
+        """Means ``(M, D)`` and variances ``(M, 1)``, each given its own set."""
         data = self.data
         cross = covariance(data.kernel, data.latents[self.near], latents.unsqueeze(-2))
         basis = torch.linalg.solve_triangular(self.cholesky, cross, upper=False)
@@ -302,8 +256,6 @@ class Neighborhoods:
 class ProjectedStatistics:
     r"""Sums over data points that a :class:`ProjectedSet` consists of.
 
-    Those of two parts of the data add up.
-
     Attributes:
         latents: latents :math:`U` of the points projected on, ``(M, Q)``.
         gram: :math:`\sum_n k_{Un} k_{nU}`, ``(M, M)`` in float64.
@@ -316,13 +268,7 @@ class ProjectedStatistics:
 
 
 def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
-    """Returns sums over data points ``(N, Q)``, ``(N, D)`` for projection.
-
-    They are projected on the chosen latents ``(M, Q)``: ``O(N M (M + D))``.
-
-    Raises:
-        ValueError: if outputs are missing; give complete data points only.
-    """
+    """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     if bool(outputs.isnan().any()):
         raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
     gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
@@ -337,18 +283,11 @@ def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, output
 class ProjectedSet:
     r"""The posterior given all data points through a few latents :math:`U`.
 
-    The function's values there determine the process.
-
     .. math:: m_* = \tfrac{1}{\sigma^2} k_{*U} \Sigma^{-1} K_{UN} x, \qquad
         c_* = k_{**} + \sigma^2 - k_{*U} (K_{UU}^{-1} - \Sigma^{-1}) k_{U*}, \qquad \Sigma = K_{UU} + \tfrac{1}{\sigma^2} K_{UN} K_{NU}
 
-    If the latents cover those of the data within a length-scale, this is close to conditioning on
-    every data point. Its cost is linear in their number. Factors are computed in float64.
-
-    Args:
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
-        noise: noise variance.
-        statistics: sums over the data, from :func:`projected_statistics` at the same parameters of the kernel.
+    If the latents cover those of the data within a length-scale, this is close to conditioning on every data point, at a cost linear in
+    their number. Factors are computed in float64.
 
     Reference:
         Quiñonero-Candela and Rasmussen, "A unifying view of sparse approximate Gaussian process regression", JMLR 6 (2005), section 5.
@@ -369,10 +308,7 @@ class ProjectedSet:
         self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
 
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns predictive means ``(*batch, D)`` and variances ``(*batch, 1)``.
-
-        They are those of the observations, or ``noiseless`` of the function.
-        """
+        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, or ``noiseless`` ones."""
         cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
         features = cross @ self._whiten.mT
         left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
@@ -388,19 +324,10 @@ Choose = Callable[[Kernel, Tensor, int], Tensor]
 def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor | None = None) -> Tensor:
     r"""Returns weights ``(B,)`` that correct a plate's scale ``N / B``.
 
-    The first data points of the batch are the active set.
+    They are :math:`B/N` for the active points, the first ones, which then count once. For the rest they are :math:`(B/N)(N-|A|)/|R|`, so
+    that it stands for all points that are not active.
 
-    They are :math:`B/N` for the active points, which then count once. For the rest they are
-    :math:`(B/N)(N-|A|)/|R|`, so that it stands for all points that are not active.
-
-    Args:
-        batch_size: number of data points in the batch, ``B``.
-        num_active: size of the active set.
-        num_data: number of data points in all, ``N``.
-        like: has the type and device of the weights.
-
-    Raises:
-        ValueError: if the sizes are impossible, or no remaining point stands for those outside the batch.
+    Impossible sizes are refused.
     """
     if not 0 <= num_active <= batch_size <= num_data:
         raise ValueError(f"sizes must satisfy 0 <= num_active <= batch <= num_data; got {num_active}, {batch_size}, {num_data}")
@@ -454,10 +381,8 @@ class Split:
 class UniformSplits:
     """Uniformly random active sets, as in the paper.
 
-    An epoch is a random partition of the data; the first points of a part are active.
-
-    A last part too small to have points beside its active set is filled up with others. The estimate of the objective is unbiased, as
-    the rest is drawn evenly from the other data points.
+    An epoch is a random partition of the data; the first points of a part are active. A last part too small to have points beside its
+    active set is filled up with others. The estimate of the objective is unbiased.
 
     Example:
         >>> splits = UniformSplits(1000, 200, 50)
@@ -488,19 +413,14 @@ class UniformSplits:
         return size
 
     def epoch(self, number: int = 0) -> Iterator[Split]:
-        """Yields the minibatches of an epoch.
-
-        Each data point is in one of them, or in two if the last had to be filled up.
-        """
+        """Yields the minibatches of an epoch."""
         order, size = torch.randperm(self.num_data, generator=self.generator), self._size(number)
         for part in order.split(self.batch_size):
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
 
 
 def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
-    """Returns positions ``(size,)`` of latents that explain most prior variance.
-
-    They are chosen by greedy pivoted Cholesky in float64.
+    """Positions ``(size,)`` of latents by greedy pivoted Cholesky.
 
     Where fewer explain everything but rounding errors, the first of the others fill up.
     """
@@ -519,23 +439,11 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
     r"""Returns positions ``(size,)`` of latents that leave the least predictive variance.
 
-    They are chosen greedily, by the mean over all latents.
+    With :math:`E` the posterior covariance given the points chosen so far, the next one is the ``j`` of largest :math:`\sum_n E_{nj}^2 /
+    (E_{jj} + \sigma^2)`, the decrease of the sum of variances by observing it. Unlike :func:`pivots`, this prefers points with many
+    neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N T)`.
 
-    With :math:`E` the posterior covariance given the points chosen so far, the next one is the
-    ``j`` of largest :math:`\sum_n E_{nj}^2 / (E_{jj} + \sigma^2)`. That is the decrease of the sum
-    of variances by observing it. Unlike :func:`pivots`, which takes the point of largest variance,
-    this prefers points with many neighbours to outliers. Cost :math:`O(|A| N T)`, memory :math:`O(N
-    T)`.
-
-    Args:
-        kernel: the kernel.
-        latents: candidates ``(N, Q)``.
-        size: how many to choose.
-        noise: noise variance of an observation. Default: a hundredth of the mean prior variance.
-        num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
-
-    Raises:
-        ValueError: if there are fewer candidates than are to be chosen.
+    The default ``noise`` is a hundredth of the mean prior variance; ``num_targets`` is ``T``.
     """
     if not 0 < size <= len(latents):
         raise ValueError(f"size must lie in 1 .. {len(latents)}, the number of candidates; got {size}")
@@ -566,9 +474,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
 
 @names_arguments
 def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
-    """A size of the active set that grows linearly, then stays.
-
-    It goes from ``start`` to ``stop`` within a number of epochs.
+    """A size that grows linearly from ``start`` to ``stop``, then stays.
 
     Example:
         >>> size = growing(50, 200, 10)

@@ -1,6 +1,4 @@
-"""Sparse and exact regressions for BoTorch.
-
-They are a model for its acquisition functions, and inducing inputs for its own models.
+"""Sparse and exact regressions for BoTorch, and inducing inputs for its models.
 
 It needs ``pip install pyro-truncated[botorch]``, and is imported by its name, ``from pyro_truncated.gp.botorch_models import ...``.
 """
@@ -67,17 +65,7 @@ class SubsetGPModel(Model):
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """The joint distributions of the outputs at batches of points.
-
-        Args:
-            X: ``(*batch, q, d)``.
-            output_indices: the outputs asked for. Default: all.
-            observation_noise: whether the regression's noise is added.
-            posterior_transform: applied at the end.
-
-        Raises:
-            TypeError: if noise is given in numbers.
-        """
+        """The joint distributions of the outputs at batches of points ``(*batch, q, d)``."""
         if isinstance(observation_noise, Tensor):
             raise TypeError("observation_noise must be True (add the learned noise) or False; got a tensor")
         mean, covariance = self._moments(X)
@@ -115,9 +103,7 @@ class SubsetGPModel(Model):
 
 
 class SubsetAllocator(InducingPointAllocator):
-    """Inducing points of a BoTorch model by :class:`~pyro_truncated.gp.InducingSubset`.
-
-    They explain the targets, not the inputs.
+    """Inducing points of a BoTorch model by :class:`~pyro_truncated.gp.InducingSubset`, which explain the targets.
 
     Example::
 
@@ -146,11 +132,7 @@ class SubsetAllocator(InducingPointAllocator):
         self.noise, self.algorithm, self.max_attempts, self.generator = noise, algorithm, max_attempts, generator
 
     def allocate_inducing_points(self, inputs: Tensor, covar_module: Any, num_inducing: int, input_batch_shape: torch.Size) -> Tensor:
-        """The training inputs ``(m, d)`` chosen from ``(n, d)``.
-
-        Raises:
-            ValueError: for batches of data sets.
-        """
+        """The training inputs ``(m, d)`` chosen from ``(n, d)``."""
         del input_batch_shape
         if inputs.dim() != 2 or len(inputs) != len(self.targets):
             raise ValueError(f"inputs must have shape ({len(self.targets)}, d), a row for each target; got {tuple(inputs.shape)}")

@@ -39,8 +39,6 @@ DEPENDENT = 1e-8
 class JitterWarning(UserWarning):
     """A covariance matrix was nearly singular, and its diagonal was raised.
 
-    The limit depends on its floating point type.
-
     Example:
         >>> x = torch.randn(20, 1)
         >>> with warnings.catch_warnings(action="error", category=JitterWarning):  # a covariance that is nearly singular is an error here
@@ -55,21 +53,10 @@ class NotPositiveDefiniteError(ValueError):
 def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     r"""Returns the Cholesky factor of :math:`K + \sigma^2 I`, and the added share.
 
-    The share is that of the mean prior variance that had to be added to the noise.
+    Nothing is added if the noise is above 1e-5 of the mean prior variance in float32, 1e-10 in float64, and the factorisation succeeds.
+    Otherwise the noise is raised to this floor, and further by powers of ten if need be; the share is that of the mean prior variance.
 
-    Nothing is added if the noise is above the floor of the floating point type and the
-    factorisation succeeds. The floor is 1e-5 of the mean prior variance in float32, 1e-10 in
-    float64. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
-
-    Args:
-        covariance: kernel matrix ``(*batch, A, A)``.
-        noise: noise variance, a scalar.
-
-    Warns:
-        JitterWarning: if something was added.
-
-    Raises:
-        NotPositiveDefiniteError: if no small addition helps, or the matrix holds NaN or infinity.
+    It warns (``JitterWarning``) if something was added, and raises ``NotPositiveDefiniteError`` if no small addition helps.
     """
     if not covariance.shape[-1]:
         return covariance, 0.0
@@ -93,17 +80,10 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
 
 
 def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
-    """Returns the Cholesky factor of a positive semi-definite matrix.
+    """Cholesky factor of a positive semi-definite matrix, slightly raised only if necessary.
 
-    Only if rounding makes that fail, its diagonal is raised slightly.
-
-    Args:
-        matrix: ``(*batch, m, m)``.
-        level: the variance that rounding errors are relative to. Default: the mean of the diagonal. Of a conditional covariance, it is
-            the prior variance.
-
-    Raises:
-        NotPositiveDefiniteError: if no small addition helps, so that the matrix is no covariance matrix.
+    Rounding errors are relative to ``level``, by default the mean of the diagonal. It raises ``NotPositiveDefiniteError`` if no small
+    addition helps.
     """
     level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean() if level is None else level.detach()
     found = _first_factor(matrix, level)
@@ -115,9 +95,7 @@ def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
 
 
 def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor:
-    """Returns the Cholesky factor of inducing inputs' covariance matrix ``(m, m)``.
-
-    A share of the mean variance is added to its diagonal.
+    """Cholesky factor of inducing inputs' covariance matrix ``(m, m)``, always slightly raised.
 
     The addition is noise on the inducing variables, so that a lower bound stays one.
     """
@@ -125,17 +103,10 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
 
 
 def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
-    r"""Returns the Cholesky factor of a covariance matrix without dependent rows.
+    r"""Positions kept and factor, without rows that depend on earlier ones.
 
-    A mask replaces jitter: rows that depend on earlier ones are left out.
-
-    Args:
-        matrix: ``(m, m)``, positive semi-definite.
-        prior: variances ``(m,)`` that conditional ones are compared with. Default: the diagonal.
-        tolerance: a row is left out if its variance given those kept before is below this share of its prior variance.
-
-    Returns:
-        Positions kept, ascending, ``(k,)``, and the lower triangular factor of their block ``(k, k)``.
+    A row is left out if its variance given those kept before is below a share ``tolerance`` of its ``prior`` variance, by default the
+    diagonal.
     """
     floor = tolerance * (matrix.diagonal() if prior is None else prior)
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -157,10 +128,7 @@ def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance:
 
 
 def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
-    """Returns the factor with the least addition that makes it exist.
-
-    The addition is a share of a level.
-    """
+    """The factor with the least share of a level added."""
     for addition in _ladder(matrix.dtype):
         share = least + addition
         factor, info = torch.linalg.cholesky_ex(_lift(matrix, share * level) if share else matrix)
@@ -188,8 +156,6 @@ def _lift(matrix: Tensor, amount: Tensor) -> Tensor:
 @dataclasses.dataclass(frozen=True)
 class PivotedCholesky:
     r"""A pivoted Cholesky approximation :math:`K \approx L L^\top`, exact at the pivots.
-
-    Rows and columns of the pivots are exact.
 
     Example:
         >>> found = pivoted_cholesky(pyro.contrib.gp.kernels.RBF(2), torch.randn(20, 2), 5)
@@ -230,11 +196,9 @@ class PivotedCholesky:
 def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
     r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
 
-    Every step takes the input of largest remaining variance as the next pivot and removes what it
-    explains. It stops at ``max_rank`` pivots or if :math:`\operatorname{tr}(K - L L^\top) \le
-    \mathrm{tolerance} \cdot \operatorname{tr} K`. It takes :math:`O(N Q^2)` time and :math:`O(N Q)`
-    memory. Only the diagonal and one column of :math:`K` per pivot are computed, or a few more if
-    inputs have hundreds of dimensions.
+    Every step takes the input of largest remaining variance as the next pivot and removes what it explains. It stops at ``max_rank`` pivots
+    or if :math:`\operatorname{tr}(K - L L^\top) \le \mathrm{tolerance} \cdot \operatorname{tr} K`, in :math:`O(N Q^2)` time and :math:`O(N
+    Q)` memory.
 
     Example:
         >>> x = torch.randn(30, 2, dtype=torch.float64)
@@ -286,18 +250,10 @@ def greedy_cholesky(
     enough: float | Tensor = 0.0,
     ahead: int = 1,
 ) -> PivotedCholesky:
-    """Returns the factor by pivots of largest conditional variance.
+    """The factor by pivots of largest conditional (noisy) variance.
 
-    Each pivot is given (noisy) function values at those before. Columns define the matrix.
-
-    Args:
-        prior: the diagonal ``(N,)``.
-        columns: columns ``(N, b)`` of the matrix at positions ``(b,)``.
-        max_rank: largest number of pivots.
-        floor: variances ``(N,)`` at which an input is no pivot any more, because it depends on others.
-        noise: variance of noise in what is known at the pivots. Without any, their variance vanishes.
-        enough: sum of variances at which it ends.
-        ahead: columns of likely next pivots that are computed along with one that is due.
+    ``columns`` gives columns ``(N, b)`` of the matrix at positions ``(b,)``. Inputs below ``floor (N,)`` are no pivots; it ends at the sum
+    of variances ``enough``. ``ahead`` columns of likely next pivots are computed along with one that is due.
     """
     residual = prior.clone()
     factor = residual.new_zeros(len(residual), min(max_rank, len(residual)))
@@ -328,18 +284,7 @@ def greedy_cholesky(
 
 
 def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
-    r"""Returns the factor at given pivots, without those that depend on others.
-
-    Only earlier pivots count.
-
-    Args:
-        kernel: covariance function.
-        inputs: ``(N, D)``.
-        pivots: distinct positions, ``(Q,)``.
-
-    Returns:
-        The factor; its rows at the pivots are lower triangular in the order given.
-    """
+    r"""Returns the factor at given pivots, without those that depend on others."""
     columns = kernel(inputs, inputs[pivots])
     kept, triangle = independent_cholesky(columns[pivots])
     factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT

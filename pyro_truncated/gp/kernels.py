@@ -1,8 +1,7 @@
 """Calls of kernels of :mod:`pyro.contrib.gp.kernels`, and covariances of better precision.
 
-A call of such a kernel reads its parameters from Pyro's store, by names such as ``"variance"`` that
-another model may have left there. Inside a Pyro program that is intended. Everywhere else a kernel
-should be a function of its own parameters and leave no trace.
+A call of such a kernel reads its parameters from Pyro's store. Outside of Pyro programs a kernel should be a function of its own parameters
+and leave no trace.
 """
 
 from __future__ import annotations
@@ -29,27 +28,19 @@ class Covariance(Protocol):
     """A covariance function, called as the kernels of :mod:`pyro.contrib.gp.kernels` are."""
 
     def __call__(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Returns covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)``.
-
-        By default they are those of the first inputs, or their diagonal ``(N,)``.
-        """
+        """Covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)``, or ``(N,)``."""
         ...
 
 
 @contextlib.contextmanager
 def outside_programs() -> Iterator[None]:
-    """A context in which kernels depend on their own parameters only.
-
-    Pyro's store and a running program have no influence.
-    """
+    """A context in which kernels depend on their own parameters only."""
     with poutine.block(), empty_store():
         yield
 
 
 def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Tensor:
-    """Returns covariances ``(N, M)`` of points ``(N, D)`` and ``(M, D)``.
-
-    By default they are those of the first points, or their diagonal ``(N,)``.
+    """Covariances of points ``(N, D)`` and ``(M, D)``, or the diagonal ``(N,)``.
 
     Inside a Pyro program parameters may be random, and are the store's; outside they are those the kernel holds.
     """
@@ -59,10 +50,7 @@ def evaluate(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Ten
 
 
 def covariance_at(kernel: kernels.Kernel, parameters: Mapping[str, Tensor]) -> Covariance:
-    """Returns the kernel as a function of inputs at other parameters.
-
-    The parameters are unconstrained, and it is differentiable in them.
-    """
+    """The kernel as a function of inputs at other unconstrained parameters."""
 
     def covariances(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariances of inputs, or their diagonal, at the parameters given."""
@@ -86,19 +74,10 @@ def _evaluate(kernel: Any, points: tuple[Tensor, ...], diag: bool) -> Tensor:
 
 
 def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:
-    r"""The squared exponential kernel in one product of matrices and one exponential.
+    r"""The squared exponential kernel ``(a, b)`` in one product and one exponential.
 
-    With inputs divided by the length-scales, :math:`\log k(x, z) = x^\top z - \frac12 |x|^2 - \frac12 |z|^2 + \log v` is an inner product
-    of vectors of two more dimensions. Pyro's own way makes several more passes over all pairs, forwards and backwards.
-
-    Args:
-        first: inputs ``(a, D)``.
-        second: inputs ``(b, D)``.
-        lengthscale: one for all dimensions, or ``(D,)``.
-        variance: :math:`v`, a scalar.
-
-    Returns:
-        Covariances ``(a, b)``.
+    With inputs divided by the length-scales, :math:`\log k(x, z) = x^\top z - \frac12 |x|^2 - \frac12 |z|^2 + \log v`, in fewer passes than
+    Pyro's own way.
     """
     # Distances do not depend on the origin; rounding errors do.
     centre = second.detach().mean(0)
@@ -110,10 +89,7 @@ def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, vari
 
 
 def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
-    """Returns squared Euclidean distances ``(*batch, N, M)`` of rows.
-
-    They are accumulated in float64, where the expanded square keeps its digits.
-    """
+    """Squared distances ``(*batch, N, M)`` of rows, accumulated in float64."""
     centre = Z.detach().double().mean(-2, keepdim=True)
     X64, Z64 = X.double() - centre, Z.double() - centre
     squares = X64.square().sum(-1).unsqueeze(-1) - 2 * X64 @ Z64.mT + Z64.square().sum(-1).unsqueeze(-2)
@@ -121,9 +97,9 @@ def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
 
 
 def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
-    """Kernel matrix ``(*batch, N, M)`` of latents ``(*batch, N, Q)`` and ``(*batch, M, Q)``.
+    """Kernel matrix of latents ``(*batch, N, Q)`` and ``(*batch, M, Q)``.
 
-    Distances of the RBF and Matérn kernels of :mod:`pyro.contrib.gp` are taken in float64, others come from the kernel itself.
+    Distances of the RBF and Matérn kernels of :mod:`pyro.contrib.gp` are taken in float64.
     """
     profile = _profile(kernel)
     if profile is not None:
@@ -201,10 +177,7 @@ class LinearARD(UniqueModule, Kernel):
         self.variance = PyroParam(variance, constraints.positive)  # type: ignore[assignment]
 
     def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Returns the covariance ``(N, M)`` of ``X (N, Q)`` and ``Z (M, Q)``.
-
-        ``Z`` is ``X`` by default. Or it returns the diagonal ``(N,)``.
-        """
+        """The covariance ``(N, M)`` of ``X`` and ``Z``, or the diagonal ``(N,)``."""
         weight = self.variance
         # Of two types the finer one, as in Pyro's kernels.
         dtype = torch.promote_types(X.dtype, weight.dtype)

@@ -1,13 +1,12 @@
 r"""Leave-one-out predictions of regressions whose outputs share one covariance matrix.
 
-The outputs :math:`r_p \sim \mathcal N(0, C)`, :math:`p = 1 \ldots P`, are the columns of the targets :math:`R` ``(N, P)``, with
-:math:`C = K + \lambda I`: the noise belongs to :math:`C`. Leaving out one data point and predicting its targets from all others takes no
-refits, because
+The outputs :math:`r_p \sim \mathcal N(0, C)` are the columns of the targets :math:`R` ``(N, P)``, with :math:`C = K + \lambda I`. Leaving
+out one data point takes no refits:
 
 .. math:: \hat R_n = R_n - [C^{-1} R]_n / [C^{-1}]_{nn}, \qquad v_n = 1 / [C^{-1}]_{nn}
 
 are the mean and the variance of its predictive distribution, noise included (Rasmussen and Williams, "Gaussian Processes for Machine
-Learning", 2006, equations 5.10 to 5.12). Means do not change when all of :math:`C` is scaled.
+Learning", 2006, equations 5.10 to 5.12).
 """
 
 from __future__ import annotations
@@ -97,9 +96,7 @@ class NoisyCovariance(abc.ABC):
 
 
 class DenseCovariance(NoisyCovariance):
-    r"""An exact covariance matrix :math:`C = K + \lambda I`.
-
-    It takes :math:`O(N^3)` once, then :math:`O(N^2 P)` per set of targets.
+    r"""An exact covariance :math:`C = K + \lambda I`: :math:`O(N^3)`, then :math:`O(N^2 P)`.
 
     Example:
         >>> DenseCovariance(torch.eye(2), torch.tensor(1.0)).solve(torch.ones(2, 1))  # C = 2 I
@@ -140,10 +137,7 @@ class DenseCovariance(NoisyCovariance):
         return self.inverse.diagonal()
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
-        r"""Returns :math:`C^{-1} R`, ``(N, P)``, or the given rows.
-
-        It uses the stored inverse.
-        """
+        r""":math:`C^{-1} R`, ``(N, P)``, or the given rows, by the stored inverse."""
         return (self.inverse if rows is None else self.inverse[rows]) @ targets
 
     def quadratic(self, targets: Tensor) -> Tensor:
@@ -155,10 +149,7 @@ class DenseCovariance(NoisyCovariance):
 class LowRankCovariance(NoisyCovariance):
     r"""A covariance matrix :math:`C = L L^\top + \Lambda` with ``Q`` columns in :math:`L`.
 
-    It takes :math:`O(N Q^2)` once, then :math:`O(N Q P)`.
-
-    With :math:`B = I + L^\top \Lambda^{-1} L = R_c R_c^\top` and :math:`V = R_c^{-1} L^\top \Lambda^{-1/2}`, Woodbury's identity reads
-    :math:`C^{-1} = \Lambda^{-1/2} (I - V^\top V) \Lambda^{-1/2}`.
+    It takes :math:`O(N Q^2)` once, then :math:`O(N Q P)`, by Woodbury's identity.
 
     Example:
         >>> LowRankCovariance(torch.ones(3, 1), torch.tensor(1.0)).solve(torch.ones(3, 1)).flatten()  # C = 1 1' + I
@@ -215,10 +206,7 @@ class LowRankCovariance(NoisyCovariance):
 
 
 def compress(targets: Tensor) -> Tensor:
-    r"""Returns a matrix with the targets' :math:`R R^\top` and at most ``N`` columns.
-
-    The targets are ``(N, P)``. A marginal likelihood needs no more.
-    """
+    r"""A matrix with the same :math:`R R^\top` as targets, and ``N`` columns."""
     if targets.shape[1] <= targets.shape[0]:
         return targets
     triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
@@ -240,10 +228,7 @@ def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:
 
 
 def _factorise(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
-    """Returns a matrix's Cholesky factor, or raises an error about its inputs.
-
-    The inputs are checked only on failure, as a fit takes many steps.
-    """
+    """A matrix's Cholesky factor, or an error about its inputs."""
     try:
         return stable_cholesky(matrix)
     except NotPositiveDefiniteError as error:

@@ -46,18 +46,9 @@ def minimize(
 ) -> Minimum:
     """L-BFGS with strong Wolfe line searches that keeps the best parameters.
 
-    Where there is no value (NaN, infinity, or a matrix that cannot be factorised) the line search meets a wall, far above and flat.
-
-    Args:
-        evaluate: returns the value and adds its gradient to the parameters.
-        parameters: leaves, changed in place.
-        max_iterations: most iterations.
-        max_evaluations: most evaluations. Default: a quarter more than iterations.
-        tolerance: change of the value, or of all parameters, below which it ends.
-        gradient_tolerance: largest entry of the gradient below which it ends.
-        memory: number of steps whose curvature is remembered.
-        is_spent: asked before each evaluation but the first whether to stop.
-        on_better: called with each new best value.
+    ``evaluate`` returns the value and adds its gradient to the leaves ``parameters``, changed in place. Where there is no value (NaN,
+    infinity, a failed factorisation) the line search meets a wall, far above and flat. It ends below ``tolerance`` or
+    ``gradient_tolerance``, or where ``is_spent`` says so; ``on_better`` is called with each new best value.
     """
     if not parameters:
         return Minimum(float(evaluate()), 0)
@@ -129,14 +120,7 @@ class FitSettings:
 
 
 class FitRecord:
-    """The clock, the history and the progress bar of one fit.
-
-    Args:
-        history: seconds, phase and objective after each phase, which it adds to.
-        max_seconds: most seconds. Default: no limit.
-        clock: seconds from some moment on.
-        progress: whether to show a progress bar.
-    """
+    """The clock, the history and the progress bar of one fit."""
 
     def __init__(
         self,

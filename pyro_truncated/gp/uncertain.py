@@ -27,8 +27,6 @@ from pyro_truncated.utils.constraints import check_entries, finite, nonnegative_
 class SpikeSlabInputs:
     r"""Independent inputs of a kernel, each a mixture.
 
-    Its parts are a Gaussian, a point mass at zero and, where asked for, a standard normal.
-
     .. math:: \tilde x \sim g\,\mathcal N(\mu, s) + (1 - g) \left[ (1 - r_q)\,\delta_0 + r_q\,\mathcal N(0, 1) \right]
 
     The last part is what a view of a multi-view model sees of a dimension that other views have not informed about.
@@ -150,11 +148,9 @@ class Expectation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Quadrature(Expectation):
-    """Gauss-Hermite quadrature on a tensor grid.
+    """Gauss-Hermite quadrature on a tensor grid, for few dimensions.
 
-    It is exact for polynomials of degree ``2 degree - 1`` in each dimension.
-
-    The grid has ``(degree + 1) ** Q`` points, so this is for few dimensions.
+    It is exact for polynomials of degree ``2 degree - 1`` in each dimension, with ``(degree + 1) ** Q`` points.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -171,11 +167,7 @@ class Quadrature(Expectation):
         check_count("degree", self.degree)
 
     def nodes(self, inputs: SpikeSlabInputs, row: int = 0) -> Nodes:
-        """Returns the grid of every data point.
-
-        It has ``S = (degree + 1) ** Q`` points, or ``(2 degree + 1) ** Q`` with standard normal
-        parts.
-        """
+        """The grid of every data point, ``(degree + 1) ** Q`` points."""
         del row
         roots, weights = np.polynomial.hermite_e.hermegauss(self.degree)
         t, w = (torch.from_numpy(v).to(inputs.loc).reshape(-1, 1, 1) for v in (roots, weights / math.sqrt(2 * math.pi)))
@@ -197,11 +189,8 @@ class Quadrature(Expectation):
 class Sampling(Expectation):
     r"""Randomised quasi Monte Carlo with the same random numbers every time.
 
-    A deterministic optimiser can therefore use it.
-
-    The slabs are reparametrised, :math:`x = \mu + \sqrt s\,\epsilon`. Switches are drawn. The weight of
-    a draw is its probability divided by the same probability without gradient. Its value is one, and
-    its gradient gives an unbiased gradient in the probabilities.
+    A deterministic optimiser can therefore use it. Slabs are reparametrised, :math:`x = \mu + \sqrt s\,\epsilon`. Switches are drawn, with
+    a weight of one whose gradient is unbiased in the probabilities.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -280,15 +269,10 @@ def psi_statistics(
 ) -> PsiStatistics:
     r"""Psi statistics of a kernel under spike-and-slab inputs.
 
-    They are differentiable in the kernel's parameters, the inputs and ``inducing``.
-
-    Closed forms: RBF, :class:`~pyro_truncated.gp.LinearARD` (and Pyro's ``Linear``), ``Constant``
-    and ``WhiteNoise``. Also sums and products of such kernels with numbers, constants, or each
-    other where they act on different dimensions. For every other kernel the expectation is taken
-    numerically, with the same nodes for all statistics, so that :math:`\Psi_2 - \Psi_1^\top \Psi_1`
-    stays a covariance.
-
-    A kernel is added by registering a function of its type with :data:`closed_form`.
+    Closed forms: RBF, :class:`~pyro_truncated.gp.LinearARD` (and Pyro's ``Linear``), ``Constant`` and ``WhiteNoise``. Also sums and
+    products of such kernels with numbers, constants, or each other where they act on different dimensions. For every other kernel the
+    expectation is taken numerically, with the same nodes for all statistics, so that :math:`\Psi_2 - \Psi_1^\top \Psi_1` stays a
+    covariance. A kernel is added by registering a function of its type with :data:`closed_form`.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -321,9 +305,7 @@ def psi_statistics(
 
 @functools.singledispatch
 def closed_form(kernel: kernels.Kernel, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
-    """Psi statistics in closed form, dispatched on the type of the kernel.
-
-    ``None`` where there is none.
+    """Psi statistics in closed form by kernel type, or ``None``.
 
     Example:
         >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
@@ -353,19 +335,13 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 
 
 def _value(kernel: kernels.Kernel, name: str) -> Tensor:
-    """Returns a parameter as the tensor that it is to a reader.
-
-    Pyro's classes declare another type.
-    """
+    """A parameter as the tensor that it is to a reader."""
     value: Tensor = getattr(kernel, name)
     return value
 
 
 def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
-    """Returns expected products of ``order`` squared exponentials over all dimensions.
-
-    They are at inducing points around ``point (Q, P)``.
-    """
+    """Expected products of ``order`` squared exponentials around ``point (Q, P)``."""
     is_off = _switched_off(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
@@ -388,10 +364,7 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
 
 
 def _switched_off(inputs: SpikeSlabInputs) -> Tensor:
-    """Returns dimensions that are zero for all data points, ``(Q,)``.
-
-    Only those without a derivative in the switches count.
-    """
+    """Dimensions ``(Q,)`` that are zero for all, without a derivative."""
     probability, share = inputs.probability, inputs.prior_share
     if probability is None or probability.requires_grad or (share is not None and share.requires_grad):
         return torch.zeros(inputs.loc.shape[1], dtype=torch.bool, device=inputs.loc.device)

@@ -1,7 +1,4 @@
-"""Gaussian process latent variable models.
-
-They are spike-and-slab GP-LVM, manifold relevance determination, and decoders on active sets.
-"""
+"""Gaussian process latent variable models: spike-and-slab, multi-view, and decoders."""
 
 from pyro_truncated.gplvm.decoders.function_decoder import SASFunctionDecoder
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents

@@ -19,11 +19,7 @@ Functions = Callable[[Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass
 class _Climb:
-    """The state of batched BFGS runs.
-
-    It has functions, points ``(L, Q)``, values, gradients, inverse curvatures ``(L, Q, Q)`` and
-    next steps.
-    """
+    """Batched BFGS runs: functions, points ``(L, Q)``, values, gradients, inverse curvatures."""
 
     rows: Tensor
     points: Tensor
@@ -81,10 +77,7 @@ class _Climb:
 
 
 def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
-    """Updates inverse curvatures by a BFGS step; tells whether they are scaled.
-
-    They are updated where the function bends down along the step.
-    """
+    """Updates inverse curvatures where functions bend down; tells whether they are scaled."""
     step, bend = here.steps, (here.steps * fall).sum(1)
     bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
     safe = torch.where(bends, bend, 1.0)
@@ -109,21 +102,9 @@ def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple
 def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length: float, tolerance: float = 1e-3) -> Tensor:
     """Returns the best points ``(M, Q)`` of batched BFGS from several starts.
 
-    There are starts ``(S, M, Q)`` and one function for each of the ``M``.
-
-    All runs are quasi-Newton (BFGS) with backtracking, in one batch. Each converges by itself.
-    After a few evaluations only the best run of each function continues. No result is below the
-    best start.
-
-    Args:
-        functions: values ``(L,)`` of points ``(L, Q)`` under the functions at positions ``(L,)``, differentiable in the points.
-        starts: where the climbs begin.
-        evaluations: most evaluations of a climb after that of its start; 0 returns the best start.
-        length: length of the first step.
-        tolerance: gain expected of a step, below which a climb ends.
-
-    Raises:
-        ValueError: if there is no start, or ``evaluations`` is negative.
+    There are starts ``(S, M, Q)`` and one function for each of the ``M``; ``functions`` gives values ``(L,)`` of points ``(L, Q)`` under
+    those at positions ``(L,)``. All runs backtrack in one batch, from a first step of a ``length`` to a gain below ``tolerance``. After a
+    few ``evaluations`` only the best run of each function continues. No result is below the best start.
     """
     evaluations, (num_starts, num, dim) = check_count("evaluations", evaluations, least=0), starts.shape
     if not num_starts:

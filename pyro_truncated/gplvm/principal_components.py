@@ -16,11 +16,8 @@ from pyro_truncated.utils.arrays import as_tensors
 def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: torch.Generator | None = None) -> Tensor:
     r"""Returns standardised leading principal components, to initialise latents.
 
-    The data are centred here. The components are :math:`\sqrt N u_q` with the leading left singular
-    vectors :math:`u_q` of the centred data. Their signs are arbitrary. Columns beyond the rank are
-    filled with standard normal numbers. The rank counts the singular values above 1e-7 of the
-    largest, and above the rounding of the data themselves. They come from the smaller of the two
-    Gram matrices, whose rounding reaches 1e-8.
+    They are :math:`\sqrt N u_q` with the leading left singular vectors :math:`u_q` of the centred data, with arbitrary signs. Columns
+    beyond the rank (singular values above 1e-7 of the largest, and above the rounding of the data) are filled with standard normal numbers.
 
     Example:
         >>> principal_components(torch.randn(20, 5), 2).shape
@@ -66,10 +63,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
 
 
 def _checked_norm(data: Tensor, num: int) -> Tensor:
-    """Returns the Frobenius norm.
-
-    It also shows NaN and infinity without a copy of the data.
-    """
+    """The Frobenius norm, which shows NaN and infinity without a copy."""
     if not data.is_floating_point():
         raise TypeError(f"data must be floating point; got {data.dtype}")
     size: Tensor = shard_sum(data)([torch.linalg.vector_norm(data, dtype=torch.float64).square()])[0].sqrt()

@@ -1,7 +1,4 @@
-"""Operations on packed states.
-
-Kernels are compiled on the CPU, vectorised torch on any other device. They handle numbers only.
-"""
+"""Operations on packed states: compiled on the CPU, vectorised torch elsewhere."""
 
 from __future__ import annotations
 

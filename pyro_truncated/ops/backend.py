@@ -1,7 +1,4 @@
-"""Backends: kernels compiled for the CPU, or vectorised torch for devices.
-
-Nothing is compiled or loaded before its first use.
-"""
+"""Backends, loaded when first used: kernels compiled for the CPU, vectorised torch."""
 
 from __future__ import annotations
 
@@ -47,17 +44,11 @@ _loaded: dict[tuple[str, str], Any] = {}
 
 
 class NotCompiledError(Exception):
-    """A kernel is being compiled by another process.
-
-    Until then plain torch computes the same numbers.
-    """
+    """A kernel is being compiled by another process; until then torch computes."""
 
 
 class _Kernels:
-    """The functions of a compiled module.
-
-    Those whose kernels are not compiled yet are the vectorised ones of their names.
-    """
+    """The functions of a compiled module, vectorised ones until they are compiled."""
 
     def __init__(self, name: str) -> None:
         self._name, self._compiled = name, importlib.import_module(f"pyro_truncated.ops.compiled.{name}")
@@ -80,13 +71,7 @@ class _Kernels:
 def backend(name: str, tensor: Tensor) -> Any:
     """Returns the module of that name for a tensor's device.
 
-    It has compiled kernels for tensors on the CPU, vectorised ones elsewhere.
-
-    Both have the same functions. The first request loads the module, and with the first compiled one numba.
-
-    Args:
-        name: name of the module.
-        tensor: what is computed with.
+    The first request loads the module, and with the first compiled one numba.
     """
     kind = "vectorised" if is_vectorised(tensor) else "compiled"
     return _loaded.get((kind, name)) or _load(kind, name)
@@ -101,11 +86,8 @@ def is_vectorised(tensor: Tensor) -> bool:
 def use_backend(kind: str) -> Iterator[None]:
     """A context that fixes the kind of kernels for CPU tensors.
 
-    Other threads and tasks are not affected.
-
-    Both kinds compute the same and draw the same random numbers, but sum in another order.
-    ``"vectorised"`` is for debugging (every step is a line of torch), for tests, and for machines
-    on which numba does not work. If nothing else is used, numba is never loaded.
+    Other threads and tasks are not affected. Both kinds compute the same and draw the same random numbers, but sum in another order. If
+    ``"vectorised"`` is all that is used, numba is never loaded.
 
     Args:
         kind: ``"compiled"``, the default, or ``"vectorised"``.
@@ -138,27 +120,21 @@ def compile_first() -> Iterator[None]:
 
 
 def are_differentiated(*tensors: Tensor) -> bool:
-    """Whether derivatives by any of the tensors are needed.
-
-    They may be backward or forward; compiled kernels have none.
-    """
+    """Whether backward or forward derivatives by any of the tensors are needed."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def remember_context(ctx: Any) -> None:
-    """Records kernels and memory budget for :func:`gradient`.
-
-    Call it in the forward pass of an autograd function.
-    """
+    """Records kernels and memory budget in a forward pass for :func:`gradient`."""
     ctx.run_as_forward = copy_context().run
 
 
 def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward pass of an autograd function that is differentiable once.
 
-    It runs with the kernels and the memory budget of the forward pass, on whatever thread and in whatever context autograd calls it.
+    It runs with the kernels and the memory budget of the forward pass, whatever thread autograd calls it on.
     """
 
     @once_differentiable

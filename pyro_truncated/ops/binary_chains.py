@@ -1,15 +1,12 @@
 r"""Exact sums over sequences of binary chains on sets of states.
 
-Every step has a set of packed states.
-
-A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with their own
-transitions. A table has the log likelihoods of the kept states. The sum over the product :math:`K_1
-\times \dots \times K_T` of the sets,
+A sequence has joint states :math:`s_1, \dots, s_T`, each of ``M`` binary chains with their own transitions. The sum over the product of the
+sets kept at every step,
 
 .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_T \in K_T} \prod_t p(s_t \mid s_{t-1})\, p(y_t \mid s_t),
 
-is a lower bound of the log evidence, and exact where the sets are full. Words have shape ``(N, T, S, W)`` and log likelihoods
-``(N, T, S)``; a member whose log likelihood is minus infinity is as good as absent.
+is a lower bound of the log evidence, and exact where the sets are full. Words have shape ``(N, T, S, W)`` and log likelihoods ``(N, T,
+S)``; a member whose log likelihood is minus infinity is as good as absent.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ def pair_terms(log_prob: Tensor) -> PairTerms:
 
 
 class Transitions(NamedTuple):
-    """Log transition probabilities of ``M`` binary chains.
-
-    There are several kinds; ``kind`` says which one leads into each step.
+    """Log transition probabilities of ``M`` binary chains, of several kinds.
 
     The step before the first holds the state zero, so that an initial distribution is a kind of transition with equal rows.
 
@@ -83,10 +78,7 @@ class Messages(NamedTuple):
         return self.log_norm.sum(1)
 
     def log_weights(self) -> Tensor:
-        """Returns log posterior probabilities of all members, ``(N, T, S)``.
-
-        They are minus infinity where no path is possible.
-        """
+        """Log posterior probabilities of all members, ``(N, T, S)``."""
         joint = self.forward + self.backward
         total = joint.logsumexp(-1, keepdim=True)
         return torch.where(total > -torch.inf, joint - total, joint)
@@ -114,10 +106,7 @@ class Flips(NamedTuple):
 
 
 def safe_log(probability: Tensor) -> Tensor:
-    """Returns logarithms whose gradient is zero where probabilities are zero.
-
-    There the gradient is not NaN.
-    """
+    """Logarithms whose gradient is zero, not NaN, where probabilities are zero."""
     is_zero = probability == 0
     logarithm: Tensor = torch.where(is_zero, 1.0, probability).log()
     return logarithm.masked_fill(is_zero, -torch.inf)
@@ -136,15 +125,9 @@ def backward_messages(words: Tensor, unary: Tensor, transitions: Transitions) ->
 
 
 def messages(words: Tensor, unary: Tensor, transitions: Transitions) -> Messages:
-    """Messages in both directions.
+    """Messages in both directions, of states ``(N, T, S, W)`` and log likelihoods ``(N, T, S)``.
 
-    Args:
-        words: distinct packed states of every step, ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-
-    Raises:
-        ValueError: if shapes do not fit, NaN is among the log likelihoods, or a sequence has a step beyond its end.
+    Misfitting shapes, NaN, and steps beyond a sequence's end are refused.
     """
     forward, log_norm = forward_messages(words, unary, transitions)
     backward = backend("binary_chains", words).messages(words, unary, *transitions, forward=False)[0]
@@ -155,30 +138,15 @@ def free_energy(words: Tensor, unary: Tensor, transitions: Transitions) -> Tenso
     r"""The bound :math:`\mathcal F` of every sequence, ``(N,)`` in float64.
 
     Differentiable once in ``unary``, by posterior probabilities, and in ``transitions.log_prob``, by expected numbers of transitions.
-
-    Raises:
-        ValueError: as :func:`messages`.
     """
     _check(words, unary, transitions)
     return _FreeEnergy.apply(words, unary, *transitions)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, weight: Tensor | None = None) -> Tensor:
-    r"""Returns expected numbers of transitions of each kind and chain.
+    r"""Expected numbers of transitions of each kind and chain, ``(K, M, 2, 2)`` in float64.
 
-    They are summed over all sequences.
-
-    They are the gradient of the bounds with respect to ``transitions.log_prob``, and divided by their row sums the M-step.
-
-    Args:
-        words: as for :func:`messages`.
-        unary: likewise.
-        transitions: likewise.
-        sums: the messages.
-        weight: factor of each sequence, ``(N,)``. Default: one.
-
-    Returns:
-        ``(K, M, 2, 2)`` in float64.
+    They are the gradient of the bounds, each with a ``weight (N,)``, in ``transitions.log_prob``, and divided by their row sums the M-step.
     """
     weight = torch.ones(len(words), dtype=torch.float64, device=words.device) if weight is None else weight.double()
     onward = unary.double() + sums.backward
@@ -190,31 +158,13 @@ def expected_transitions(words: Tensor, unary: Tensor, transitions: Transitions,
 
 
 def best_path(words: Tensor, unary: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """Returns the most probable path of each product of sets.
-
-    The Viterbi algorithm finds it.
-
-    Returns:
-        Positions ``(N, T)`` of the members along the path, zero beyond the end, and the log joints of the paths ``(N,)``.
-    """
+    """Positions ``(N, T)`` and log joints ``(N,)`` of the most probable paths (Viterbi)."""
     _check(words, unary, transitions)
     return backend("binary_chains", words).best_path(words, unary, *transitions)  # type: ignore[no-any-return]
 
 
 def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform: Tensor) -> Tensor:
-    """Draws independent paths from the posterior on the sets.
-
-    The draws use backward sampling.
-
-    Args:
-        words: as for :func:`messages`.
-        forward: the messages of :func:`forward_messages`.
-        transitions: of ``M`` chains.
-        uniform: uniform random numbers ``(R, N, T)``.
-
-    Returns:
-        Positions ``(R, N, T)`` of the members along the paths.
-    """
+    """Draws positions ``(R, N, T)`` of paths, sampling backward with ``uniform (R, N, T)``."""
     _check(words, forward, transitions)
     if uniform.dim() != 3 or uniform.shape[1:] != words.shape[:2]:
         raise ValueError(f"uniform must have shape (R, N, T) with (N, T) = {tuple(words.shape[:2])}; got {tuple(uniform.shape)}")
@@ -224,31 +174,16 @@ def draw_paths(words: Tensor, forward: Tensor, transitions: Transitions, uniform
 def select(
     words: Tensor, unary: Tensor, transitions: Transitions, size: int, ahead: Tensor, *, forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Chooses the best sets, one step after the other.
+    r"""Chooses the best sets among candidates, one step after the other.
 
-    They are chosen among candidates of every step.
+    Given the sets of both neighbours, a state contributes to :math:`e^{\mathcal F}` the product of the neighbours' messages and its own
+    likelihood. So the best ``size`` distinct states are the best set. The pass takes new messages from where it comes from, and from where
+    it goes the messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice is exact coordinate ascent,
+    and the bound never falls. If they are all candidates, choices look ahead, and the bound may fall.
 
-    Given the sets of both neighbours, a state contributes to :math:`e^{\mathcal F}` the product of
-    the neighbours' messages and its own likelihood. So the best ``size`` distinct states are the
-    best set. The pass takes new messages from where it comes from, and from where it goes the
-    messages ``ahead`` of the first ``R`` candidates there. If these are the old sets, every choice
-    is exact coordinate ascent, and the bound never falls. If they are all candidates, choices look
-    ahead: a better stretch may begin that costs something at first, and the bound may fall.
-
-    Args:
-        words: candidates ``(N, T, C, W)``, the members first.
-        unary: their log likelihoods, ``(N, T, C)``.
-        transitions: of ``M`` chains.
-        size: number of states to choose, ``S``.
-        ahead: messages ``(N, T, R)`` of the first ``R`` candidates: those of :func:`backward_messages` for a pass forward, else those of
-            :func:`forward_messages`.
-        forward: whether the pass goes forward.
-
-    Returns:
-        Positions ``(N, T, S)`` of the chosen candidates, the best first and -1 where there are too
-        few. Also their messages ``(N, T, S)`` in the direction of the pass and its normalisation
-        ``(N, T)``, which forward is ``log_norm`` of :class:`Messages`. Where nothing is possible
-        the first candidates are chosen.
+    Candidates are ``(N, T, C, W)``, the members first. Returns positions ``(N, T, S)``, the best first and -1 where there are too few,
+    their messages ``(N, T, S)`` in the direction of the pass, and its normalisation ``(N, T)``. Where nothing is possible the first
+    candidates are chosen.
     """
     _check(words, unary, transitions)
     if ahead.dim() != 3 or ahead.shape[:2] != words.shape[:2] or not 0 < ahead.shape[2] <= words.shape[2]:
@@ -261,27 +196,16 @@ def select(
 def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, gain: Tensor, rows: slice, size: int) -> Flips:
     r"""Returns the states of largest mass one flip from a member.
 
-    They differ from a member of their step in one latent, and are no members.
-
-    Given a member, let :math:`w_j` be weights of the previous step's states and :math:`a_m = \sum_j
-    w_j s'_{jm}`. The left factor of a member with latent ``m`` flipped is that of the member times
+    Let :math:`w_j` be weights of the previous step's states and :math:`a_m = \sum_j w_j s'_{jm}`. The left factor of a member with latent
+    ``m`` flipped is that of the member times
 
     .. math:: (1 - a_m) \frac{A_m(0, 1 - s_m)}{A_m(0, s_m)} + a_m \frac{A_m(1, 1 - s_m)}{A_m(1, s_m)},
 
     and the right factor likewise, so all flips of a member cost about as much as the member. Exact, unless transitions of probability zero
     exclude a neighbour from the member but not from its flip, whose mass is then too small.
 
-    Args:
-        words: members ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-        sums: the messages.
-        gain: how much the log likelihood changes with each flip of the first ``P`` members, ``(rows, P, M)``.
-        rows: which steps, counted through all sequences: ``n * T + t``.
-        size: number of candidates of each step, ``C``.
-
-    Returns:
-        Candidates ``(1, rows, C)``.
+    ``gain (rows, P, M)`` is the change of the log likelihood by each flip of the first ``P`` members, ``rows`` are steps counted through
+    all sequences. Returns candidates ``(1, rows, C)``.
     """
     _check(words, unary, transitions)
     expected = (rows.stop - rows.start, transitions.log_prob.shape[1])
@@ -294,20 +218,9 @@ def best_flips(words: Tensor, unary: Tensor, transitions: Transitions, sums: Mes
 
 
 def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Messages, states: Tensor, likelihood: Tensor) -> Tensor:
-    """Returns the log mass of states, members or not.
+    """Log masses ``(N, T, C)`` of states ``(N, T, C, W)`` with log ``likelihood (N, T, C)``.
 
-    It is relative to the sum over the sets: of members it is their log posterior probability.
-
-    Args:
-        words: members ``(N, T, S, W)``.
-        unary: their log likelihoods, ``(N, T, S)``.
-        transitions: of ``M`` chains.
-        sums: messages.
-        states: packed, ``(N, T, C, W)``.
-        likelihood: log likelihoods, ``(N, T, C)``.
-
-    Returns:
-        Logarithms ``(N, T, C)``; NaN where no path through the sets is possible.
+    Of members they are log posterior probabilities; NaN where no path through the sets is possible.
     """
     _check(words, unary, transitions)
     _check(states, likelihood, transitions)
@@ -320,36 +233,16 @@ def masses(words: Tensor, unary: Tensor, transitions: Transitions, sums: Message
 
 
 def block_posteriors(unary: Tensor, transitions: Transitions, block: Tensor) -> Tensor:
-    r"""Returns exact posteriors of the joint configurations of ``k`` chains.
+    r"""Exact log posteriors ``(N, T, 2**k)`` of the joint configurations of a ``block (N, k)``.
 
-    Kronecker products give them at every step, at :math:`k 2^k` a step.
-
-    Args:
-        unary: log likelihood of every configuration, ``(N, T, 2**k)``. Bit ``i`` of its position is the value of ``block[i]``.
-        transitions: of ``M`` chains.
-        block: the chains, ``(N, k)`` int64.
-
-    Returns:
-        Log probabilities ``(N, T, 2**k)``.
+    Bit ``i`` of a position is the value of ``block[i]``. A step costs :math:`k 2^k`, by Kronecker products.
     """
     _check_block(unary, block)
     return backend("binary_chains", unary).block_posteriors(unary, *transitions, block)  # type: ignore[no-any-return]
 
 
 def draw_blocks(unary: Tensor, transitions: Transitions, block: Tensor, uniform: Tensor) -> Tensor:
-    r"""Draws paths of ``k`` chains from their exact posterior.
-
-    Filtering forward and sampling backward with Kronecker products, at :math:`k 2^k` a step.
-
-    Args:
-        unary: as for :func:`block_posteriors`.
-        transitions: of ``M`` chains.
-        block: the chains, ``(N, k)`` int64.
-        uniform: uniform random numbers ``(N, T)``.
-
-    Returns:
-        Configurations ``(N, T)``, zero beyond the end; bit ``i`` is the value of ``block[i]``.
-    """
+    r"""Draws configurations ``(N, T)`` as in :func:`block_posteriors`, with ``uniform (N, T)``."""
     _check_block(unary, block)
     return backend("binary_chains", unary).draw_blocks(unary, *transitions, block, uniform)  # type: ignore[no-any-return]
 
@@ -380,11 +273,7 @@ class _FreeEnergy(torch.autograd.Function):
 
 
 def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
-    """Refuses what does not fit together.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuses what does not fit together."""
     log_prob, kind = transitions
     if words.dim() != 4 or words.dtype != torch.int64:
         raise ValueError(f"words must be packed states (N, T, S, W) of type int64; got {words.dtype} of shape {tuple(words.shape)}")

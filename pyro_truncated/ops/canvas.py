@@ -70,10 +70,7 @@ class Canvas:
 
     @functools.cached_property
     def pixels(self) -> Tensor:
-        """Returns the pixel under each template entry at each place.
-
-        They are indices ``(L, T)`` int64.
-        """
+        """The pixel under each template entry at each place, ``(L, T)`` int64."""
         row, column = (torch.arange(size, device="cpu") for size in self.grid)
         down, right = (torch.arange(size, device="cpu") for size in (self.template_height, self.template_width))
         rows = (row[:, None, None, None] + down[:, None]) % self.height
@@ -119,9 +116,7 @@ class SceneParameters(NamedTuple):
 
 
 class SceneStatistics(NamedTuple):
-    r"""Sums over data points and states with weights :math:`w_{nc}`, float64.
-
-    They tell which objects own the pixels.
+    r"""Sums over data and states, with weights :math:`w_{nc}`, in float64.
 
     Attributes:
         owned: sums of the probability that the object owns the pixel under an entry, ``(H, T, F +

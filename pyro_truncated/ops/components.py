@@ -42,13 +42,7 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
 
 
 def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    """Checks that components, weights and rows fit; returns 64-bit components.
-
-    Components ``(N, S)`` are below the number, weights are ``(N, S)`` and rows ``(N, D)``.
-
-    Raises:
-        ValueError: if shapes do not fit, or there are other components.
-    """
+    """Checks components ``(N, S)``, weights and rows ``(N, D)``; returns 64-bit components."""
     if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
         shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
         raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
@@ -58,22 +52,14 @@ def check_components(component: Tensor, weight: Tensor, rows: Tensor, number: in
 
 
 def as_integers(component: Tensor) -> Tensor:
-    """Components in 64 bits, as indices must be.
-
-    Raises:
-        ValueError: if they are no integers.
-    """
+    """Components in 64 bits, as indices must be."""
     if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
         raise ValueError(f"component must hold integers; got {component.dtype}")
     return component.long()
 
 
 def check_below(component: Tensor, number: int) -> None:
-    """Refuses components that are negative, or not below the number.
-
-    Raises:
-        ValueError: saying from where to where they are.
-    """
+    """Refuses components that are negative, or not below the number."""
     if component.numel():
         lowest, highest = component.aminmax()
         raise_if((lowest < 0) | (highest >= number), lambda: _raise_component_range(lowest, highest, number))
@@ -93,9 +79,8 @@ _CACHED = 2**22
 class Grouped:
     """Entries sorted by group, in blocks of one group each.
 
-    The last block of a group is filled up with other entries, which belong elsewhere and whose
-    results are dropped. On a device, counting the blocks would wait for it. There are then as many
-    blocks as there can be, and the last ones have no entries of their own.
+    The last block of a group is filled up with other entries, whose results are dropped. On a device there are as many blocks as there can
+    be, as counting them would wait.
 
     Example:
         >>> from pyro_truncated.ops.components import Grouped
@@ -136,10 +121,7 @@ class Grouped:
         return cls(block, entry, within < size[block].unsqueeze(1), place)
 
     def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
-        """Yields some blocks at a time.
-
-        Their entries of so many bytes stay in the cache and within the memory budget.
-        """
+        """Yields blocks whose entries stay in the cache and the memory budget."""
         per_block = bytes_per_entry * self.entry.shape[1]
         rows = rows_per_block(per_block)
         if self.entry.is_cpu:
@@ -153,25 +135,15 @@ class Grouped:
 
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
-    r"""Returns square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs of data points and components.
+    r"""Square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of pairs ``row``, ``component (E,)``.
 
-    They are differentiable in all numbers.
+    Of data ``(N, D)``, means ``(K, D)`` and matrices :math:`W` ``(K, D, D)``; differentiable in all of them.
 
     Example:
         >>> from pyro_truncated.ops.components import square_distances
         >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
         >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
         tensor([ 25., 100.])
-
-    Args:
-        rows: data :math:`x`, ``(N, D)``.
-        row: which data points, numbers below ``N``, ``(E,)``.
-        component: of which components, numbers below ``K``, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
-        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
-
-    Returns:
-        ``(E,)``.
     """
     # In more dimensions products of matrices are faster.
     with use_backend("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > 32 else contextlib.nullcontext():
@@ -186,12 +158,7 @@ _CACHED_ROWS = 2**23
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
 
-    Args:
-        factor: :math:`W`, ``(K, D, R)``.
-        scale: :math:`\sigma`, ``(K,)``.
-
-    Returns:
-        :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
+    Returns :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
     """
     scaled = factor / scale[:, None, None]
     lower = cholesky(_identity(factor) + scaled.mT @ scaled)
@@ -200,19 +167,9 @@ def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
-    r"""Log densities of some rows under some components: :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)`.
+    r"""Log densities :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)` of pairs ``row``, ``component (E,)``.
 
-    Args:
-        rows: data :math:`y`, ``(N, D)``.
-        row: which of them, ``(E,)``.
-        component: under which component, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``.
-        whitened: see :func:`whiten`.
-        scale: :math:`\sigma`, ``(K,)``.
-        constant: :math:`c`, ``(K,)``.
-
-    Returns:
-        ``(E,)``; differentiable in all that is not a number of something.
+    The covariances are given by :func:`whiten` and ``scale (K,)``. Differentiable.
     """
     size, rank = whitened.shape[1:]
     grouped, precision, ranks = Grouped.of(component, len(loc)), scale**-2, _ranks(whitened)
@@ -226,18 +183,9 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
 
 
 def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
+    r"""Means and variances ``(E, D)`` of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`.
 
-    Args:
-        rows: data :math:`y`, ``(N, D)``. Entries that are NaN are not observed.
-        row: which of them, ``(E,)``.
-        component: under which component, ``(E,)``.
-        loc: means :math:`\mu`, ``(K, D)``.
-        factor: :math:`W`, ``(K, D, R)``.
-        scale: :math:`\sigma`, ``(K,)``.
-
-    Returns:
-        The means and the variances, ``(E, D)`` both.
+    Of pairs ``row``, ``component (E,)``; entries of ``rows (N, D)`` that are NaN are not observed.
     """
     if bool(rows.isnan().any()):
         given = rows, row, component, loc, factor, scale
@@ -259,10 +207,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
 
 
 def _observed_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with missing entries.
-
-    Every row has a posterior covariance of its own.
-    """
+    """The same with missing entries, and a posterior covariance for every row."""
     number, size = (~rows.isnan()).sum(1)[row], rows.shape[1]
     # The smaller of two systems of equations: one for each direction, or one for each entry that is seen, which needs whole covariances.
     bytes_of_covariance = rows.element_size() * size**2
@@ -284,10 +229,7 @@ def _observed_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
 
 
 def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`.
-
-    Rows ``(E, D)`` with more observed entries come last.
-    """
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}`, rows in order of observed entries."""
     covariance = factor @ factor.mT
     prior, found = covariance.diagonal(dim1=1, dim2=2), []
     per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
@@ -327,10 +269,7 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
 
 
 def _ranks(factor: Tensor) -> Tensor | None:
-    """Returns numbers of columns ``(K,)`` up to the last non-zero one.
-
-    On a device they are ``None``, as reading them would wait.
-    """
+    """Numbers of columns up to the last non-zero, ``None`` on devices."""
     if not factor.is_cpu:
         return None
     last: Tensor = ((factor.detach() != 0).any(1) * torch.arange(1, factor.shape[2] + 1)).amax(1)
@@ -338,10 +277,7 @@ def _ranks(factor: Tensor) -> Tensor | None:
 
 
 def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
-    """Drops columns that are zero in all of some groups' matrices.
-
-    Their gradients are zero, too.
-    """
+    """Drops columns that are zero in all of some groups' matrices."""
     return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
 
 
@@ -404,15 +340,7 @@ def _identity(basis: Tensor) -> Tensor:
 
 
 def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
-    """Returns centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm.
-
-    A centre that loses all its points stays where it is.
-
-    Args:
-        points: ``(N, D)``.
-        start: centres to start from, ``(K, D)``, such as some of the points.
-        steps: most iterations.
-    """
+    """Centres ``(K, D)`` of points ``(N, D)`` by Lloyd's algorithm."""
     # Distances are differences of squares, which are smallest around the mean.
     mean = points.mean(0)
     points, centres = points - mean, start - mean
@@ -428,10 +356,7 @@ def k_means(points: Tensor, start: Tensor, steps: int = 20) -> Tensor:
 
 
 def nearest_centres(points: Tensor, centres: Tensor, number: int = 1) -> Tensor:
-    """Returns the nearest centres of ``(K, D)`` for points ``(N, D)``.
-
-    They are ``(N, number)``, nearest first, or all if there are fewer.
-    """
+    """The nearest centres of points ``(N, D)``, nearest first, ``(N, number)``."""
     mean = points.mean(0)
     return _nearest(points - mean, centres - mean, min(number, len(centres)))
 

@@ -1,7 +1,4 @@
-"""Deferred checks of values.
-
-On a device, reading a value waits for all previous work, so that all values are read together.
-"""
+"""Deferred checks of values, which on a device are read together."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class _Pending:
 
 
 def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors on one device.
-
-    Host tensors move with those on a device.
-    """
+    """The tensors on one device, that of those not on the host."""
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
     return [tensor.to(device) for tensor in tensors]
 
@@ -73,8 +67,7 @@ _pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_check
 def raise_if(problem: Tensor, complain: _Action) -> None:
     """Complains if there is a problem, now or with the deferred checks.
 
-    The check is deferred on a device within :func:`defer_checks`. The M-step of a model is in such
-    a context: however many checks it makes, a device is waited for once.
+    It is deferred on a device within :func:`defer_checks`, so that a device is waited for once.
 
     Example:
         >>> def complain():
@@ -93,10 +86,7 @@ def raise_if(problem: Tensor, complain: _Action) -> None:
 
 
 def on_success(act: _Action) -> None:
-    """Runs an action after all checks have passed.
-
-    It runs at once if no check is deferred.
-    """
+    """Runs an action now, or after all deferred checks have passed."""
     pending = _pending.get()
     if pending is not None and (pending.checks or pending.lazy or pending.actions):
         pending.actions.append(act)
@@ -105,10 +95,7 @@ def on_success(act: _Action) -> None:
 
 
 def lazy_values(value: Tensor) -> Callable[[], list[float]]:
-    """Returns a function that reads a tensor's entries on demand.
-
-    On a device within :func:`defer_checks` they are read with the next checks.
-    """
+    """Returns a function that reads a tensor's entries with the next checks."""
     pending = _pending.get()
     if pending is None or not is_vectorised(value):
         known: list[float] = value.detach().flatten().tolist()
@@ -122,9 +109,7 @@ def read_number(value: Tensor) -> float:
 
 
 def read_conditions(conditions: Tensor) -> list[bool]:
-    """Returns which conditions hold, for the next actions.
-
-    On a device all checks so far are evaluated with them.
+    """Returns which conditions hold, after all checks so far.
 
     Example:
         >>> read_conditions(torch.tensor([1.0, -1.0]) > 0)
@@ -142,11 +127,10 @@ def flush_checks() -> None:
 
 @contextlib.contextmanager
 def defer_checks() -> Iterator[None]:
-    """A context that evaluates all its checks together at its end.
+    """A context that evaluates its checks together, in order, at its end.
 
-    They are evaluated in order. What depends on them goes into :func:`on_success`.
-
-    What fails in it may do so because of what a check would have found: then the check complains.
+    What depends on them goes into :func:`on_success`. What fails in it may do so because of what a check would have found: then the check
+    complains.
     """
     if _pending.get() is not None:
         yield

@@ -1,7 +1,4 @@
-"""Sums over products of sets by variable elimination.
-
-A bucket tree says the order; tables may have plates.
-"""
+"""Sums over products of sets by variable elimination along a bucket tree."""
 
 from __future__ import annotations
 
@@ -18,13 +15,10 @@ IMPOSSIBLE = -1e12
 
 @dataclasses.dataclass(frozen=True)
 class BucketTree:
-    r"""The order in which variables are summed out.
+    r"""The order in which a product's variables are summed out.
 
-    What is summed is a product of tables, one clique after the other.
-
-    Every table has one dimension for each colour, followed by the plate dimensions. A variable's
-    states lie in the dimension of its colour, which no other variable of its cliques has. So tables
-    add up by broadcasting. With the sets :math:`K_v` of states,
+    Every table has one dimension for each colour, followed by the plate dimensions. A variable's states lie in the dimension of its colour,
+    which no other variable of its cliques has. So tables add up by broadcasting. With the sets :math:`K_v` of states,
 
     .. math:: F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} \prod_f \psi_f(s) \prod_v e^{\theta_v(s_v)}.
 
@@ -75,10 +69,7 @@ class BucketTree:
         return -self.depth - 1 - self.colours[node]
 
     def find_bucket(self, nodes: Sequence[int]) -> int:
-        """Returns the variable that a table is summed out with.
-
-        Of the table's variables it is the first to be eliminated.
-        """
+        """The variable that a table is summed out with, its first."""
         return min(nodes, key=self.place.__getitem__)
 
     def collect(self, tables: Sequence[tuple[Sequence[int], Tensor]], weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
@@ -101,15 +92,9 @@ class BucketTree:
 
 
 class Messages:
-    """The sums of tables and messages in each bucket.
+    """Sums (or maxima) of tables and messages in buckets, by variable.
 
     The messages that were sent are kept beside them.
-
-    Args:
-        tree: the elimination order.
-        sums: by variable, the sum of the tables of its bucket.
-        weights: by variable, log weights of states.
-        maximum: whether messages are maxima in place of sums.
     """
 
     def __init__(self, tree: BucketTree, sums: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False) -> None:
@@ -136,10 +121,7 @@ class Messages:
         return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
 
     def send(self, node: int) -> None:
-        """Sums a variable out, and sends the rest to its parent.
-
-        What is left is added to the parent's bucket, in place of what was sent there before.
-        """
+        """Sums a variable out, and sends the rest to its parent's bucket."""
         tree, parent = self.tree, self.tree.parents[node]
         message = self._reduce(self._sum(node) + self.weights[node], tree.dim(node), keepdim=True)
         if parent is None:
@@ -156,31 +138,18 @@ class Messages:
         self._sent[node], self._impossible[node] = message, count
 
     def _beyond(self, node: int) -> list[int]:
-        """Returns the plates of a variable beyond those of its clique.
-
-        No other member of its clique lies in them.
-        """
+        """The plates of a variable beyond those of its clique."""
         tree = self.tree
         return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
 
     def evidence(self, node: int) -> Tensor:
-        """Returns the log of the sum over a component's states.
-
-        The node is its last variable; the result has the plates of this variable.
-        """
+        """The log sum over a component's states, by its last variable."""
         found = self._sent[node]
         assert found is not None
         return found
 
     def clique(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns a clique's log weights, and the message from above.
-
-        The weights of the variable that is eliminated are left out.
-
-        Args:
-            node: the variable.
-            above: by variable, the messages from above; those of its parent must be known.
-        """
+        """A clique's log weights without its variable's, and the message from above."""
         tree, parent = self.tree, self.tree.parents[node]
         if parent is None:
             down = self._sum(node).new_zeros((1,) * tree.num_dims)
@@ -211,10 +180,6 @@ class Messages:
         r"""Returns the posterior :math:`q_f(s_{v \in f})` of the states of each table.
 
         It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
-
-        Args:
-            scopes: the variables that each table is of.
-            shapes: the shapes of the tables.
         """
         tree, found = self.tree, []
         joint: dict[int, Tensor] = {}
@@ -230,22 +195,16 @@ class Messages:
         return found
 
     def beliefs(self) -> dict[int, Tensor]:
-        r"""Returns, by variable, what each state adds to :math:`e^F`.
+        r"""Returns what each state adds to :math:`e^F`, without its own weight.
 
-        It is a logarithm without the state's own weight, exact and additive.
-
-        Where a set of states is searched, this is the fitness of a candidate.
+        Where a set of states is searched, this logarithm is the fitness of a candidate.
         """
         return {node: self._belief(node, clique) for node, clique in self.cliques.items()}
 
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
-        """Visits the variables one after the other.
+        """Visits the variables in turn, with the newest weights of all others.
 
-        Each is given the newest weights of all others.
-
-        Args:
-            choose: maps a variable and the belief of its states to new log weights of these, or to ``None`` to keep them. Weights that
-                keep the best states never lower the evidence.
+        ``choose`` maps a variable and the belief of its states to new log weights of these, or to ``None``.
         """
         tree = self.tree
         above: dict[int, Tensor] = {}
@@ -264,16 +223,9 @@ class Messages:
                     self.send(node)
 
     def draw(self, num_samples: int | None, generator: torch.Generator | None = None) -> dict[int, tuple[Tensor, Tensor]]:
-        """Draws joint states.
+        """Draws joint states: by variable, positions and log probabilities, ``(B, 1, ..., plates)``.
 
-        With them comes the log probability of each variable's state given those above it.
-
-        Args:
-            num_samples: number of independent draws; ``None`` for the most probable joint state, of messages that are maxima.
-            generator: source of randomness.
-
-        Returns:
-            By variable, positions in its set and log probabilities, ``(B, 1, ..., plates)``.
+        Without ``num_samples`` it is the most probable joint state, of messages that are maxima.
         """
         tree = self.tree
         found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -295,10 +247,7 @@ class Messages:
 
 
 def _replace(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
-    """Returns a sum of messages with one of them replaced.
-
-    The old message and the new one are each added up over some plates.
-    """
+    """A sum of messages with one, added up over plates, replaced."""
     for message, sign in ((new, 1), (old, -1)):
         if message is not None:
             total = message.sum(list(beyond), keepdim=True) if beyond else message

@@ -1,9 +1,8 @@
 """Populations of packed states: start, genetic operators, selection.
 
-They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3
-and appendix D, extended to latents of more than two values. All operators treat every data point on
-its own. Random numbers are keyed by its position among all data (``rows``) and a seed from torch's
-global generator or the given source. So results depend neither on the batch nor on the device.
+They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to latents of
+more than two values. Random numbers are keyed by a data point's position among all data (``rows``) and a seed, so results depend neither on
+the batch nor on the device.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class SparseFlips(NamedTuple):
 
 
 def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several: int) -> SparseFlips:
-    """Returns tables of switching probabilities ``(H + 1,)``, and a rate.
-
-    The rate is for latents of several values.
-    """
+    """Tables of switching probabilities ``(H + 1,)``, and a rate for other latents."""
     num_binary = len(switch_on) - 1
     stay_other = -math.inf if rate == 1 else math.log1p(-rate)
     numbers = most_flips(num_binary, float(switch_on.max())), most_flips(num_several, rate)
@@ -52,11 +48,9 @@ def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several
 
 
 def most_flips(number: int, probability: float) -> int:
-    r"""Returns a number of successes exceeded with probability below 1e-18.
+    r"""A number of successes exceeded with probability below 1e-18.
 
-    It is a Chernoff bound for independent trials.
-
-    :math:`P(X \ge x) \le \exp(-x \log(x / \mu) + x - \mu)` for a sum of mean :math:`\mu < x`.
+    By Chernoff, :math:`P(X \ge x) \le \exp(-x \log(x / \mu) + x - \mu)` for a sum of mean :math:`\mu < x`.
     """
     mean = number * probability
     if mean == 0:
@@ -85,11 +79,8 @@ def find_duplicates(words: Tensor) -> Tensor:
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
     r"""Returns each data point's best ``size`` distinct states of two sets.
 
-    The best have the largest log joint in the union.
-
-    A state that occurs more than once counts once, with the log joint of its first occurrence. Since the kept states are the
-    largest of the union, :math:`\log\sum_s p(s, y_n)` over them never falls below that of the best ``size`` states of ``a``.
-    Costs expected :math:`O(S + C)` per data point on the CPU.
+    A state that occurs more than once has the log joint of its first occurrence. So :math:`\log\sum_s p(s, y_n)` never falls below that of
+    the best ``size`` states of ``a``. Costs expected :math:`O(S + C)` per data point on the CPU.
 
     Args:
         words_a: packed states ``(N, S, W)``, distinct within each data point.
@@ -132,17 +123,14 @@ def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint
 def select_parents(
     log_joint: Tensor, num_parents: int, *, by_fitness: bool = True, rows: Tensor | None = None, generator: Source = None
 ) -> Tensor:
-    r"""Draws distinct parents for every data point.
-
-    Probabilities are proportional to fitness or uniform.
+    r"""Draws distinct parents for every data point, by fitness or uniformly.
 
     The fitness of a state among the :math:`S` states of its data point is
 
     .. math:: F(s) = (\log p(s, y_n) - m_n) + |m_n|, \qquad m_n = \min_{s'} \log p(s', y_n),
 
-    which for :math:`m_n < 0` is equation (7) of the paper, :math:`\log p - 2 m_n`, and is never negative. Parents are drawn one
-    after the other, each in proportion to the fitness of those that are left. States of fitness zero follow when no other is
-    left, states of probability zero (which do not count in :math:`m_n`) after those.
+    which for :math:`m_n < 0` is equation (7) of the paper, :math:`\log p - 2 m_n`, and is never negative. Parents are drawn in turn, each
+    in proportion to the fitness of those that are left; states of fitness zero follow last, after them states of probability zero.
 
     Args:
         log_joint: log joints ``(N, S)``.
@@ -190,10 +178,6 @@ def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, genera
 def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
     """Moves one uniformly chosen latent of every state to another value.
 
-    The value is uniform, too.
-
-    A binary latent flips; latents of a single value are never chosen.
-
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
@@ -214,20 +198,14 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:
     r"""Returns switching probabilities such that the mean activity becomes ``target_activity``.
 
-    With :math:`k` of :math:`H` binary latents active, :math:`d = \tilde s - k` to go, and :math:`m = H p_{bf}` flips wanted on
-    average, the conditions of appendix D of the paper,
+    With :math:`k` of :math:`H` binary latents active, :math:`d = \tilde s - k` to go, and :math:`m = H p_{bf}` flips wanted on average, the
+    conditions of appendix D of the paper,
 
     .. math:: (H - k)\,p_0 + k\,p_1 = m, \qquad (H - k)\,p_0 - k\,p_1 = d,
 
-    have the solution :math:`(H - k)\,p_0 = (m + d)/2`, :math:`k\,p_1 = (m - d)/2`. This is the paper's :math:`p_0` and
-    :math:`p_1 = \alpha p_0` without the ratio :math:`\alpha`, which is undefined at :math:`k = 0` and :math:`m + d = 0` and negative
-    for :math:`|d| > m`. Both conditions cannot always be met:
-
-    * a target further away than :math:`m` flips reach gets :math:`m` flips, all towards it, rather
-      than more of them. A child stays as close to its parent as asked for, which suits the search
-      better than jumping to the target.
-    * otherwise the activity becomes the target, if need be with fewer than :math:`m` flips: at :math:`k = 0` there is nothing to
-      switch off, so :math:`H p_0 = \tilde s`.
+    have the solution :math:`(H - k)\,p_0 = (m + d)/2`, :math:`k\,p_1 = (m - d)/2`. A target further away than :math:`m` flips reach gets
+    :math:`m` flips, all towards it. Otherwise the activity becomes the target, if need be with fewer than :math:`m` flips: at :math:`k =
+    0`, :math:`H p_0 = \tilde s`.
 
     Args:
         num_latents: number of binary latents :math:`H`.
@@ -251,11 +229,8 @@ def flip_sparse(
 ) -> Tensor:
     """Sparsity-driven flips: binary latents change independently with the probabilities of :func:`sparse_flip_probabilities`.
 
-    A latent of more than two values moves to another of them, chosen uniformly, with probability
-    ``flip_probability``. An unchanged state would only repeat its parent, which is more than a
-    third of them with one flip on average. One uniformly chosen latent of it then changes as in
-    :func:`flip_random`. The activity and the number of flips of children are therefore those of the
-    formulas plus a term. It is the probability of no change times the effect of a random flip.
+    A latent of more than two values moves to another of them, chosen uniformly, with probability ``flip_probability``. In a state that
+    would stay unchanged one uniformly chosen latent changes as in :func:`flip_random`.
 
     Args:
         words: packed states ``(N, C, W)``.
@@ -287,11 +262,7 @@ def _check_mutable(words: Tensor, fields: Fields) -> None:
 
 
 def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
-    """Returns distinct initial states, different for each data point.
-
-    They are on the CPU.
-
-    See :func:`pyro_truncated.states.population.initial_population`, which moves the result to a device, for which states they are.
+    """Distinct initial states of each data point, see :func:`pyro_truncated.states.population.initial_population`.
 
     Args:
         fields: where the latents lie.

@@ -1,7 +1,4 @@
-"""The largest of many linear functions of features.
-
-They are the largest of all, of groups, or along neighbours.
-"""
+"""The largest linear functions of features: of all, in groups, along neighbours."""
 
 from __future__ import annotations
 
@@ -14,16 +11,9 @@ _TYPES = (torch.float32, torch.float64)
 
 
 def max_inner_products(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The largest functions of every data point.
+    """The ``number`` largest functions of every data point, and which, ``(N, number)``.
 
-    Args:
-        features: of the data points, ``(N, F)``.
-        coefficients: of the functions, ``(K, F)``.
-        number: how many functions, at most ``K``.
-
-    Returns:
-        Their values and their numbers, ``(N, number)``, the largest first; of equal ones, any. NaN counts as the largest, as in
-        ``torch.topk``. Types that are not compiled are computed with in single precision.
+    Functions have ``coefficients (K, F)`` of ``features (N, F)``. Of equal ones any; NaN counts as the largest, as in ``torch.topk``.
     """
     features, coefficients = _compute(features, coefficients)
     found: tuple[Tensor, Tensor] = backend("max_inner_products", features).max_inner_products(features, coefficients, number)
@@ -38,15 +28,9 @@ def max_inner_products_in_groups(
     visited: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same among the functions of those groups that are looked at.
+    """The same among the functions of the groups ``visited (N, L)``.
 
-    Args:
-        features: of the data points, ``(N, F)``.
-        coefficients: of the functions, ``(K, F)``.
-        group: of every function, ``(K,)``; none is empty.
-        num_groups: how many there are.
-        visited: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
-        number: how many functions.
+    These have at least ``number`` functions together; ``group (K,)`` is that of every function.
     """
     features, coefficients = _compute(features, coefficients)
     found: tuple[Tensor, Tensor]
@@ -63,21 +47,10 @@ def follow_neighbours(
     depth: int,
     also: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Follows neighbours of the best functions to convergence.
+    """Follows ``neighbours (K, W)`` of the best functions until all have been evaluated.
 
-    It stops when all neighbours of the best functions have been evaluated.
-
-    Args:
-        features: of the data points, ``(N, F)``.
-        coefficients: of the functions, ``(K, F)``.
-        neighbours: of every function, ``(K, W)``.
-        value: the largest functions known, ``(N, S)``, the largest first.
-        index: which functions these are; different ones.
-        depth: how many of the best ones' neighbours are looked at; of at most ``S`` functions in all.
-        also: functions to look at before, different ones, ``(N, A)``.
-
-    Returns:
-        The values and the numbers of the largest functions now known, ``(N, S)``, the largest first.
+    It starts from the largest functions known, ``value`` and ``index (N, S)``, and those of ``also (N, A)``, looks at the neighbours of the
+    best ``depth``, and returns both for the largest now known.
     """
     features, coefficients = _compute(features, coefficients)
     depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also

@@ -1,12 +1,8 @@
 r"""Superposition of active latents by maximum, for packed states.
 
-With normal noise the mean is :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`.
-
-Means of an exponential family are :math:`m_d(s) = \max(b_d, \max_h s_h W_{dh})` with a background
-:math:`b`. Natural parameter and log partition function grow with the mean. So they, too, are the
-largest of those of the active latents and the background.
-
-With slabs the model of a data point given its coefficients :math:`s = b \odot z` is
+With normal noise the mean is :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`. Means of an exponential family are :math:`m_d(s) = \max(b_d,
+\max_h s_h W_{dh})` with a background :math:`b`; natural parameter and log partition function, which grow with the mean, are the largest,
+too. With slabs the model of a data point given its coefficients :math:`s = b \odot z` is
 
 .. math:: y_d \sim \mathcal N(\max(0, \max_h s_h W_{dh}), \lambda_d^{-1}), \qquad W \ge 0, \qquad
     b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2).
@@ -48,18 +44,12 @@ class Segments(NamedTuple):
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Returns standardised ends of every segment, ``(*batch, J)`` each.
-
-        They are in units of its Gaussian's deviation around its mean.
-        """
+        """Standardised ends of every segment, ``(*batch, J)`` each."""
         loc, root = self.linear / self.precision, self.precision.sqrt()
         return (self.edges[..., :-1] - loc) * root, (self.edges[..., 1:] - loc) * root
 
     def log_masses(self) -> Tensor:
-        """Returns the log mass of every segment, ``(*batch, J)``.
-
-        It is minus infinity where the segment is empty.
-        """
+        """The log mass of every segment, ``(*batch, J)``."""
         peak = self.constant + 0.5 * self.linear.square() / self.precision
         return peak + 0.5 * (2 * math.pi / self.precision).log() + log_interval(*self.bounds)
 
@@ -82,10 +72,7 @@ class Segments(NamedTuple):
         return torch.where(weights > 0, weights * means, 0.0).sum(-1)
 
     def draw(self, first: Tensor, second: Tensor) -> Tensor:
-        """Draws ``(*batch)`` by inversion.
-
-        One uniform number ``(*batch)`` chooses the segment, another one the place in it.
-        """
+        """Draws ``(*batch)`` by inversion, with two uniform numbers each."""
         cumulative = self.log_masses().softmax(-1).cumsum(-1)
         last = self.precision.shape[-1] - 1
         chosen = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
@@ -101,17 +88,9 @@ def maximum_segments(
 ) -> Segments:
     r"""Joint density of data and one slab, :math:`\mathcal N(z; \mu, \tau^2) \prod_d \mathcal N(y_d; \max(m_d, z w_d), \lambda_d^{-1})`.
 
-    The cause wins dimension ``d`` where :math:`z > m_d / w_d`, so between the sorted thresholds the
-    density is Gaussian in ``z``. The sums over the dimensions won are cumulative sums. Constants
-    are all there: the total mass is the density of the data.
-
-    Args:
-        value: data :math:`y`, ``(*batch, D)``. NaN where missing.
-        others: what the other causes offer :math:`m \ge 0`, ``(*batch, D)``.
-        element: dictionary element :math:`w \ge 0` of the cause, ``(*batch, D)``.
-        precision: inverse noise variances :math:`\lambda`, broadcastable to ``(*batch, D)``.
-        slab_mean: mean :math:`\mu` of the slab, ``(*batch)``.
-        slab_deviation: standard deviation :math:`\tau` of the slab, ``(*batch)``.
+    The cause wins dimension ``d`` where :math:`z > m_d / w_d`, so between the sorted thresholds the density is Gaussian in ``z``. The total
+    mass is the density of the data. :math:`y` (NaN where missing), :math:`m \ge 0`, :math:`w \ge 0` and :math:`\lambda` are ``(*batch,
+    D)``, the slab's moments ``(*batch)``.
     """
     value, others, element, precision = torch.broadcast_tensors(value, others, element, precision)
     is_seen = ~value.isnan()
@@ -124,10 +103,7 @@ def maximum_segments(
     threshold, order = threshold.sort(-1)
 
     def cumulative(terms: Tensor) -> Tensor:
-        """Returns cumulative sums of terms in order of threshold.
-
-        They are over the first 0, 1, ... entries of those that can win.
-        """
+        """Cumulative sums over the first 0, 1, ... entries that can win."""
         return torch.nn.functional.pad(torch.where(can_win, terms, 0.0).gather(-1, order).cumsum(-1), (1, 0))
 
     prior_precision = slab_deviation.square().reciprocal().unsqueeze(-1)
@@ -157,11 +133,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
-    """Returns a truncated standard normal quantile.
-
-    It lies between ``lower`` and ``upper`` at ``uniform`` in [0, 1), by inversion in the log
-    domain.
-    """
+    """The truncated standard normal quantile at ``uniform``, in the log domain."""
     low, high, is_flipped = _to_the_left(lower, upper)
     share = log_interval(low, high)
     # Strictly between zero and one, whose quantiles may be infinite.
@@ -175,19 +147,13 @@ def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> 
 
 
 def _to_the_left(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mirrors intervals to reach further to the left.
-
-    It also returns which were mirrored.
-    """
+    """Mirrors intervals to reach further to the left; says which."""
     is_flipped = lower + upper > 0
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped
 
 
 def _inverse_log_ndtr(log_p: Tensor, *, newton_steps: int = 8) -> Tensor:
-    r"""Solves :math:`\log\Phi(x) = \log p` for :math:`p \le 1/2`.
-
-    Newton's method from the left of the root; as :math:`\log\Phi` is concave it never crosses the root.
-    """
+    r"""Solves :math:`\log\Phi(x) = \log p` for :math:`p \le 1/2` by Newton's method."""
     log_p = log_p.clamp(min=-1e300)
     x = -(-2 * log_p).sqrt()
     for _ in range(newton_steps):
@@ -203,8 +169,8 @@ def _log_phi(x: Tensor) -> Tensor:
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
     r"""Weighted squared residuals :math:`\sum_d \lambda_d (y_{nd} - \bar y_d(s))^2` over the observed entries of each data point.
 
-    On the CPU a state costs a comparison per active latent and observed dimension; sums are taken in float64. Differentiable once in
-    ``value``, ``weight`` and ``precision``; where several latents attain a maximum the first takes the whole gradient.
+    On the CPU a state costs a comparison per active latent and observed dimension. Differentiable once in ``value``, ``weight`` and
+    ``precision``; the first of several maxima takes the whole gradient.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -225,8 +191,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""Sums over who attains the maximum, for M-step and gradient.
 
-    With weights :math:`w_{nc}` and :math:`A_{dh}(s) = 1` where latent ``h`` attains the maximum :math:`\bar y_d(s) > 0` (the first of
-    several), else 0. States of weight zero are skipped.
+    With weights :math:`w_{nc}` and :math:`A_{dh}(s) = 1` where latent ``h`` is the first that attains :math:`\bar y_d(s) > 0`, else 0.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -281,13 +246,9 @@ class _MaximumError(torch.autograd.Function):
 def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
     r"""Returns log densities :math:`\sum_d y_{nd}\, \eta_d(s) - A_d(s)` without the base measure.
 
-    They are those of each data point's observed entries.
-
-    :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and the largest log
-    partition function of the active latents and the background. Both must have the same order. On
-    the CPU a state costs two comparisons per active latent and observed dimension; sums are taken
-    in float64. It is differentiable once in all arguments but the words. Of several that are
-    largest the first takes the whole gradient, and the background before all latents.
+    :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and log partition function of the active latents and the
+    background, in the same order. On the CPU a state costs two comparisons per active latent and observed dimension. Differentiable once in
+    all arguments but the words; of several that are largest the first takes the whole gradient, and the background before all latents.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -370,11 +331,8 @@ def maximum_slab_gibbs(
 ) -> tuple[Tensor, Tensor]:
     r"""Draws coefficients of each data point's selected causes by Gibbs sampling.
 
-    All other causes are off.
-
-    An update draws :math:`(b_h, z_h)` jointly from their exact conditional given the other causes.
-    It is Gaussian in :math:`z_h` between the thresholds at which the cause wins another dimension.
-    A sweep updates every selected cause once, in random order.
+    An update draws :math:`(b_h, z_h)` jointly from their exact conditional, which is Gaussian in :math:`z_h` between the thresholds at
+    which the cause wins another dimension. A sweep updates every selected cause once, in random order.
 
     Args:
         value: observations, ``(N, D)``. NaN where missing.
@@ -409,13 +367,10 @@ def maximum_slab_gibbs(
 
 
 def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Returns what the causes win under a dictionary.
+    r"""What the causes win, summed over data, averaged over draws.
 
-    It is summed over data points and averaged over draws of their coefficients.
-
-    With :math:`A_{dh} = 1` where cause ``h`` attains a positive maximum in the observed dimension ``d``:
-    :math:`\sum_n \langle A_{dh} s_h \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and
-    :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
+    With :math:`A_{dh} = 1` where cause ``h`` attains a positive maximum in the observed dimension ``d``: :math:`\sum_n \langle A_{dh} s_h
+    \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
 
     Args:
         value: observations, ``(N, D)``. NaN where missing.

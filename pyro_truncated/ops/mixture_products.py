@@ -1,7 +1,4 @@
-"""Products over dimensions of a Gaussian bump beside a constant.
-
-The psi statistics of squared exponential kernels consist of them.
-"""
+"""Products over dimensions of a Gaussian bump beside a constant."""
 
 from __future__ import annotations
 
@@ -16,33 +13,15 @@ from pyro_truncated.ops.backend import backend, gradient, remember_context
 def mixture_products(
     height: Tensor, center: Tensor, rate: Tensor, share: Tensor, point: Tensor, decay: Tensor, base: Tensor, *, summed: bool = False
 ) -> Tensor:
-    r"""Returns products of bumps beside a column's constants.
-
-    Each row has a bump at each column, and dimensions are multiplied.
+    r"""Returns products over dimensions of bumps beside a column's constants.
 
     .. math:: r_{np} = \prod_q \left[ a_{nq} \exp\left(-c_{nq} (m_{nq} - x_{qp})^2 - d_{qp}\right) + h_{nq} b_{qp} \right]
 
-    Differentiable once in every argument. The derivatives are taken without dividing by a factor,
-    so factors may be zero. On the CPU it is computed in float64 whatever the type of the inputs,
-    with memory for the result only. Elsewhere it is computed in blocks under the memory budget. A
-    dimension without a constant part (:math:`h_{nq} = 0` for all rows) costs an eighth of one with
-    it. It needs no exponential of its own.
+    ``height`` :math:`a`, ``center`` :math:`m`, ``rate`` :math:`c` and ``share`` :math:`h` are ``(N, Q)``; ``point`` :math:`x`, ``decay``
+    :math:`d` and ``base`` :math:`b` are ``(Q, P)``. The result is ``(N, P)``, or ``(P,)`` if ``summed`` over rows.
 
-    Args:
-        height: :math:`a \ge 0`, ``(N, Q)``.
-        center: :math:`m`, ``(N, Q)``.
-        rate: :math:`c \ge 0`, ``(N, Q)``.
-        share: :math:`h`, ``(N, Q)``.
-        point: :math:`x`, ``(Q, P)``.
-        decay: :math:`d \ge 0`, ``(Q, P)``.
-        base: :math:`b`, ``(Q, P)``.
-        summed: whether to sum over the rows, :math:`\sum_n r_{np}`.
-
-    Returns:
-        ``(N, P)``, or ``(P,)`` if ``summed``, of the type of ``height``.
-
-    Raises:
-        ValueError: if the shapes do not fit.
+    Differentiable once in every argument, without dividing by a factor. On the CPU it is computed in float64 with memory for the result
+    only, elsewhere in blocks. A dimension without a constant part (:math:`h_{nq} = 0` for all rows) costs an eighth of one with it.
     """
     rows, columns = (height, center, rate, share), (point, decay, base)
     if height.dim() != 2 or point.dim() != 2 or any(f.shape != height.shape for f in rows) or any(f.shape != point.shape for f in columns):

@@ -1,7 +1,4 @@
-"""Likelihoods of packed binary states under a noisy-OR, with statistics.
-
-M-steps need the statistics.
-"""
+"""Likelihoods of packed binary states under a noisy-OR, with statistics."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ def noisy_or_log_prob(
         \ell_d = \log(1 - w_{0d}) + \sum_h s_h \log(1 - W_{dh}) = \log p(y_d = 0 \mid s).
 
     An observation that is impossible under a state (:math:`y_d = 1`, :math:`\ell_d = 0`) gives exactly minus infinity. Differentiable once
-    in the parameters and in ``linear``. On the CPU a state costs a few multiplications per active latent and pixel that is on, and one
-    logarithm per 32 such pixels.
+    in the parameters and in ``linear``.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -53,12 +49,9 @@ def noisy_or_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Returns expected causes of the pixels that are on.
 
-    EM steps and the gradient of :func:`noisy_or_log_prob` need these sums.
-
-    With :math:`N_d(s) = 1 - e^{\ell_d(s)}` and weights :math:`w_{nc}`: the first moments :math:`\sum_c w_{nc} s`, the ratios
-    :math:`R_{dh} = \sum_n y_{nd} \sum_c w_{nc}\, s_h / N_d(s)`, and the same ratios of the leak,
-    :math:`\sum_n y_{nd} \sum_c w_{nc} / N_d(s)`.
-    States of weight zero are skipped, whatever they imply.
+    With :math:`N_d(s) = 1 - e^{\ell_d(s)}` and weights :math:`w_{nc}`: the first moments :math:`\sum_c w_{nc} s`, the ratios :math:`R_{dh}
+    = \sum_n y_{nd} \sum_c w_{nc}\, s_h / N_d(s)`, and the same ratios of the leak, :math:`\sum_n y_{nd} \sum_c w_{nc} / N_d(s)`. States of
+    weight zero are skipped, whatever they imply.
 
     Args:
         words: packed states, ``(N, C, W)``.

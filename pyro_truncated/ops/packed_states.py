@@ -123,20 +123,13 @@ class Fields:
         return self.rows(latents) if what == "rows" else self.masks[latents]
 
     def _tails(self) -> Tensor:
-        """Returns suffix masks of latents, ``(L - 1, W)``.
-
-        They have the bits from each latent but the first on, with all bits behind them in their
-        words.
-        """
+        """Masks ``(L - 1, W)`` of the bits from each latent but the first on."""
         position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
         rest = ~((1 << self.shift[1:, None]) - 1)
         return torch.where(position > word, -1, torch.where(position < word, 0, rest))
 
     def rows(self, latents: Tensor) -> Tensor:
-        """Returns word, shift and cardinality of some latents, ``(3, M)``.
-
-        Compiled kernels take them so.
-        """
+        """Word, shift and cardinality of some latents, ``(3, M)``."""
         return torch.stack([self.word[latents], self.shift[latents], self.cardinality[latents]])
 
 
@@ -172,16 +165,9 @@ def enumerate_states(fields: Fields, device: torch.device | str | None = None) -
 
 
 def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the states in which one latent has a non-zero value.
+    """Latent ``(P,)``, value ``(P,)`` and packed states ``(P, W)`` with one active latent.
 
-    All other latents are zero. They are on the CPU.
-
-    Args:
-        fields: where the latents lie.
-        first: the lowest value that a latent takes; 0 counts the state of zeros once for each.
-
-    Returns:
-        The latent of each state ``(P,)``, its value ``(P,)``, latent by latent, and the packed states ``(P, W)``.
+    Values begin with ``first``; 0 counts the state of zeros once for each latent.
     """
     counts = fields.cardinality - first
     latent = torch.arange(fields.num_latents, device="cpu").repeat_interleave(counts)
@@ -200,9 +186,7 @@ _counts: Any = WeakIdKeyDictionary()
 
 
 class _Count:
-    """The largest number of active latents among some states.
-
-    It was read, or is bounded by their sources and some flips.
+    """The largest number of active latents among states, read or bounded.
 
     Attributes:
         number: what has been seen, or the sources have. Of open sources nothing yet.
@@ -236,32 +220,20 @@ class _Count:
 
 # Whatever is padded to a larger number than need be costs its square: so many flips are followed.
 def most_active(words: Tensor, most_flips: int = 2) -> int | None:
-    """Returns a bound of active latents of one state.
-
-    ``None`` means that it is not known closely.
-
-    Args:
-        words: packed states, ``(..., W)``.
-        most_flips: how many flips it may be too large by.
-    """
+    """A bound of one state's active latents, ``most_flips`` too large, or ``None``."""
     count = _cached_count(words)
     return None if count is None or count.flips_unseen > most_flips else count.most
 
 
 def note_most_active(words: Tensor, number: int) -> None:
-    """Records what has been read of states on a device.
-
-    It holds for all states in the same memory.
-    """
+    """Records the most active latents of states on a device, as read."""
     if not words.is_cpu:
         count = _cached_count(words) or _keep(words, _Count())
         count.see(number)
 
 
 def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
-    """Records that states were selected among others.
-
-    They may have so many more latents.
+    """Records that states were selected among others, with so many more latents.
 
     Args:
         words: the states.
@@ -320,8 +292,6 @@ def check_words(name: str, words: Tensor) -> None:
 def check_bits(words: Tensor, num_latents: int) -> None:
     """Refuses states ``(N, C, W)`` without exactly ``num_latents`` binary latents.
 
-    Kernels use set bits as positions of latents.
-
     Raises:
         ValueError: if the number of words is another, or bits are set beyond those of the last latent.
     """
@@ -352,11 +322,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
-    """Returns the shape ``(N, M)`` of a matrix by rows of words.
-
-    Raises:
-        ValueError: if words are no packed states, or the matrix has another number of rows.
-    """
+    """Returns the shape ``(N, M)`` of a matrix by rows of words."""
     if words.dtype != torch.int64 or words.dim() != 3:
         raise ValueError(f"words must be int64 of shape (N, C, W); got {words.dtype} of shape {tuple(words.shape)}")
     if companion.dim() != 2 or len(companion) != len(words):
@@ -365,11 +331,7 @@ def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
 
 
 def check_weights(words: Tensor, weights: Tensor) -> None:
-    """Refuses weights that are not ``(N, C)``, one per state.
-
-    Raises:
-        ValueError: naming both shapes.
-    """
+    """Refuses weights that are not ``(N, C)``, one per state."""
     check_rows(words, weights, "weights (N, C)")
     if weights.shape != words.shape[:2]:
         raise ValueError(f"weights must have shape {tuple(words.shape[:2])}, one per state; got {tuple(weights.shape)}")
@@ -379,9 +341,6 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
     """Refuses states, observations, dictionary and vector that do not fit.
 
     They are ``(N, C, W)``, ``(N, D)``, ``(D, H)`` and ``(D,)``.
-
-    Raises:
-        ValueError: naming what does not fit.
     """
     _, num_observed = check_rows(words, value, "value (N, D)")
     if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
@@ -394,24 +353,10 @@ _MAX_STATES = 2**20
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
-    r"""Returns unions of at most ``max_active`` of each data point's singletons.
+    r"""Unions ``(N, S, W)`` of at most ``max_active`` of each data point's single-latent states.
 
-    These are its selected single-latent states.
-
-    Every state but the first, all-zero one extends a state with one latent fewer by one
-    single-latent state. So building a state takes one operation per word, and its latents are never
-    unpacked.
-
-    Args:
-        chosen: packed states with one active latent each, of different latents, ``(N, K, W)``.
-        max_active: largest number of active latents. Default: all.
-
-    Returns:
-        ``(N, S, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`: fewer active latents first, in the same order for every data
-        point.
-
-    Raises:
-        ValueError: if ``chosen`` are not packed states, or there were more than 2**20 states per data point.
+    Of ``chosen (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
+    with one latent fewer, so building it takes one operation per word. More than 2**20 states are refused.
     """
     check_words("chosen", chosen)
     num_selected = chosen.shape[1]
@@ -434,10 +379,7 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _table(num_selected: int, max_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the combination that each extends, and the added position.
-
-    The empty combination comes first.
-    """
+    """The combination that each extends, and the position it adds."""
     subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
     position = {subset: i for i, subset in enumerate(subsets)}
     parent = torch.tensor([position[subset[:-1]] for subset in subsets], device=device)

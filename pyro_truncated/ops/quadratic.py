@@ -18,8 +18,8 @@ from pyro_truncated.ops.packed_states import check_bits, check_likelihood, check
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     r"""Quadratic function of binary states: :math:`E_{nc} = \sum_h s_h a_{nh} + \sum_{hh'} s_h s_{h'} B_{hh'}` with :math:`s = s_{nc}`.
 
-    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`, and sums are taken in float64 whatever the types of the inputs.
-    Differentiable once in ``linear`` and ``pairwise``; the gradients are the moments of :func:`moments`.
+    On the CPU a state with :math:`k` active latents costs :math:`O(k^2)`. Differentiable once in ``linear`` and ``pairwise``; the gradients
+    are the moments of :func:`moments`.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -70,8 +70,6 @@ def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = False) -> tuple[Tensor, Tensor]:
     r"""Weighted first and second moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top` of binary states.
 
-    States of weight zero are skipped. The order of summation is fixed, so the result does not depend on the number of threads.
-
     Args:
         words: packed states, ``(N, C, W)``.
         weights: of the states, ``(N, C)``, such as posterior probabilities.
@@ -108,8 +106,8 @@ class _PairEnergy(torch.autograd.Function):
 def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
     r"""Weighted squared residuals :math:`\sum_d \lambda_d (y_{nd} - \sum_h W_{dh} s_h)^2` over the observed entries of each data point.
 
-    The form for data with missing entries; where nothing is missing, expanding the square into :func:`pair_energy` is cheaper.
-    Differentiable once in ``value``, ``weight`` and ``precision``.
+    The form for data with missing entries: otherwise :func:`pair_energy` of the expanded square is cheaper. Differentiable once in
+    ``value``, ``weight`` and ``precision``.
 
     Args:
         words: packed states, ``(N, C, W)``.

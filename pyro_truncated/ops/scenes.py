@@ -1,19 +1,14 @@
 r"""Log densities of images of objects that hide each other, and statistics.
 
-An object ``h`` is a template of ``T`` entries with colours :math:`w_{hi}` and mask probabilities
-:math:`\alpha_{hi}`. In a scene it is absent or lies at a place, and for every image and entry its
-mask is on with probability :math:`\alpha_{hi}`. A pixel over which no mask is on has the
-background's density :math:`p_B`. Otherwise one object owns it and it is :math:`\mathcal N(w_{hi},
-\sigma^2 I)`. Without depth (``rank=None``) the object is drawn uniformly from those whose mask is
-on. With depth it is the foremost of these. With :math:`a_h` the mask probabilities of the objects
-over a pixel, the masks are summed out exactly:
+An object ``h`` is a template of ``T`` entries with colours :math:`w_{hi}` and mask probabilities :math:`\alpha_{hi}`. A pixel over which no
+mask is on has the background's density :math:`p_B`. Otherwise one object whose mask is on owns it and it is :math:`\mathcal N(w_{hi},
+\sigma^2 I)`: without depth (``rank=None``) one drawn uniformly, with depth the foremost. With :math:`a_h` the mask probabilities of the
+objects over a pixel, the masks are summed out exactly:
 
 .. math:: \rho_h = a_h \int_0^1 \prod_{j \ne h} (1 - a_j + a_j u)\, du
     \quad\text{or}\quad \rho_h = a_h \prod_{j \text{ before } h} (1 - a_j).
 
 States are places ``(N, C, H)``: the index of the pixel (of the grid of places) under the upper left corner, or -1 for an absent object.
-
-Scans say how well each object fits at each place: correlations of images and templates with a soft threshold inside.
 """
 
 from __future__ import annotations
@@ -58,10 +53,7 @@ def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canva
 
 @torch.no_grad()
 def scene_pixel_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None) -> Tensor:
-    """Returns log densities of the pixels under states.
-
-    They are ``(N, C, D)`` in float64, without gradients. Their sum is :func:`scene_log_prob`.
-    """
+    """Log densities ``(N, C, D)`` of the pixels, which :func:`scene_log_prob` sums."""
     _check(places, images, scene, canvas, rank)
     return backend("scenes", places).pixel_log_prob(places, rank, images, scene, canvas)  # type: ignore[no-any-return]
 
@@ -69,12 +61,7 @@ def scene_pixel_log_prob(places: Tensor, images: Tensor, scene: SceneParameters,
 def scene_statistics(
     places: Tensor, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None
 ) -> SceneStatistics:
-    """Returns sums over who owns the pixels, with weights ``(N, C)``.
-
-    The other arguments are those of :func:`scene_log_prob`.
-
-    States of weight zero are skipped.
-    """
+    """Sums over who owns the pixels, with weights ``(N, C)``."""
     _check(places, images, scene, canvas, rank)
     if weights.shape != places.shape[:2]:
         raise ValueError(f"weights must have shape (N, C) = {tuple(places.shape[:2])}; got {tuple(weights.shape)}")
@@ -84,12 +71,7 @@ def scene_statistics(
 def scene_means(
     places: Tensor, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None
 ) -> Tensor:
-    r"""Returns means of the pixels without noise, ``(N, D, F)`` in float64.
-
-    They are :math:`\sum_s q(s) (\sum_h r_h w_h + r_0 B)`, owned by :math:`r`.
-
-    Weights ``(N, C)`` of states are those of :func:`scene_statistics`. Not compiled: it is asked for once, after training.
-    """
+    r"""Means of the noise-free pixels, :math:`\sum_s q(s) (\sum_h r_h w_h + r_0 B)`, ``(N, D, F)``."""
     _check(places, images, scene, canvas, rank)
     return vectorised.means(places, rank, weights, images, scene, canvas)
 
@@ -123,10 +105,7 @@ class _SceneLogProb(torch.autograd.Function):
 
 
 def squared_errors(sums: Tensor, means: Tensor) -> Tensor:
-    """Returns the sum of squared distances to means ``(..., F)``.
-
-    It uses sums ``(..., F + 2)`` of weights, weighted vectors and weighted squares.
-    """
+    """Squared distances to means ``(..., F)`` from sums of weights, vectors and squares."""
     errors: Tensor = sums[..., -1] - 2 * (sums[..., 1:-1] * means).sum(-1) + sums[..., 0] * means.square().sum(-1)
     return errors.sum()
 
@@ -177,11 +156,9 @@ def scan_places(
         + \alpha_{hi}\, \mathcal N(y_{n,p(l,i)}; w_{hi}, \sigma^2 I) / p_0(y_{n,p(l,i)})\bigr],
         \qquad p_0 = (1 - \epsilon)\, p_B + \epsilon.
 
-    Without clutter, :math:`\epsilon = 0`, it is the log likelihood ratio of the object alone
-    against the bare background. Then any object is better than none where there is another one.
-    Clutter is the share of pixels that other objects cover in whatever colour. It makes it the
-    ratio against anything else. It is a correlation of images and templates with a soft threshold
-    inside. The threshold keeps the hidden part of an object from outweighing the visible part.
+    Without clutter, :math:`\epsilon = 0`, it is the log likelihood ratio of the object alone against the bare background. Clutter is the
+    share of pixels that other objects cover in whatever colour: a soft threshold that keeps the hidden part of an object from outweighing
+    the visible part.
 
     Args:
         images: ``(N, D, F)``.
@@ -207,11 +184,9 @@ def scan_places(
 def scan_at(
     images: Tensor, scene: SceneParameters, canvas: Canvas, objects: Tensor, places: Tensor, *, clutter: float = 0.0, min_mask: float = 0.0
 ) -> Tensor:
-    """Returns :func:`scan_places` for a few objects at a few places.
+    """:func:`scan_places` for objects ``(N, K)`` at places ``(N, K, P)``, in float32.
 
-    Objects are ``(N, K)``, places and results ``(N, K, P)``, in float32.
-
-    All other arguments are those of :func:`scan_places`. On the CPU it costs only these places, elsewhere the whole scan.
+    On the CPU it costs only these places, elsewhere the whole scan.
     """
     terms = (*_terms(images, scene, _background(images, scene), clutter), scene.masks >= min_mask)
     return backend("scenes", images).scan_at(images, scene, canvas, *terms, objects, places)  # type: ignore[no-any-return]

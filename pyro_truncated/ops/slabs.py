@@ -27,11 +27,7 @@ from pyro_truncated.utils.constraints import without_missing
 
 
 def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns products of data and dictionary, scaled dictionary, and mask.
-
-    They are ``(N, H)``, the dictionary over the noise deviation, and ``None`` if everything is
-    observed.
-    """
+    """Products ``(N, H)`` of data and dictionary, the scaled dictionary, and a mask."""
     rows, is_observed = without_missing(value)
     rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
     return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
@@ -50,9 +46,6 @@ def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int
     """Returns values ``(N, C)`` of a linear function of the states.
 
     Its coefficients ``linear (N, H)`` are prior logits, for example.
-
-    Raises:
-        ValueError: if the coefficients have another shape.
     """
     if linear.shape != (num_data, num_latents):
         raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
@@ -64,13 +57,8 @@ def data_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in data, dictionary and precisions, from the moments of the coefficients.
 
-    Args:
-        value: data ``(N, D)``. NaN where missing.
-        weight: dictionary ``(D, H)``.
-        precision: inverse noise variances ``(D,)``.
-        grad: gradients in the log densities of the states, ``(N, C)``.
-        first: sums of the first moments weighted with them, ``(N, H)``.
-        second: second moments ``(H, H)``, or ``(D, H, H)`` over the data points at which each dimension is observed.
+    ``grad (N, C)`` are gradients in the log densities, ``first (N, H)`` and ``second`` moments weighted with them, ``(H, H)`` or ``(D, H,
+    H)`` over the data points at which each dimension is observed.
     """
     is_observed = ~value.isnan()
     products = weight @ second if second.dim() == 2 else (second @ weight.unsqueeze(-1)).squeeze(-1)
@@ -97,8 +85,7 @@ def spike_slab_log_prob(
 
     .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\; \Lambda^{-1} + W\,\mathrm{diag}(b \odot \tau^2)\,W^\top\bigr).
 
-    On the CPU a state with :math:`k` active latents costs :math:`O(k^3)`, whatever the number of dimensions; everything is taken in
-    float64. Differentiable once in all arguments but the words.
+    Differentiable once in all arguments but the words.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -132,10 +119,9 @@ def spike_slab_moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Weighted posterior moments of the indicators and of the coefficients :math:`s = b \odot z`.
 
-    Let :math:`\mathcal N(\kappa_b, \Lambda_b)` be the exact posterior of the active slabs under
-    state :math:`b`, with weights :math:`w_{nc}`. Moments are :math:`\sum_c w_{nc}\, b`,
-    :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b
-    \kappa_b^\top)`. Entries of latents that are off are zero.
+    Let :math:`\mathcal N(\kappa_b, \Lambda_b)` be the posterior of the active slabs under state :math:`b`, with weights :math:`w_{nc}`.
+    Moments are :math:`\sum_c w_{nc}\, b`, :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b
+    \kappa_b^\top)`.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -163,9 +149,7 @@ def spike_slab_moments(
 def spike_slab_moments_by_dimension(
     words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)``.
-
-    They are over the data points at which each dimension is observed.
+    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)`` over observed entries.
 
     Returns:
         Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(D, H, H)``, and the diagonal ``(H,)`` of those over
@@ -227,13 +211,10 @@ def correlated_slab_moments(
     slab_covariance: Tensor,
     per_datum: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""Returns weighted posterior moments, and gradients in the slabs' prior.
+    r"""Weighted posterior moments, and gradients in the slabs' prior.
 
-    Moments of indicators and coefficients are those of :func:`spike_slab_moments`.
-
-    Let :math:`\mathcal N(\mu_b + d, C)` be the posterior of the active slabs under state :math:`b`,
-    and :math:`\Psi_b` their prior covariance. The gradients of :math:`\log p(y \mid b)` are, with
-    zeros for latents that are off,
+    Let :math:`\mathcal N(\mu_b + d, C)` be the posterior of the active slabs under state :math:`b`, and :math:`\Psi_b` their prior
+    covariance. The gradients of :math:`\log p(y \mid b)` are, with zeros for latents that are off,
 
     .. math:: \frac{\partial}{\partial \mu_b} = \Psi_b^{-1} d, \qquad
         2 \frac{\partial}{\partial \Psi_b} = \Psi_b^{-1} (C + d d^\top - \Psi_b) \Psi_b^{-1}.
@@ -265,10 +246,7 @@ def correlated_slab_moments(
 def correlated_slab_moments_by_dimension(
     words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)``.
-
-    They are over the data points at which each dimension is observed.
-    """
+    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)`` over observed entries."""
 
     def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Those of a block."""
@@ -292,8 +270,7 @@ def expected_log_slab_prior(
 ) -> Tensor:
     r"""Expected log density :math:`\sum_{nc} w_{nc} \langle \log \mathcal N(z_b; m_b, P_b) \rangle` of the active slabs under other priors.
 
-    The expectation is that of the posterior of the slabs under the first five parameters, as in :func:`correlated_slab_moments`. Constants
-    are left out.
+    The posterior is that under the first five parameters, as in :func:`correlated_slab_moments`. Constants are left out.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -363,18 +340,7 @@ class _LogProb(torch.autograd.Function):
 def _sum_by_dimension(
     moments: Callable[..., tuple[Tensor, ...]], words: Tensor, weights: Tensor, value: Tensor, num_latents: int, bytes_each: int
 ) -> tuple[Tensor, ...]:
-    """Returns moments of row blocks with second moments ``(D, H, H)``.
-
-    They are over the data points at which each dimension is observed.
-
-    Args:
-        moments: sums of the indicators, first moments and second moments of each data point of a block, and sums over the block.
-        words: packed states, ``(N, C, W)``.
-        weights: weights of the states, ``(N, C)``.
-        value: observations, ``(N, D)``.
-        num_latents: ``H``.
-        bytes_each: what a data point takes.
-    """
+    """Moments of row blocks with second moments ``(D, H, H)`` over observed entries."""
     size, sums = rows_per_block(bytes_each), []
     active, first = [], []
     second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)

@@ -1,11 +1,7 @@
 """Random numbers keyed by the position of a data point.
 
-They are the same on every device, in any batch, block and process.
-
-Each draw is a function of four numbers (a counter-based generator, splitmix64). They are the seed
-of a run, the run's progress, the number of the operator's call, and the position of the data point
-among all data. Nothing else decides it, so populations of a part of the data develop as those of
-all data do.
+They are the same on every device, in any batch, block and process. Each draw (splitmix64) depends on the seed of a run, the run's progress,
+the number of the operator's call, and the position of the data point among all data.
 """
 
 from __future__ import annotations
@@ -46,29 +42,19 @@ class Stream:
         return self._ahead.pop(seed, seed)
 
     def draw_ahead(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """Draws the first words of the next seeds together.
-
-        They are for data points ``rows``, as many of each seed as ``counts`` says.
-        """
+        """Draws the first ``counts`` words of the next seeds together."""
         seeds = [mix_bits(self.seed, self._count + 1 + i) for i in range(len(counts))]
         drawn = backend("random", rows).several(rows, seeds, counts)
         self._ahead = {seed: Drawn(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
 
     def again(self) -> Stream:
-        """Returns the stream, with its branches, from its beginning.
-
-        The next block of data points then draws as the last one did.
-        """
+        """The stream, with its branches, from its beginning."""
         stream = Stream(self.seed)
         stream._seeds = self._seeds
         return stream
 
     def branch(self, generator: torch.Generator | None) -> Stream:
-        """Returns a stream for an object with its own generator.
-
-        The generator seeds it once, however often this stream begins. Without a generator it is
-        this stream.
-        """
+        """A stream for an object, seeded once by its own generator."""
         if generator is None:
             return self
         key = id(generator)
@@ -78,14 +64,7 @@ class Stream:
 
 
 class Drawn(int):
-    """A seed with what has been drawn for it already.
-
-    Args:
-        seed: the seed.
-        rows: positions of the data points for which it has been drawn.
-        streams: their streams, ``(N,)``.
-        words: the first words of these, ``(N, count)``.
-    """
+    """A seed with what has been drawn for it already."""
 
     rows: Tensor
     streams: Tensor
@@ -104,10 +83,8 @@ Source = torch.Generator | Stream | None
 def draw_ahead(counts: Sequence[int], *, rows: Tensor, generator: Source = None) -> None:
     """Draws random words for the next calls of operators together.
 
-    The operators' results do not change.
-
-    On a device a few large operations take the place of many small ones. Nothing is drawn ahead by compiled kernels, from a generator, or
-    where the words would take a good part of the memory budget: then the operations are large anyway.
+    On a device a few large operations take the place of many small ones. Elsewhere, and where the words would take much of the memory
+    budget, nothing is drawn ahead.
 
     Args:
         counts: number of words per data point that each call takes; 0 where that is not known.
@@ -119,10 +96,7 @@ def draw_ahead(counts: Sequence[int], *, rows: Tensor, generator: Source = None)
 
 
 def draw_seed(source: Source = None) -> int:
-    """Returns a 63-bit integer that seeds one operator call.
-
-    It is the next of a stream, or drawn from a generator (default: torch's global one).
-    """
+    """A 63-bit integer that seeds one operator call."""
     if isinstance(source, Stream):
         return source.next()
     device = "cpu" if source is None else source.device
@@ -144,9 +118,7 @@ def _mix(x: int) -> int:
 
 
 def positions(rows: Tensor | None, num_data: int, device: torch.device) -> Tensor:
-    """Returns positions ``(N,)`` of data points on a device.
-
-    By default these are all data in order.
+    """Positions ``(N,)`` of data points on a device, by default all.
 
     Raises:
         ValueError: if they are no integers, one for each data point.

@@ -1,7 +1,4 @@
-"""Likelihoods of unpacked states in plain torch.
-
-They run on any device and are differentiable any number of times.
-"""
+"""Likelihoods of unpacked states in plain torch, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -16,18 +13,12 @@ _CERTAIN = 1e15
 
 
 def product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``.
-
-    If all vectors share the matrix, it is one large product.
-    """
+    """Multiplies matrix ``(*batch, D, H)`` by vectors ``(*batch, H)``."""
     return vectors @ matrix.mT if matrix.dim() == 2 else (matrix @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
-    """Returns ``log p(y_d = 0 | s)`` of states ``(..., H)``.
-
-    A weight of one (log complement minus infinity) acts only where its latent is on.
-    """
+    """``log p(y_d = 0 | s)`` of states ``(..., H)``, where weights may be one."""
     # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
     result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
     return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)
@@ -51,17 +42,8 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
 
     .. math:: m^\top a - \tfrac12 m^\top G m + \tfrac12 u^\top M^{-1} u - \tfrac12 \log |M|
 
-    plus terms that do not depend on the state. Nothing is divided by the slabs' variances, and latents that are off keep their prior.
-
-    Args:
-        states: indicators :math:`b`, ``(*batch, H)``.
-        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
-        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
-        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
-        deviation: standard deviations of the slabs :math:`\tau`, ``(*batch, H)``.
-
-    Returns:
-        The log density ``(*batch)``, the Cholesky factor of :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
+    plus terms that do not depend on the state. Nothing is divided by the slabs' variances. Returns it ``(*batch)``, the Cholesky factor of
+    :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
     """
     amplitude, spread = states * mean, states * deviation
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
@@ -74,22 +56,7 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
 
 
 def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Integrates out slabs :math:`z = \mu + T e` with standard normal :math:`e`.
-
-    :func:`collapse` does so for a diagonal :math:`T`.
-
-    Args:
-        states: indicators :math:`b`, ``(*batch, H)``.
-        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
-        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
-        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
-        root: lower Cholesky factor :math:`T` of their covariance, ``(*batch, H, H)``.
-
-    Returns:
-        The log density ``(*batch)`` up to terms that do not depend on the state. Also the Cholesky
-        factor of the posterior precision of :math:`e` ``(*batch, H, H)``, and its posterior mean
-        ``(*batch, H)``.
-    """
+    r"""Does as :func:`collapse` for slabs :math:`z = \mu + T e`, ``root`` :math:`T` ``(*batch, H, H)``."""
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
     identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)

@@ -31,9 +31,7 @@ class Objects(NamedTuple):
 
 
 def coil_objects(num: int = 16) -> Objects:
-    """Returns frontal views of COIL-100 objects, 10 x 10 pixels in colour.
-
-    Pixels count where an object covers at least half of them.
+    """COIL-100 objects from the front, 10 x 10 pixels, half covered, in colour.
 
     Example:
         >>> try:
@@ -59,8 +57,7 @@ def coil_objects(num: int = 16) -> Objects:
 def generated_objects(num: int, size: int = 10, generator: torch.Generator | None = None) -> Objects:
     """Draws blobs of random shape and colour.
 
-    The radius of a blob is a random smooth function of the angle. Its colour changes linearly from one random colour
-    to another.
+    The radius of a blob is a random smooth function of the angle. Its colour changes linearly from one random colour to another.
 
     Example:
         >>> generated_objects(2, 6).features.shape
@@ -110,9 +107,7 @@ def occluded_scenes(
     wrap: bool = False,
     generator: torch.Generator | None = None,
 ) -> Scenes:
-    """Draws scenes of objects on a black canvas.
-
-    Each object is present or not, at a random position, in random depth order.
+    """Draws scenes of objects on a black canvas, in random depth order.
 
     The defaults are the test of GP-select (Neural Computation 29, 2017, section 5.3) but for the noise: the paper mentions none.
 
@@ -173,10 +168,7 @@ class Match(NamedTuple):
     shift: Tensor
 
     def recovered(self, threshold: float = 0.9) -> Tensor:
-        """Which true objects are recovered, ``(K,)`` bool.
-
-        An object is recovered if it is so similar to a learned one that in turn resembles no other more.
-        """
+        """Which true objects ``(K,)`` have a learned one of their own."""
         similarity, learned = self.similarity.max(1)
         owner = self.similarity.argmax(0)
         return (similarity >= threshold) & (owner[learned] == torch.arange(len(learned), device=learned.device))

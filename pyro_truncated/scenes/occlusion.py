@@ -20,12 +20,7 @@ from pyro_truncated.utils.constraints import finite, positive_finite
 
 
 class _PresentIntegers(TorchDistribution):
-    """Integers of objects: uniform for present ones, 0 for absent ones.
-
-    Absent objects so add no states.
-
-    Subclasses say how many values each object may take.
-    """
+    """Integers of objects: uniform for present ones, 0 for absent ones."""
 
     arg_constraints: ClassVar[dict[str, Any]] = defer_constraints({"presence": constraints.independent(constraints.boolean, 1)})
     _validate_sample = validate_later
@@ -56,10 +51,7 @@ class _PresentIntegers(TorchDistribution):
         return new
 
     def _counts(self) -> Tensor:
-        """Returns the number of values of each object, ``(*batch, H)``.
-
-        It is one for all if they are equal.
-        """
+        """The number of values of each object, ``(*batch, H)``, or of all."""
         return torch.full((), self.num_values, device=self.presence.device)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -71,10 +63,7 @@ class _PresentIntegers(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Returns the log probability of integers ``(*batch, H)``.
-
-        It is minus infinity for an absent object that is not at 0.
-        """
+        """The log probability of integers ``(*batch, H)``."""
         if self._validate_args:
             self._validate_sample(value)
         counts = torch.where(self.presence > 0, self._counts(), 1)
@@ -97,10 +86,7 @@ class Positions(_PresentIntegers):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        r"""Returns the log probability :math:`-|s| \log L` of places ``(*batch, H)``.
-
-        It is minus infinity for an absent object that is not at place 0.
-        """
+        r"""The log probability :math:`-|s| \log L` of places ``(*batch, H)``."""
         if self._validate_args:
             self._validate_sample(value)
         present = self.presence > 0
@@ -112,11 +98,8 @@ class Positions(_PresentIntegers):
 class DepthOrder(_PresentIntegers):
     """A uniformly random depth order of the present objects.
 
-    Its code is the place where each object is inserted among those of smaller index.
-
-    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index. So every order has exactly one
-    code, and absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into
-    codes.
+    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index. So every order has exactly one code, and absent objects
+    have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
 
     Example:
         >>> order = DepthOrder(torch.tensor([1.0, 0.0, 1.0]))
@@ -138,10 +121,7 @@ class DepthOrder(_PresentIntegers):
 
 
 def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
-    """Returns ranks of present objects from codes ``(*batch, H)``.
-
-    The foremost has rank 0. Absent objects get the number of objects.
-    """
+    """Ranks of present objects, the foremost 0, from codes ``(*batch, H)``."""
     num_objects = code.shape[-1]
     ranks: list[Tensor] = []
     for h in range(num_objects):
@@ -154,10 +134,7 @@ def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
 
 
 def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
-    """Returns codes of a :class:`DepthOrder` from ranks ``(*batch, H)``.
-
-    Ranks of present objects must differ; those of others do not count.
-    """
+    """Codes of a :class:`DepthOrder` from ranks ``(*batch, H)`` of present objects."""
     present = presence > 0
     front = rank.unsqueeze(-2) < rank.unsqueeze(-1)
     earlier = torch.ones(rank.shape[-1], rank.shape[-1], dtype=torch.bool, device=rank.device).tril(-1)
@@ -166,20 +143,7 @@ def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
 
 
 def object_places(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
-    """Returns places and depth ranks of the objects in a population.
-
-    Its sites are presence, position and, if there is one, order.
-
-    Args:
-        population: ``N`` data points with ``S`` states each.
-        num_objects: number of objects ``H``.
-
-    Returns:
-        Places ``(N, S, H)``, -1 for absent objects, and their ranks, the foremost 0, or ``None`` if the states have no order.
-
-    Raises:
-        ValueError: if the states do not have two or three latents for every object.
-    """
+    """Places ``(N, S, H)``, -1 if absent, and depth ranks or ``None``."""
     if population.space.num_latents not in (2 * num_objects, 3 * num_objects):
         raise ValueError(
             f"states of {num_objects} objects have {2 * num_objects} latents (presence and position) or {3 * num_objects} (and order); "
@@ -195,14 +159,10 @@ def object_places(population: Population, num_objects: int) -> tuple[Tensor, Ten
 class OccludedScene(TorchDistribution):
     r"""An image of occluding objects, their masks summed out.
 
-    The present objects lie at their positions. In every pixel the mask of each object there is on with its
-    probability :math:`\alpha_{hi}`. If none is, the pixel is :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise it is
-    :math:`\mathcal N(w_{hi}, \sigma^2 I)` of one object. With an order this is the foremost whose mask is on. Without
-    an order it is drawn uniformly, which is the average over all orders, pixel by pixel. See
-    :mod:`pyro_truncated.ops.scenes` for the density.
-
-    Densities of many states are evaluated at once in float64. The cost per state grows only with the area where its
-    objects overlap.
+    In every pixel the mask of each object there is on with its probability :math:`\alpha_{hi}`. If none is, the pixel is :math:`\mathcal
+    N(B, \sigma_B^2 I)`. Otherwise it is :math:`\mathcal N(w_{hi}, \sigma^2 I)` of one object: with an order the foremost whose mask is on,
+    without one drawn uniformly, pixel by pixel. See :mod:`pyro_truncated.ops.scenes` for the density. The cost per state grows only with
+    the area where its objects overlap.
 
     Example:
         >>> presence, position = torch.tensor([1.0]), torch.tensor([0])
@@ -296,11 +256,7 @@ class OccludedScene(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Returns the log density of images ``(*batch, height, width, F)``.
-
-        Its type is that of the features or the images, whichever is wider.
-
-        Differentiable once in features, masks, scales and background.
+        """Log density of images ``(*batch, height, width, F)``, differentiable once.
 
         Raises:
             ValueError: for a place off the canvas, or a code of the order that no number of objects has.
@@ -326,8 +282,7 @@ class OccludedScene(TorchDistribution):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        Ownership of pixels. The states that the distribution was built with play no role. Let :math:`r_{hi}` be the
-        posterior probability that object ``h`` owns the pixel under its entry ``i``, summed over data points and
+        Let :math:`r_{hi}` be the posterior probability that object ``h`` owns the pixel under its entry ``i``, summed over data points and
         states. The gradient of the truncated free energy is
 
         .. math:: \frac{\partial \mathcal F}{\partial w_{hi}} = \frac{\sum r_{hi}\, (y - w_{hi})}{\sigma^2}, \qquad
@@ -358,8 +313,6 @@ class OccludedScene(TorchDistribution):
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Returns posterior means of images without noise.
 
-        They are colours of possible owners of a pixel, weighted by their probabilities.
-
         Args:
             population: truncated posteriors as for :meth:`statistics`.
             value: all images, ``(N, height, width, F)``.
@@ -379,20 +332,14 @@ class OccludedScene(TorchDistribution):
 
     @property
     def parameters(self) -> SceneParameters:
-        """Returns objects, background and variances in float64.
-
-        The entries of a template lie in one dimension.
-        """
+        """Objects (templates in one dimension), background and variances in float64."""
         return SceneParameters(
             self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
             self.background, self.background_scale.double().square(),
         )  # fmt: skip
 
     def _rank(self) -> Tensor:
-        """Returns ranks of the present objects.
-
-        Impossible codes are scored too: the prior excludes them.
-        """
+        """Ranks of the present objects; impossible codes are scored, too."""
         assert self.order is not None
         raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._raise_order)
         return depth_rank(self.order.long(), self.presence)

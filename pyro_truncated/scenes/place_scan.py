@@ -1,7 +1,7 @@
 """Candidate places of objects, by comparison with the image or by regression.
 
-A state has the sites ``presence`` (binary), ``position`` (as many values as places) and perhaps ``order``, in this
-order. Each is a vector with one latent per object, as in :class:`pyro_truncated.models.OcclusiveComponents`.
+A state has the sites ``presence`` (binary), ``position`` (as many values as places) and perhaps ``order``, vectors with one latent per
+object, as in :class:`pyro_truncated.models.OcclusiveComponents`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ PlaceAffinity = Callable[[SearchBatch], Candidates]
 
 
 def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
-    """Returns the places of largest score ``(N, H, L)``, best first.
+    """Places of largest score ``(N, H, L)``, not beside better ones.
 
-    None lies next to a better one. They are crossed out in ``scores``.
+    Those are crossed out in ``scores``.
 
     Example:
         >>> scores = torch.zeros(1, 1, 16)
@@ -74,10 +74,7 @@ def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
 
 
 def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
-    """Returns places ``(..., (2 radius + 1)^2)`` around others, included.
-
-    At the edge of a canvas that does not wrap some are repeated.
-    """
+    """Places ``(..., (2 radius + 1)^2)`` around others, included."""
     rows, columns = canvas.grid
     steps = torch.arange(-radius, radius + 1, device=places.device)
     row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
@@ -116,11 +113,7 @@ def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
 
 
 def scene_sizes(space: StateSpace) -> tuple[int, int]:
-    """Numbers of objects and of places.
-
-    Raises:
-        ValueError: if the space is not that of presence, position and perhaps order.
-    """
+    """Numbers of objects and of places."""
     cardinalities = space.cardinalities
     for parts in (2, 3):
         size, rest = divmod(len(cardinalities), parts)
@@ -140,8 +133,8 @@ Scene = Callable[[], SceneParameters]
 class PlaceScan:
     """Compares every object with the image at every place, the hand-crafted way.
 
-    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
-    two of them next to each other.
+    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no two of
+    them next to each other.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -176,12 +169,10 @@ class PlaceScan:
         return self._candidates(self._images(batch), None)
 
     def beside(self, batch: SearchBatch, places: Tensor, rank: Tensor | None = None) -> Candidates:
-        """Returns candidates to be added to scenes.
+        """Candidates to add to scenes of places and depth ranks ``(N, H)``.
 
-        Scenes have places ``(N, H)``, -1 for absent objects, and depth ranks ``(N, H)``.
-
-        Objects are compared with what the scene makes of the image, not with the bare background. Where others lie they may be hidden, so
-        no mask counts as more probable than not. Which entries are compared (``min_mask``) does not depend on that.
+        Objects are compared with what the scene makes of the image. Where others lie they may be hidden, so no mask counts as more probable
+        than not. Which entries are compared (``min_mask``) does not depend on that.
         """
         images, scene = self._images(batch), self.scene()
         ranks = None if rank is None else rank.unsqueeze(1)
@@ -209,8 +200,6 @@ class PlaceScan:
 
 class RefinedPlaces:
     """Moves another affinity's candidates to the best place nearby.
-
-    Which objects are selected remains the affinity's choice: its scores are passed on.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -259,19 +248,13 @@ class RefinedPlaces:
 class PlaceRegression(LearnedAffinity[Candidates]):
     """Predicts places of objects from the image by Gaussian processes.
 
-    There is one output per object and place, and one kernel for all.
-
-    The targets are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, almost all of which
-    are zero. The prediction is the leave-one-out mean: of each image from the posteriors of all *others*. It knows no
-    templates and, without ``smooth``, no neighbourhood of places. Predictions for all ``H L`` outputs are a product
-    of an ``N x N`` matrix and the sparse targets, so the number of outputs hardly matters.
-
-    Of one image, an output can only be predicted if an object lay at this very place in another one. So ``smooth`` adds half of the scores
+    There is one output per object and place, and one kernel for all. The targets are the posterior probabilities :math:`q_n(s_h = 1, x_h =
+    l)` of the populations. The prediction is the leave-one-out mean: of each image from the posteriors of all *others*. It knows no
+    templates. An output can only be predicted if an object lay at this very place in another image. So ``smooth`` adds half of the scores
     of the places beside, and a quarter of those on the diagonals.
 
-    It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On
-    several processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all data, and predicts
-    its own.
+    It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On several processes
+    (:func:`pyro_truncated.distributed.shard`) each predicts its own.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -414,10 +397,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         return torch.stack([data[inside], key[inside]]), spread
 
     def _fit(self, regression: LeaveOneOutRegression, targets: Tensor, seed: int) -> None:
-        """Raises the marginal likelihood of random outputs on random images.
-
-        All outputs at once would be a sum over too many.
-        """
+        """Raises the marginal likelihood of random outputs on random images."""
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
         data, output = targets.indices()
@@ -466,11 +446,9 @@ def _sparse(entries: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
 def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
     """Returns maps of colours as inputs of a :class:`PlaceRegression`.
 
-    Images are alike in them if they show the same colours at about the same place.
-
-    The colours that differ from the background are clustered (k-means) when the returned function sees images for the
-    first time. Every pixel is then a vector of memberships: softmax of minus squared distances over ``2 width**2``,
-    without the background. These maps are averaged over 3 x 3 pixels and thinned out.
+    The colours that differ from the background are clustered (k-means) when the returned function sees images for the first time. Every
+    pixel is then a vector of memberships: softmax of minus squared distances over ``2 width**2``, averaged over 3 x 3 pixels and thinned
+    out.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)

@@ -22,11 +22,9 @@ from pyro_truncated.states.space import StateSpace
 class PlacementSelection(AffinitySearch):
     """Selects :math:`H'` objects with candidate places and proposes all scenes.
 
-    The score of an object is that of its best place. :math:`r` of the :math:`H'` slots are given to chance. So the
-    :math:`H' - r` objects of largest score and :math:`r` random others are selected, each with its ``C`` best places.
-    The proposals are all states in which every selected object is absent or at one of its places: :math:`(1 +
-    C)^{H'}` if ``max_active`` allows. In addition, each selected object is put at each of its places in the best
-    states of the population. Scenes can so outgrow :math:`H'` objects.
+    The :math:`H' - r` objects whose best place scores highest and :math:`r` random others are selected, each with its ``C`` best places.
+    The proposals are all states in which every selected object is absent or at one of its places: :math:`(1 + C)^{H'}` if ``max_active``
+    allows. In addition, each selected object is put at each of its places in the best states of the population.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -77,10 +75,7 @@ class PlacementSelection(AffinitySearch):
         self.explore, self.explore_places, self.generator = explore, explore_places, generator
 
     def propose(self, batch: SearchBatch) -> Population:
-        """Proposes scenes of selected objects, and best states with one added.
-
-        Repetitions are left to the merge.
-        """
+        """Proposes scenes of selected objects, and best states with one added."""
         objects, places = self.select(batch)
         space, num_places = batch.space, places.shape[-1]
         singles = _place(space, objects.unsqueeze(-1).expand_as(places), places)
@@ -131,10 +126,7 @@ class PlacementSelection(AffinitySearch):
 
 
 def _place(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
-    """Returns packed states ``(..., W)`` with one object at a place.
-
-    Place -1 sets all bits of its fields.
-    """
+    """Packed states ``(..., W)`` with one object at a place."""
     num_objects, _ = scene_sizes(space)
     words = places.new_zeros(*places.shape, space.num_words)
     full = places < 0
@@ -162,13 +154,9 @@ def _choices(num_selected: int, num_places: int, max_active: int | None) -> Tens
 class PlacementCompletion(Search):
     r"""Adds absent objects where good scenes leave most to be explained.
 
-    One scene is drawn from the posterior of each data point, and one of its objects, or none, is removed. All absent
-    objects are compared with the residual of the image at all places (:meth:`.PlaceScan.beside`). The ``num_added``
-    that explain most are added in all :math:`2^{\mathrm{num\_added}}` combinations, at random depths where there is
-    an order.
-
-    A :class:`PlacementSelection` compares each object with the bare background, and so finds only the few that stand
-    out most. Here objects that are present already make room for the others.
+    One scene is drawn from the posterior of each data point, and one of its objects, or none, is removed. All absent objects are compared
+    with the residual of the image at all places (:meth:`.PlaceScan.beside`). The ``num_added`` that explain most are added in all
+    :math:`2^{\mathrm{num\_added}}` combinations, at random depths where there is an order.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -209,10 +197,7 @@ class PlacementCompletion(Search):
         return batch.scored(_pack(batch.space, is_there, where, rank))
 
     def _parents(self, batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Draws a probable scene of each data point, perhaps without one object.
-
-        Returns presence, position and rank ``(N, H)``.
-        """
+        """Presence, position and rank ``(N, H)`` of probable scenes less one object."""
         num_objects, _ = scene_sizes(batch.space)
         draws = batch.draws(self.generator)
         passed = batch.population.weights().cumsum(1) < ops.uniform(shape=(1,), **draws)
@@ -330,10 +315,7 @@ class PlacementMoves(Search):
         return presence, position, rank
 
     def _beside(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
-        """Draws one of the eight places around each place.
-
-        At an edge of a grid that does not wrap it may be the place itself.
-        """
+        """Draws one of the eight places around each place."""
         rows, columns = self.grid
         step = ops.uniform_integers(bound=8, shape=place.shape[1:], **draws)
         step = step + (step >= 4)

@@ -11,11 +11,7 @@ Temperature = float | Callable[[int], float]
 
 
 def temperature_at(temperature: Temperature, step: int) -> float:
-    """The temperature of a step.
-
-    Raises:
-        ValueError: if it is not a finite number of at least one.
-    """
+    """The temperature of a step."""
     value = temperature(step) if callable(temperature) else temperature
     if not 1.0 <= value < math.inf:
         raise ValueError(f"temperature must be at least 1, and finite; got {value}")
@@ -26,8 +22,8 @@ def temperature_at(temperature: Temperature, step: int) -> float:
 def cooling(start: float, steps: int, share: float = 0.6) -> Callable[[int], float]:
     r"""A temperature that falls linearly to one: :math:`\tau_t = \max(1, \tau_0 + (1 - \tau_0) \, t / (\mathrm{share} \cdot T))`.
 
-    At a high temperature the posteriors of a :class:`~pyro_truncated.Truncated_ELBO` are nearly uniform over their populations, and
-    causes have not yet divided the data. Two that would have ended in one component separate while it falls.
+    At a high temperature the posteriors of a :class:`~pyro_truncated.Truncated_ELBO` are nearly uniform over their populations, so causes
+    that would have ended in one component separate while it falls.
 
     Example:
         >>> temperature = cooling(8.0, 100)

@@ -23,18 +23,7 @@ from torch import Tensor
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """A count as a Python integer.
-
-    Python's, NumPy's and PyTorch's integers are accepted (whatever has ``__index__``); floats, even whole ones, and Booleans are not.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        least: the smallest count allowed.
-
-    Raises:
-        ValueError: if it is no integer, or too small.
-    """
+    """A count of at least ``least``: what has ``__index__``, no Boolean."""
     try:
         count = None if isinstance(value, bool) or (torch.is_tensor(value) and value.dtype == torch.bool) else operator.index(value)
     except TypeError:
@@ -47,11 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 @contextmanager
 def naming_empty_plates() -> Iterator[None]:
-    """Explains that a plate has no members, where Pyro divides by zero.
-
-    Raises:
-        ValueError: in the place of that.
-    """
+    """Explains that a plate has no members, where Pyro divides by zero."""
     try:
         yield
     except ZeroDivisionError as error:
@@ -90,12 +75,9 @@ _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an intege
 def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Makes a function's errors name the argument that caused them.
 
-    The wrapper costs nothing unless an error occurs.
-
-    An error that already names an argument, or that this library raises itself, stays as it is. Any
-    other error is replaced. A ``TypeError`` names the argument that is not of its annotated kind.
-    If all are, a ``ValueError`` describes their shapes or values. Not for functions that run what
-    users have written, whose errors are their own.
+    An error that already names an argument, or that this library raises itself, stays as it is. Others become a ``TypeError`` that names
+    the argument that is not of its annotated kind, or a ``ValueError`` that describes shapes or values. Not for functions that run what
+    users have written.
 
     Example:
         >>> @names_arguments
@@ -122,11 +104,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
-    """Refuses arguments of other kinds than annotated, before any work.
-
-    Raises:
-        TypeError: naming the first of them.
-    """
+    """Refuses arguments of other kinds than annotated, before any work."""
     signature = inspect.signature(function)
     for name, value in given.items():
         hint = _hint(function, signature, name)
@@ -181,10 +159,7 @@ def _names_any(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:
-    """Returns the annotation of an argument.
-
-    It is ``Any`` if unknown, as for names that only type checkers import.
-    """
+    """The annotation of an argument, ``Any`` if unknown."""
     parameter = signature.parameters.get(name)
     if parameter is None or parameter.annotation is inspect.Parameter.empty:
         return Any
@@ -238,10 +213,7 @@ def _kind(hint: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Describes a value in a few words.
-
-    For tensors they are type, shape and whether there is NaN.
-    """
+    """Describes a value: of tensors type, shape and whether they are finite."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
         is_spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())

@@ -1,6 +1,6 @@
 """Arrays of NumPy, pandas, polars, xarray and Pillow where tensors are expected.
 
-They are converted once, where they come in. None of these packages but NumPy is imported.
+None of these packages but NumPy is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_package(value: Any) -> str | None:
 def labelled_axes(value: Any) -> tuple[Axis, ...]:
     """The axes of a labelled array, one per dimension.
 
-    Labels are numbers, times or strings, which files can hold: any others, and the entries of a ``MultiIndex``, become strings.
+    Labels are numbers, times or strings; any others become strings.
     """
     if find_package(value) == "xarray":
         indexes = getattr(value, "indexes", {})  # variables have none
@@ -66,13 +66,7 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """Returns the numbers of an array of another package.
-
-    NaN is what is null, ``pandas.NA``, or the ``_FillValue`` of xarray.
-
-    Raises:
-        TypeError: if there is anything but numbers and truth values in it.
-    """
+    """The numbers of another package's array, NaN where null or ``_FillValue``."""
     if find_package(value) != "pandas":
         array = _plain(value)
         others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
@@ -98,10 +92,7 @@ def _plain(value: Any) -> np.ndarray:
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
-    """Returns the numbers of a ``DataArray``, NaN where they are fill values.
-
-    These are named by the attributes, or by an encoding without scale.
-    """
+    """The numbers of a ``DataArray``, NaN where they are fill values."""
     values = np.asarray(array.values)
     kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
     fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
@@ -112,10 +103,7 @@ def _without_fill_values(array: Any) -> np.ndarray:
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """Returns a floating point copy with NaN where entries are missing.
-
-    Integers and truth values become double precision.
-    """
+    """A floating point copy with NaN where entries are missing."""
     found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
     found[is_missing] = np.nan
     return found
@@ -127,10 +115,7 @@ def _is(value: Any, package: str, *names: str) -> bool:
 
 
 def _numbers(frame: Any) -> np.ndarray:
-    """Returns columns of one type as they are, others in double precision.
-
-    Columns with missing values count among the others.
-    """
+    """Columns of one type as they are, others in double precision."""
     array = np.asarray(frame.to_numpy())
     return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
@@ -152,19 +137,11 @@ T = TypeVar("T")
 
 
 def as_tensors(value: Any, like: Tensor | None = None) -> Any:
-    """Converts arrays in a value to tensors.
+    """Converts arrays in a value, or its lists and dictionaries, to tensors.
 
-    They may lie in lists, tuples and dictionaries. Anything else stays as it is.
+    Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked or null becomes NaN.
 
-    Arrays are NumPy's, and those of pandas, polars, xarray and Pillow that hold numbers. What is masked, null, ``pandas.NA`` or the
-    ``_FillValue`` of xarray becomes NaN, which marks missing entries everywhere.
-
-    Args:
-        value: any value.
-        like: floating point arrays take its type, and all arrays its device; without it they keep their own type.
-
-    Raises:
-        TypeError: if an array of another package holds something other than numbers.
+    Floating point arrays take the type of ``like``, all arrays its device.
     """
     value = as_plain_array(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -180,10 +157,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
 
 
 def as_plain_array(value: Any) -> Any:
-    """Returns arrays of any package as NumPy arrays, NaN where missing.
-
-    Anything else is as it was.
-    """
+    """Arrays of any package as NumPy arrays, NaN where missing."""
     if find_package(value):
         value = as_numpy(value)
     if isinstance(value, np.ma.MaskedArray):
@@ -193,15 +167,7 @@ def as_plain_array(value: Any) -> Any:
 
 
 def as_data(name: str, value: Any) -> Tensor:
-    """Returns the tensor of an argument: a tensor, array or list.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-
-    Raises:
-        TypeError: naming the argument, if it holds no numbers, or lists of unlike lengths.
-    """
+    """Returns the tensor of an argument: a tensor, array or list."""
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
     found = value if isinstance(value, (list, tuple)) else as_tensors(value)
@@ -250,18 +216,13 @@ def is_array(value: Any) -> bool:
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:
-    """Returns the array, or a copy if torch cannot share its memory.
-
-    Copies are made of read-only arrays, reversed ones and foreign byte orders.
-    """
+    """The array, or a copy if torch cannot share its memory."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function take NumPy arrays, DataFrames and DataArrays for tensors.
-
-    It may be a method, or a function of a ``model``.
+    """Lets a method take NumPy arrays, DataFrames and DataArrays for tensors.
 
     Floating point ones take the type of the parameters.
 

@@ -7,8 +7,7 @@ ArviZ     container of groups      a group
 1.x       ``xarray.DataTree``      node of the tree
 ========  =======================  =========================
 
-Everything else builds :class:`xarray.Dataset` objects, which are the same for both. The version is read from the package's metadata,
-since merely naming ``arviz.InferenceData`` warns in 1.x.
+The version is read from the package's metadata, since merely naming ``arviz.InferenceData`` warns in 1.x.
 """
 
 from __future__ import annotations
@@ -39,21 +38,14 @@ def _arviz() -> Any:
 
 
 def make_idata(**datasets: xr.Dataset) -> Any:
-    """Joins datasets, one group each.
-
-    The result is an ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
-    """
+    """Joins datasets, one group each, to ``InferenceData`` or a ``DataTree``."""
     if ARVIZ_V1:
         return xr.DataTree.from_dict(dict(datasets))
     return _arviz().InferenceData(**datasets)
 
 
 def get_dataset(idata: Any, group: str) -> xr.Dataset:
-    """The dataset of one group.
-
-    Raises:
-        KeyError: if there is no such group.
-    """
+    """The dataset of one group."""
     node = idata[group]
     return node.to_dataset() if isinstance(node, xr.DataTree) else node
 
@@ -69,18 +61,12 @@ def read_netcdf(path: str | Path) -> Any:
 
 
 def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:
-    """Returns Pareto tail indices ``(N,)`` of log importance ratios ``(N, M)``.
-
-    They are zero where the ratios do not vary.
-    """
+    """Pareto tail indices ``(N,)`` of log importance ratios ``(N, M)``."""
     return _smooth(log_ratios)[1]
 
 
 def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
-    """Returns Pareto-smoothed, normalised log weights ``(N, M)`` of log ratios.
-
-    They are uniform where the ratios do not vary.
-    """
+    """Pareto-smoothed, normalised log weights ``(N, M)`` of log ratios."""
     return _smooth(log_ratios)[0]
 
 
@@ -103,10 +89,7 @@ def _smooth_all(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth_rows(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same by ArviZ 1.x, which refuses a tail of equal values.
-
-    ArviZ 0.x keeps such a tail and calls its index infinite.
-    """
+    """The same by ArviZ 1.x, which refuses a tail of equal values."""
     from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
 
     # Releases differ in whether they take log ratios or, as for cross-validation, log likelihoods, which are their negatives.
@@ -147,10 +130,7 @@ def loo(idata: Any, var_name: str) -> LooResult:
 
 
 def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
-    """Returns ArviZ's table that compares models by leave-one-out cross-validation.
-
-    The models' variables may have any names.
-    """
+    """ArviZ's table that compares models by leave-one-out cross-validation."""
     results = {name: _loo(idata, var_names[name]) for name, idata in idatas.items()}
     with quiet():
         if not ARVIZ_V1:
@@ -161,11 +141,7 @@ def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
 
 
 def _loo(idata: Any, var_name: str) -> Any:
-    """Returns ArviZ's own result.
-
-    The weights are computed here where ArviZ 1.x would refuse observations whose likelihood hardly
-    varies over draws.
-    """
+    """ArviZ's own result, with weights computed here where it refuses."""
     options: dict[str, Any] = {"pointwise": True, "var_name": var_name, "reff": 1.0}
     if ARVIZ_V1:
         likelihood = get_dataset(idata, "log_likelihood")[var_name].transpose("chain", "draw", ...)
@@ -179,10 +155,7 @@ def _loo(idata: Any, var_name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences ArviZ's deprecations and its warnings of tail indices.
-
-    Callers judge tail indices themselves.
-    """
+    """Silences ArviZ's deprecations and its warnings of tail indices."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*shape parameter of Pareto distribution.*")
         warnings.filterwarnings("ignore", message=".*alias_mapping.*")
@@ -207,10 +180,7 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
 
 
 def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
-    """Plots distributions of observed and drawn values.
-
-    Of whole numbers of any type, it shows the share of each.
-    """
+    """Plots distributions of observed and drawn values, or shares of integers."""
     observed = get_dataset(idata, "observed_data")[[name]]
     predicted = get_dataset(idata, group)[[name]]
     predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
@@ -260,10 +230,7 @@ def _are_whole(values: np.ndarray) -> bool:
 
 
 def _bins(observed: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Returns edges that hold all observed and drawn values.
-
-    They lie around whole numbers; other widths suit the observed values.
-    """
+    """Edges that hold all observed and drawn values."""
     low, high = min(observed.min(), drawn.min()), max(observed.max(), drawn.max())
     if np.issubdtype(observed.dtype, np.integer):
         width = max(1, (high - low) // 50)
@@ -312,9 +279,8 @@ def draw_comparison(table: Any, ax: Axes) -> None:
 def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
     """Converts an object's posterior by the function registered for its class.
 
-    Functions are registered by ``@convert_owner.register(Class)``. They are called with the object,
-    the model's arguments, and the options ``num_samples``, ``num_chains`` and ``seed``. So no model
-    needs to know the diagnostics.
+    Functions are registered by ``@convert_owner.register(Class)``. They are called with the object, the model's arguments, and the options
+    ``num_samples``, ``num_chains`` and ``seed``.
 
     Example:
         >>> class Mine:

@@ -14,9 +14,7 @@ _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DE
 
 @contextlib.contextmanager
 def memory_budget(num_bytes: int | None) -> Iterator[None]:
-    """A context that limits the bytes of a block's temporaries.
-
-    Other threads and tasks are not affected.
+    """A context that limits the bytes of temporaries, in this thread.
 
     Results differ by rounding only: sums are taken block by block.
 
@@ -39,10 +37,7 @@ def memory_budget(num_bytes: int | None) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns free bytes of a CUDA device, unused ones of torch included.
-
-    ``None`` for any other device.
-    """
+    """Free bytes of a CUDA device with torch's unused ones, or ``None``."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -50,9 +45,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def budget_on(device: torch.device) -> int:
-    """Returns the default budget of a device.
+    """The default budget: an eighth of free memory, at most 4 GiB.
 
-    It is an eighth of its free memory, at most 4 GiB, where known, else 256 MiB.
+    Where that is not known, 256 MiB.
     """
     free = free_memory(device)
     # What else an operation allocates, and what does not lie in one piece, must find room, too.
@@ -67,19 +62,11 @@ def current_budget() -> int:
 
 
 def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
-    """Returns how many rows of temporaries fit the budget, at least one.
-
-    Args:
-        bytes_per_row: bytes of all temporaries of a row.
-        num_bytes: the budget. Default: the one in force.
-    """
+    """Returns how many rows of temporaries fit the budget, at least one."""
     return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
 
 
 def row_slices(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
-    """Yields slices of successive rows that fit the budget.
-
-    See :func:`rows_per_block`. Without rows there are none.
-    """
+    """Yields slices of successive rows that fit the budget."""
     size = rows_per_block(bytes_per_row)
     return (slice(start, start + size) for start in range(0, num_rows, size))

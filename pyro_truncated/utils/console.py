@@ -18,8 +18,7 @@ from tqdm.auto import tqdm
 class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar of tqdm's with locks of this process alone.
 
-    Locks of tqdm are shared with forked children. If a run is killed while it holds one, all its
-    relatives would wait for ever, even without a bar.
+    Forked children share tqdm's locks, and would wait for ever for one that a killed run held.
     """
 
     # The thread that looks after slow bars would hold the lock in what is forked meanwhile; with ``miniters=1`` nobody needs it.
@@ -29,22 +28,14 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     n: float
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Closes the bar, full unless an error ended it.
-
-        Training may converge before the planned maximum.
-        """
+        """Closes the bar, full unless an error ended it."""
         if kind is None and self.total is not None:
             self.total = self.n
         super().__exit__(kind, error, trace)
 
 
 def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
-    """A bar on standard error.
-
-    Args:
-        progress: whether to show it. Default: if standard error is a terminal.
-        **options: of tqdm.
-    """
+    """A bar on standard error."""
     return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)
 
 
@@ -62,12 +53,7 @@ _logger = logging.getLogger("pyro_truncated")
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Logs a line at level INFO to the logger ``pyro_truncated``.
-
-    Without configured logging, it writes the line to standard error.
-
-    Each line appears once per process.
-    """
+    """Logs a line once per process, else writes it to standard error."""
     if _logger.hasHandlers():
         _logger.info(message)
     elif _logger.isEnabledFor(logging.INFO) or _logger.level == logging.NOTSET:
@@ -76,8 +62,6 @@ def note_once(message: str) -> None:
 
 class Described:
     """An object whose ``repr`` is the call that creates an equal one.
-
-    It shows positional arguments, and others that are not at their default.
 
     Only arguments that the object keeps under their own names are shown.
     """

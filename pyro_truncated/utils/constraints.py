@@ -1,7 +1,4 @@
-"""Constraints of finite numbers and of observations with missing entries.
-
-Infinity is no real number, and sums with it are NaN.
-"""
+"""Constraints of finite numbers and of observations with missing entries."""
 
 from __future__ import annotations
 
@@ -64,14 +61,7 @@ LARGEST = 1e150
 
 
 def in_double(name: str, values: Any) -> Tensor:
-    """Returns a tensor or an array in float64.
-
-    Sums of squares are finite there, too.
-
-    Raises:
-        TypeError: naming the argument, if it is neither.
-        ValueError: naming the argument, if one is not, or they are complex.
-    """
+    """A tensor or an array in float64."""
     values = as_tensors(values)
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor or an array; got {type(values).__name__}")
@@ -84,11 +74,7 @@ def in_double(name: str, values: Any) -> Tensor:
 
 
 def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
-    """Refuses tensors of which an entry is outside of a constraint.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuses tensors of which an entry is outside of a constraint."""
     for name, tensor in tensors.items():
         if tensor.is_complex() or tensor.dtype == torch.bool or not bool(constraint.check(tensor).all()):
             raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")
@@ -136,12 +122,7 @@ transform_to.register(or_missing, lambda constraint: transform_to(constraint.bas
 
 
 def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns values in float64 with zeros where missing, and a mask.
-
-    The mask is ``None`` if all are observed.
-
-    The latter is ``None`` if all are.
-    """
+    """Values in float64 with zeros where missing, and a mask or ``None``."""
     if not has_missing(value):
         return value.double(), None
     is_missing = value.isnan()
@@ -154,10 +135,7 @@ def has_missing(value: Tensor) -> bool:
 
 
 def missing_where(value: Tensor, other: Tensor) -> Tensor:
-    """Values computed from others.
-
-    On a device they count as having missing entries if the others have.
-    """
+    """Values computed from others, whose missing entries they share on devices."""
     if not value.is_cpu:
         cache_answer(value, "has missing entries", has_missing(other))
     return value
@@ -168,19 +146,8 @@ def in_blocks(
 ) -> Tensor:
     """Evaluates ``function(states, value) -> batch_shape`` on slices under a memory budget.
 
-    The largest batch dimension is sliced.
-
-    Intermediate results of a slice are recomputed for its gradient instead of being kept.
-
-    Args:
-        function: elementwise in the batch.
-        states: states ``(*batch, H)``.
-        value: observations ``(*batch, D)``.
-        batch_shape: the shape both broadcast to.
-        numbers_each: how many numbers the function needs at a time for one element of the batch; default ``max(H, D)``.
-
-    Returns:
-        The values of the function, ``batch_shape``.
+    Of ``states (*batch, H)`` and ``value (*batch, D)`` it needs ``numbers_each`` numbers at a time for one element of the batch, by default
+    ``max(H, D)``. Intermediate results of a slice are recomputed for its gradient.
     """
     numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
     num_blocks = -(-8 * batch_shape.numel() * numbers_each // current_budget())
@@ -201,10 +168,8 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
     """Returns the data points that a plate selects.
 
-    They are ``y[index]``, or ``y`` itself if these are all in order; see :func:`signed`.
-
-    The data themselves need not be copied. What is known of them, such as that nothing is missing,
-    need not be computed again, which would wait for a device.
+    They are ``y[index]``, or ``y`` itself if these are all in order: what is known of it, such as that nothing is missing, need not be
+    computed again.
 
     Example:
         >>> def model(y, batch_size=None):
@@ -225,10 +190,5 @@ def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
 
 
 def signed(y: Tensor) -> Tensor:
-    """Returns the data, with unsigned integers above eight bits made signed.
-
-    Torch does not compute with those.
-
-    Torch does not compute with the latter.
-    """
+    """The data, with unsigned integers above eight bits made signed."""
     return y.long() if y.dtype in _UNSIGNED else y

@@ -1,7 +1,4 @@
-"""Devices of modules, states and generators; facts known of data there.
-
-To look at data on a device again would be to wait for the device.
-"""
+"""Devices of modules, states and generators; facts known of data there."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def generator_device(generator: torch.Generator | None) -> torch.device:
-    """Returns the device that a generator draws on.
-
-    For ``None`` it is the CPU, whatever the default device is.
+    """The device that a generator draws on, the CPU for ``None``.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -32,20 +27,14 @@ _GENERATOR = "generator"
 
 
 def module_device(module: Any) -> torch.device:
-    """Returns the device of a module's first parameter, else the CPU.
-
-    A module without parameters has the device of its first buffer.
-    """
+    """The device of a module's first parameter or buffer, else the CPU."""
     if not isinstance(module, torch.nn.Module):
         return torch.device("cpu")
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
 def brought(state: Any, device: torch.device) -> Any:
-    """Moves a nested state to a device, except entries named ``generator``.
-
-    It may hold tensors, lists, tuples and dictionaries.
-    """
+    """Moves a nested state to a device, except entries named ``generator``."""
     if isinstance(state, Tensor):
         return state.to(device)
     if isinstance(state, Mapping):
@@ -60,15 +49,7 @@ _facts: Any = WeakIdKeyDictionary()
 
 
 def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
-    """The answer to a question about the entries of a tensor.
-
-    On the CPU, where memory may be shared with arrays that change unseen, it is found out whenever it is asked.
-
-    Args:
-        value: the tensor.
-        question: names what is asked.
-        find_out: gives the answer as a Boolean scalar.
-    """
+    """The answer about a tensor's entries, kept on a device."""
     if not _is_remembered(value):
         return bool(find_out())
     answers, key = _answers(value), _key(value, question)

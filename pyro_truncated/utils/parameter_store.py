@@ -29,10 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Assign(Messenger):
-    """Effect handler that gives sample statements values without observing them.
-
-    Subsamples of plates are included.
-    """
+    """Gives sample statements, and subsamples, values without observing them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -45,10 +42,7 @@ class Assign(Messenger):
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Hides sample statements from outer handlers, such as a guide's trace.
-
-    Parameters stay visible, as SVI must see them.
-    """
+    """Hides sample statements, but no parameters, from outer handlers."""
     with poutine.block(hide_fn=lambda msg: msg["type"] != "param"), free_plate_dims():
         yield
 
@@ -57,9 +51,7 @@ def isolated() -> Iterator[None]:
 def free_plate_dims() -> Iterator[None]:
     """Lets plates take the dimensions they would take without open plates.
 
-    Parallel predictive draws open one, for example.
-
-    Plates ask one private allocator for their dimensions, which no handler can stand in for, so that it is set aside here.
+    Plates ask one private allocator for their dimensions, which no handler can stand in for.
     """
     held, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
     try:
@@ -69,10 +61,7 @@ def free_plate_dims() -> Iterator[None]:
 
 
 def spare_random_numbers() -> AbstractContextManager[None]:
-    """Restores random states after a look at a program.
-
-    Otherwise a resumed run would draw other numbers than an uninterrupted one.
-    """
+    """Restores random states after a look at a program."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
@@ -97,10 +86,7 @@ def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 def program_modules(*programs: Any) -> list[torch.nn.Module]:
-    """Yields the modules of Pyro programs.
-
-    They lie under handlers, in bound methods and closures, and in models of guides.
-    """
+    """The modules of programs, under handlers, methods, closures and guides."""
     found: dict[int, torch.nn.Module] = {}
     pending = list(programs)
     while pending:
@@ -120,7 +106,7 @@ def program_modules(*programs: Any) -> list[torch.nn.Module]:
 
 
 def _variables(function: Any) -> Iterator[Any]:
-    """Returns what a function reads from its closure and globals.
+    """What a function reads from its closure and globals.
 
     ``inspect.getclosurevars`` would take names of attributes for those of globals.
     """
@@ -159,11 +145,8 @@ def _join(*names: str) -> str:
 def empty_store() -> Iterator[None]:
     """A context in which Pyro's parameter store is empty.
 
-    It is restored afterwards.
-
-    Kernels register their parameters by names such as ``"variance"``, which a model may use as well. Pyro's own ``scope()`` serves between
-    runs, not inside of one. It removes the mark from unconstrained parameters by which
-    :class:`~pyro.infer.SVI` recognises those that the recorded step has read.
+    Kernels register parameters by names such as ``"variance"``. Pyro's own ``scope()`` removes the mark from unconstrained parameters by
+    which :class:`~pyro.infer.SVI` recognises those that the recorded step has read.
     """
     store = pyro.get_param_store()
     held = store._params, store._param_to_name, store._constraints
@@ -191,14 +174,9 @@ def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
 def refuse_shadowed(*programs: Any, training: bool = False) -> None:
     """Checks that programs have their parameters for themselves.
 
-    Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of
-    the module's own. If that tensor belongs to another module, a model loses its initialisation. It
-    continues from the other's parameters and changes them. Parameters that were read from a file or
-    set by hand are meant to replace those of a module, and do. Where numbers are equal nothing is
-    lost by looking (``training=False``), but the two would be trained as one.
-
-    Raises:
-        ValueError: naming the parameters, and what to do.
+    Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of the module's own. If that tensor belongs
+    to another module, a model loses its initialisation and changes the other's. Parameters that were read from a file or set by hand
+    replace those of a module. Where numbers are equal nothing is lost by looking (``training=False``).
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -217,13 +195,7 @@ def refuse_shadowed(*programs: Any, training: bool = False) -> None:
 
 
 class ShadowWatch(Messenger):
-    """Refuses shadowed parameters when a program asks for them.
-
-    They are those that functions name, and those that a guide creates in its first run.
-
-    Args:
-        guide: what runs under it for the first time, if that is known.
-    """
+    """Refuses shadowed parameters that functions name, or a guide creates."""
 
     def __init__(self, guide: Any = None) -> None:
         super().__init__()
@@ -257,8 +229,8 @@ def was_held(stored: Tensor) -> bool:
 def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
     """Whether a module equal to the store may train the store's tensor.
 
-    The numbers of what has been trained can only be the same in a copy, which is made to go on from there. Pyro puts parameters that it
-    manages in place of the module's own; others would be left behind and not be trained at all.
+    Equal numbers after training are those of a copy, which goes on from there. Pyro puts parameters that it manages in place of the
+    module's own; others would not be trained at all.
     """
     return is_managed(parameter) and (stored._version > 0 or not _is_held_by_others(parameter, stored))
 
@@ -268,21 +240,13 @@ def _differs(own: Tensor, stored: Tensor) -> bool:
 
 
 def _was_used(stored: Tensor) -> bool:
-    """Whether a tensor of the store belonged to a module or changed.
-
-    An optimiser may have changed it since it was made or loaded.
-
-    Only changes after it was made or loaded count.
-    """
+    """Whether a tensor of the store belonged to a module or changed."""
     # How often torch.load changes a tensor in place while it makes it.
     return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > 1)
 
 
 def _find_shared_parameters(module: torch.nn.Module) -> list[str]:
-    """Parameters that another module had left in the store.
-
-    They were found when a module created or first used them.
-    """
+    """Parameters that another module had left in the store."""
     store, is_guide = pyro.get_param_store()._params, isinstance(module, AutoGuide)
     own = [parameter for parameter in store_parameters(module) if store.get(parameter.name) is parameter.tensor]
     return [
@@ -308,26 +272,15 @@ def _complaint(names: Iterable[str]) -> str:
 
 
 class TakesPrefixed(torch.nn.Module):
-    """A module that loads states saved from a wrapper.
-
-    Names of ``DistributedDataParallel``, for example, begin with ``module.``.
-    """
+    """A module that loads states saved from a wrapper."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads as torch does, without a common prefix such as ``module.``.
-
-        Raises:
-            RuntimeError: if names do not fit; naming the prefix, if those of this module are a part of them.
-        """
+        """Loads as torch does, without a common prefix such as ``module.``."""
         return super().load_state_dict(without_prefix(state_dict, self), strict, assign)
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """The state by the names of a module.
-
-    Raises:
-        RuntimeError: if it is of something that the module was only a part of.
-    """
+    """The state by the names of a module."""
     own = _first_names(module)
     if not isinstance(state_dict, Mapping) or any(_first(name) in own for name in state_dict):
         return state_dict
@@ -366,15 +319,10 @@ _counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1
 class UniqueModule(TakesPrefixed, PyroModule):
     """A ``PyroModule`` whose parameter names are unique in Pyro's store.
 
-    Two objects of one class do not share parameters.
-
     The first ``BinarySparseCoding`` of a process keeps its ``weight`` as ``BinarySparseCoding.weight``, the second as
-    ``BinarySparseCoding_2.weight``. As part of another ``PyroModule`` it is named by that, as always. Neither ``state_dict()`` nor the
-    names of sample sites (of parameters with a prior) know of it. Copies and unpickled modules have names of their own, too.
-
-    Parameters may have been read into the store (``pyro.get_param_store().load``) under the name of
-    a module of this class. If they belong to no module yet, the next one in use takes them over, as
-    Pyro does where names agree.
+    ``BinarySparseCoding_2.weight``. As part of another ``PyroModule`` it is named by that. Neither ``state_dict()`` nor the names of sample
+    sites know of it. If parameters were read into the store (``pyro.get_param_store().load``) under the name of a module of this class, the
+    next one in use takes them over.
 
     Example:
         >>> class Causes(UniqueModule):
@@ -399,10 +347,7 @@ class UniqueModule(TakesPrefixed, PyroModule):
 
 
 class _UniqueContext(_Context):
-    """The context of a :class:`UniqueModule`.
-
-    Within it sample sites have names as if the module had none.
-    """
+    """The context of a :class:`UniqueModule`, without prefixes of sample sites."""
 
     def __init__(self, module: UniqueModule) -> None:
         super().__init__()
@@ -479,18 +424,12 @@ def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
 
 
 def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
-    """Returns a dictionary with :class:`UniqueModule` numbers relative to the programs.
-
-    In its keys, names of parameters, they are otherwise counted within the process.
-    """
+    """A dictionary whose names number :class:`UniqueModule` within the programs."""
     return {_translate(name, _ranked_names(*programs)): value for name, value in named.items()}
 
 
 def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
-    """The inverse of :func:`relative_names`.
-
-    The programs may have been made in another process.
-    """
+    """The inverse of :func:`relative_names`."""
     names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
     return {_translate(name, names): value for name, value in named.items()}
 

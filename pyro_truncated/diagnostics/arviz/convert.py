@@ -38,10 +38,7 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 def is_discrete(fn: Any) -> bool:
-    """Whether a distribution is known to be one of integers.
-
-    Likelihoods of one's own may have no support.
-    """
+    """Whether a distribution is known to be one of integers."""
     try:
         return bool(fn.support.is_discrete)
     except (NotImplementedError, AttributeError):
@@ -56,8 +53,7 @@ def variable_name(site: str) -> str:
 def event_dims(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Event dimensions of a site's values of this shape.
 
-    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it
-    too. So leading dimensions that have the sizes of the plates are the plates'.
+    ``pyro.deterministic`` takes all dimensions for an event's, so leading ones of the plates' sizes are the plates'.
     """
     event_dim: int = node["fn"].event_dim
     if role(node) != "computed" or event_dim < len(shape):
@@ -94,10 +90,7 @@ def as_array(values: Tensor) -> np.ndarray:
 
 
 def level_type(bounds: Sequence[int]) -> torch.dtype:
-    """Returns the smallest signed type for values below all bounds.
-
-    ArviZ plots neither bool nor unsigned types.
-    """
+    """The smallest signed type for values below all bounds."""
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
 
 
@@ -112,11 +105,7 @@ def entry_labels(name: str, shape: Sequence[int]) -> list[str]:
 
 
 def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
-    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
-
-    Raises:
-        ValueError: if they differ in shape.
-    """
+    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset."""
     arrays = {name: np.atleast_2d(as_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
     if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -157,10 +146,7 @@ class DataLabels:
 def without_labels(
     model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[LabelledTensor, ...]]:
-    """The arguments with tensors in the place of labelled arrays, and these.
-
-    Floating point numbers take the type of the model's, else the guide's, else torch's default; other arguments are as they were.
-    """
+    """The arguments with tensors in the place of labelled arrays, and these."""
     like = next((number for part in (model, guide) if (number := module_number(part)) is not None), torch.empty(0))
     found: list[LabelledTensor] = []
     taken = tuple(_bare(value, like, found) for value in args)
@@ -383,10 +369,7 @@ class Writer:
         return self._sample(variables)
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
-        """Returns values of a discrete site as integers, which ArviZ counts.
-
-        Latents get the smallest type.
-        """
+        """A discrete site's values as integers, of latents of smallest type."""
         node: Any = self.nodes[name]
         if role(node) in ("computed", "factor") or not is_discrete(node["fn"]) or not values.numel():
             return values
@@ -461,10 +444,7 @@ class Writer:
         return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
-        """Returns draws ``(draws, *batch, *event)`` of a site.
-
-        Batch dimensions are named after plates. Size 1 without a plate is dropped.
-        """
+        """Draws ``(draws, *batch, *event)``; batch dimensions are named after plates."""
         node: Any = self.nodes[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
         event_dim = event_dims(node, values.shape[1:]) if event_dim is None else event_dim
@@ -658,11 +638,7 @@ def _check_chains(models: list[Any], guides: list[Any], settings: _Settings) -> 
 
 
 def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
-    """Adds checks and training, which are not drawn.
-
-    Raises:
-        ValueError: if there is nothing that they, or the coordinates, belong to.
-    """
+    """Adds checks and training, which are not drawn."""
     if unknown := set(settings.coords or {}).difference(*(data.dims for data in datasets.values())):
         raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if settings.checks is not None:
@@ -722,10 +698,7 @@ def _build_groups(
 
 
 def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
-    """Drops data points without observations from the groups on data.
-
-    Their likelihoods would be taken for observations.
-    """
+    """Drops data points without observations from the groups on data."""
     seen = draws.observed()
     if seen is None:
         return datasets

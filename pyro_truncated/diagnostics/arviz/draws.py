@@ -36,9 +36,8 @@ Node = Mapping[str, Any]
 def role(node: Node) -> Literal["data", "factor", "computed", "latent"]:
     """What a site is: data, a density without value, computed, or latent.
 
-    Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the
-    completed values of a site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none. Data stay
-    such if :class:`FreeData` undid their observation.
+    Computed are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the completed values
+    of a site with an ``obs_mask``.
     """
     fn, is_observed = node["fn"], bool(node["is_observed"] or node["infer"].get("was_observed"))
     if family(fn) == "Unit":
@@ -70,12 +69,7 @@ def hidden_entries(node: Node) -> Tensor | None:
 
 
 class FreeData(Messenger):
-    """Effect handler that draws data instead of observing them.
-
-    Computed values and factors stay what they are.
-
-    (``poutine.uncondition`` draws from the point mass of a ``pyro.deterministic``, in a shape that plates have expanded.)
-    """
+    """Draws data instead of observing them; computed values stay."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] and role(msg) == "data":
@@ -87,10 +81,7 @@ class FreeData(Messenger):
 def leaves(
     model: Callable[..., Any], nodes: Mapping[str, Node], names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Returns named latents on which only computed values depend.
-
-    Missing entries of the data are an example.
-    """
+    """Named latents on which only computed values depend, as missing data."""
     if not names:
         return frozenset()
     dependencies = Dependencies(Call(model, args, kwargs))
@@ -105,8 +96,8 @@ Model = Callable[..., Any]
 class Enumeration:
     """The discrete latents that :class:`~pyro.infer.TraceEnum_ELBO` sums out of a model.
 
-    Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of
-    each data point. Others are parameters, and keep the values drawn.
+    Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of each data point. Others
+    are parameters, and keep the values drawn.
 
     Args:
         model: the model.
@@ -150,11 +141,10 @@ class Enumeration:
         return sum((term.double().sum() for term in _contract(trace, chosen, self.names)), torch.zeros(()).double())
 
     def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
-        """Returns the log likelihood of each data point, discrete latents summed out.
+        """The log likelihood of each data point, of shape :attr:`plates`.
 
-        Other latents are given. The shape is that of :attr:`plates`.
-
-        ``leaves`` are latents on which nothing depends, such as missing data; their densities are left out.
+        Discrete latents are summed out, others given. ``leaves`` are latents on which nothing depends, such as missing data; their
+        densities are left out.
         """
         trace = self._enumerate(values, self.local)
         inside = [name for name in self.inside if name not in leaves]
@@ -163,10 +153,7 @@ class Enumeration:
         return joint - prior
 
     def _prepare(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
-        """Returns the model with other latents fixed, marked for enumeration.
-
-        The density of latents that nobody knows is left out.
-        """
+        """The model with other latents fixed, marked for enumeration."""
         given = {name: value for name, value in values.items() if name not in names}
         marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
         configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
@@ -235,10 +222,7 @@ def _sum_dims(trace: poutine.Trace, names: Collection[str]) -> set[str]:
 
 
 def _contract(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
-    """Sums named sites out of the log densities of the chosen ones.
-
-    Returns one packed tensor for each connected part of the model.
-    """
+    """Sums sites out of log densities; returns a tensor per connected part."""
     tree: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
     for name in chosen:
         node = trace.nodes[name]
@@ -311,10 +295,7 @@ class Draws:
     states: States | None = None
 
     def observed(self) -> Tensor | None:
-        """Returns which data points have an unmasked observation, ``(N,)``.
-
-        ``None`` if all have, or they lie in several plates.
-        """
+        """Which data points have an unmasked observation, ``(N,)``, or ``None``."""
         if len(self.plates) != 1:
             return None
         ((plate, size),) = self.plates.items()
@@ -370,10 +351,7 @@ def _stack(draws: Iterable[Mapping[str, Any]]) -> Sites:
 
 
 def data_latents(nodes: Mapping[str, Any]) -> frozenset[str]:
-    """Returns latents that lie in all plates of some data.
-
-    Each belongs to a single observation. Other latents are parameters.
-    """
+    """Latents that lie in all plates of some data; others are parameters."""
     data = [site_plates(node) for node in nodes.values() if role(node) in ("data", "factor")]
     return frozenset(name for name, node in nodes.items() if role(node) == "latent" and any(p and p <= site_plates(node) for p in data))
 
@@ -396,8 +374,7 @@ def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
 def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
     """Log probabilities of the observations given everything else, by site.
 
-    The density of a ``pyro.factor`` joins that of data in the same plates. A factor in plates without data stands for
-    itself.
+    The density of a ``pyro.factor`` joins that of data in the same plates.
     """
     found = {name: node["log_prob"].double() for name, node in nodes.items() if role(node) == "data"}
     for name, node in nodes.items():
@@ -412,11 +389,7 @@ def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
 
 
 def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
-    """Checks that the model takes all data.
-
-    Raises:
-        ValueError: naming the plate of which it takes some.
-    """
+    """Checks that the model takes all data."""
     for node in nodes.values():
         for frame in node["cond_indep_stack"]:
             if frame.vectorized and frame.size != (frame.full_size or frame.size):
@@ -427,12 +400,7 @@ def refuse_subsamples(nodes: Mapping[str, Any]) -> None:
 
 
 def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws latents from a guide.
-
-    Raises:
-        TypeError: if the guide cannot be called.
-        ValueError: if the model subsamples, the guide has several ``AutoTruncated`` parts, or latents have no distribution but their prior.
-    """
+    """Draws latents from a guide."""
     if not callable(guide):
         raise TypeError(f"guide must be a Pyro guide: an autoguide, a list of them, or a function; got {type(guide).__name__}")
     if isinstance(guide, AutoTruncated) and guide.master is None:
@@ -447,10 +415,7 @@ def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: M
 
 
 def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
-    """Returns the truncated guide that takes part when a guide runs.
-
-    It announces itself at its index site.
-    """
+    """The truncated guide that takes part when a guide runs."""
     with spare_random_numbers():
         nodes = sample_nodes(trace_guide(model, guide, args, kwargs)).values()
     marks: list[Any] = [mark for node in nodes if (mark := node["infer"].get("truncated")) is not None]
@@ -462,10 +427,7 @@ def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
 
 @contextlib.contextmanager
 def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which a guide list takes all data.
-
-    Otherwise it remembers the minibatches that it was set up with.
-    """
+    """A context in which a guide list takes all data."""
     if not isinstance(guide, AutoGuideList) or guide.prototype_trace is None or guide.create_plates is not None:
         yield
         return
@@ -481,10 +443,7 @@ def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[An
 
 
 def trace_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
-    """Runs a guide: a callable, or an effect around the model.
-
-    An example of the latter is ``AutoNormalMessenger``.
-    """
+    """Runs a guide: a callable, or an effect around the model."""
     effect: Any = poutine.unwrap(guide)
     is_effect = isinstance(effect, Messenger)
     if is_effect:
@@ -506,10 +465,7 @@ def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
 
 
 class _Program:
-    """A model whose latents come from guide, enumeration, or the model.
-
-    The last are missing data.
-    """
+    """A model whose latents come from guide, enumeration, or the model."""
 
     def __init__(self, model: Callable[..., Any], guide_trace: poutine.Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -580,10 +536,7 @@ class _Program:
 
 
 def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws states where data points have no other latents.
-
-    The populations are scored once.
-    """
+    """Draws states where data points have no other latents."""
     with poutine.block():
         log_joint = guide.make_scorer(*args, **kwargs)
     refuse_subsamples(log_joint.nodes)
@@ -672,10 +625,7 @@ class _Accumulator:
         self.given: frozenset[str] = frozenset()
 
     def add(self, log_joint: LogJoint, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
-        """Adds a draw of the global sites: its populations and traces.
-
-        Of the first draws also the covered mass.
-        """
+        """Adds a draw of the global sites: its populations and traces."""
         population = self.part.rescored(log_joint)
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
@@ -694,10 +644,7 @@ class _Accumulator:
         )
 
     def _likelihoods(self, log_joint: LogJoint, population: Population, nodes: Mapping[str, Any]) -> Sites:
-        """Returns log likelihoods with the states of data points summed out.
-
-        Global states are given.
-        """
+        """Log likelihoods with the states of data points summed out."""
         if self.is_global:
             self.given = self.local - self.leaves
             return likelihoods_given_all(nodes)
@@ -707,12 +654,10 @@ class _Accumulator:
         return {} if value is None or not name else {name: value}
 
     def _marginal_likelihood(self, log_joint: LogJoint, population: Population) -> Tensor | None:
-        r"""Returns each data point's log likelihood given the other latents.
+        r"""Each data point's log likelihood given the other latents.
 
-        It is the free energy less the log prior of the point's other own latents.
-
-        Only latents that another guide draws count: for those of a ``conditional`` the free energy holds :math:`\log p - \log q` already.
-        Leaves, on which no observation depends, are left out of the sum.
+        It is the free energy less the log prior of the point's own latents that another guide draws: for those of a ``conditional`` the
+        free energy holds :math:`\log p - \log q` already. Leaves are left out of the sum.
         """
         local = [name for name in log_joint.layout.other_latents if name in self.local]
         if not local:
@@ -759,10 +704,7 @@ def _free_energy_without(log_joint: LogJoint, population: Population, names: fro
 
 
 def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> tuple[Sites, Sites]:
-    """Draws latents, computed values and observations ``(draws, *shape)``.
-
-    Parameters are as they are.
-    """
+    """Draws latents, computed values and observations ``(draws, *shape)`` from the prior."""
     latents, observed = zip(*(_split_sites(_free_run(model, {}, args, kwargs)) for _ in range(num_samples)), strict=True)
     return _stack(latents), _stack(observed)
 
@@ -772,14 +714,8 @@ def posterior_draws(
 ) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
-    Args:
-        model: the model.
-        draws: of the latents.
-        args: the model's arguments.
-        kwargs: its keyword arguments.
-        chosen: which of the draws.
-        anew: keep only the global latents of the draws, and draw those of data points from their prior: predictions
-            of unseen data points. Otherwise the data points that were inferred are repeated, which favours the model.
+    With ``anew`` the latents of data points are drawn from their prior: predictions of unseen data points. Otherwise the data points that
+    were inferred are repeated, which favours the model.
     """
     left_out = draws.local if anew else frozenset()
     given = ({name: value for name, value in draws.values(position).items() if name not in left_out} for position in chosen)

@@ -1,7 +1,7 @@
 """Plots of converted data: training, truncation, parameters, predictions.
 
-Each function draws into the axes it is given and returns them. ``idata`` is what :func:`~pyro_truncated.to_arviz` makes of a trained guide;
-curves of training and checks of the truncation are in it if it was given them::
+Each function draws into the axes it is given and returns them. ``idata`` is what :func:`~pyro_truncated.to_arviz` makes of a trained
+guide::
 
     checks = check_truncation(guide, y)
     idata = to_arviz(model, guide, y, training=training.record, checks=checks)
@@ -28,8 +28,6 @@ from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 def plot_restarts(idata: Any, ax: Axes) -> Axes:
     """Plots free energy over training steps, one curve per restart.
-
-    The best one is coloured.
 
     Example::
 
@@ -61,9 +59,7 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
 
 
 def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
-    """Plots upper bounds on covered posterior mass, in increasing order.
-
-    The worst data points are named.
+    """Plots upper bounds on covered posterior mass; names the worst points.
 
     Example::
 
@@ -93,8 +89,6 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
 def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     """Plots a histogram of effective states per data point.
 
-    The number kept is marked.
-
     Example::
 
         ax = plot_effective_states(idata, Figure().subplots())
@@ -117,8 +111,6 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
 
 def plot_gap(idata: Any, ax: Axes) -> Axes:
     """Plots what the bound lacks of each data point's log evidence.
-
-    It shows the estimate with its interval, and the exact gap where it is known.
 
     Example::
 
@@ -220,8 +212,6 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
 def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
     """Plots Pareto tail indices of PSIS-LOO (``arviz.plot_khat``).
 
-    They belong to the marginal likelihood. Above 0.7 a data point is too influential.
-
     Example::
 
         ax = plot_pareto_k(idata, Figure().subplots())
@@ -241,10 +231,9 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
 def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Sequence[int] | None = None, level: float = 0.05) -> Axes:
     """Distribution functions of the leave-one-out transforms of each feature, less the uniform's.
 
-    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``. It is wide
-    enough for all features together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S shows predictions
-    that are too narrow or too wide, a bow biased ones. Where observations are missing, the band is that of the
-    feature seen least often. Each coloured curve left its own band.
+    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``, for all features together
+    (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S shows predictions that are too narrow or too wide, a bow biased ones. Each
+    coloured curve left its own band.
 
     Example::
 

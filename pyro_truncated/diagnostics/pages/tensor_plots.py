@@ -1,7 +1,4 @@
-"""Small plots of learned parameters.
-
-Each function draws into the axes it is given and returns them.
-"""
+"""Small plots of learned parameters, drawn into given axes."""
 
 from __future__ import annotations
 
@@ -74,10 +71,7 @@ def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None =
 
 
 def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str | None = None) -> Axes:
-    """Plots the free energy over iterations.
-
-    The axis starts where the last four fifths of the run lie.
-    """
+    """Plots the free energy over iterations, the last four fifths."""
     curve = np.asarray(values, dtype=float)
     ax.plot(np.arange(1, len(curve) + 1), curve, color=COLOUR, linewidth=1.8, label=label)
     late = curve[len(curve) // 5 :]
@@ -89,10 +83,7 @@ def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str |
 
 
 def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
-    """Plots a histogram of expected active latents per data point.
-
-    It takes activation probabilities ``(N, H)``.
-    """
+    """Plots a histogram of expected active latents, from probabilities ``(N, H)``."""
     active = marginals.detach().double().sum(-1).cpu().numpy()
     width = max(1.0, np.ceil(active.max()) // 30)
     # Around whole numbers: where posteriors are points, 0.999 and 1.001 belong together.
@@ -106,10 +97,7 @@ def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
 
 
 def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
-    """Plots how often each latent is active, in decreasing order.
-
-    It takes activation probabilities ``(N, H)``.
-    """
+    """Plots how often each latent is active, from probabilities ``(N, H)``."""
     usage = marginals.detach().double().mean(0).sort(descending=True).values.cpu().numpy()
     ax.bar(np.arange(len(usage)), usage, width=1.0, color=COLOUR)
     ax.set_xlabel("latent, most active first")
@@ -118,10 +106,7 @@ def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
 
 
 def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None) -> Axes:
-    """Plots originals ``(K, D)`` above their reconstructions.
-
-    Each pair is on the grey scale of its original.
-    """
+    """Plots originals ``(K, D)`` above their reconstructions."""
     upper, lower = _as_images(originals, shape), _as_images(reconstructions, shape)
     low, high = upper.amin((-2, -1), keepdim=True), upper.amax((-2, -1), keepdim=True)
     pairs = [(images - low) / (high - low).clamp(min=1e-12) for images in (upper, lower)]
@@ -133,11 +118,9 @@ def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *
 def plot_decompositions(
     originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8
 ) -> Axes:
-    """Plots original, reconstruction and components of each data point.
+    """Plots original, reconstruction and components ``(k, D)`` of each data point.
 
-    Components ``(k, D)`` add up to the reconstruction.
-
-    All images of a row share one grey scale, grey is zero. Of more than ``most`` components the strongest are shown; the sum is of all.
+    All images of a row share one grey scale, grey is zero. Of more than ``most`` components the strongest are shown.
     """
     rows = []
     for original, components in zip(originals, parts, strict=True):

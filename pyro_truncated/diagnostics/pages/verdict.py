@@ -66,9 +66,7 @@ class Section:
 def write_report(
     folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110
 ) -> Path:
-    """Writes ``index.html`` and its pictures into a folder.
-
-    The page needs no network.
+    """Writes ``index.html``, which needs no network, and its pictures.
 
     Args:
         folder: where to write. Created if it does not exist.
@@ -92,10 +90,7 @@ def write_report(
 
 
 def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 100) -> Path:
-    """Writes one file that holds its pictures.
-
-    Arguments are those of :func:`write_report`, but the path is that of the page.
-    """
+    """Writes :func:`write_report` as one file that holds its pictures."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = []
@@ -200,12 +195,9 @@ def diagnose(
 ) -> Verdict:
     """Prints a verdict on a converted posterior, and can write a page.
 
-    The truncation is judged by the groups ``truncated_posterior`` and ``training``. The former holds the results of
-    :func:`~pyro_truncated.diagnostics.check_truncation`, if ``to_arviz`` was given them. Predictions are judged by leave-one-out
-    cross-validation on the marginal likelihood, its transforms, and predictive p-values. Checks whose group is missing are left out.
-
-    Guides of other kinds are judged by the importance weights of their draws alone. A Pareto index above 0.7 says that the draws do not
-    follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
+    The truncation is judged by the groups ``truncated_posterior`` and ``training``, guides of other kinds by the Pareto index of their
+    draws' importance weights (Yao, Vehtari, Simpson and Gelman 2018). Predictions are judged by leave-one-out cross-validation on the
+    marginal likelihood, its transforms, and predictive p-values. Checks whose group is missing are left out.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

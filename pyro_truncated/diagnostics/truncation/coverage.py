@@ -1,7 +1,4 @@
-"""How much posterior mass the populations leave out.
-
-Neighbours give a certificate, and larger populations an estimate.
-"""
+"""How much posterior mass the populations leave out."""
 
 from __future__ import annotations
 
@@ -31,11 +28,7 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
 def truncated_part(guide: Any) -> AutoTruncated:
-    """The ``AutoTruncated`` that a guide is, or that a guide list holds.
-
-    Raises:
-        TypeError: if there is none.
-    """
+    """The ``AutoTruncated`` that a guide is, or that a guide list holds."""
     if isinstance(guide, AutoTruncated):
         return guide
     parts = [part for part in guide if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.ModuleList) else []
@@ -45,10 +38,7 @@ def truncated_part(guide: Any) -> AutoTruncated:
 
 
 def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a guide has a set of states for each node.
-
-    The nodes are those of the model's factor graph; other guides have whole states.
-    """
+    """Whether a guide has a set of states for each node."""
     part = truncated_part(guide)
     if part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
@@ -60,14 +50,10 @@ def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def scored_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> tuple[AutoTruncated, LogJoint, Population]:
-    """Returns truncated part, scorer, and populations scored under the current model.
+    """The truncated part, scorer, and populations scored under the current model.
 
-    The populations are those of the data points that the model selects.
-
-    The populations are those of the data points that the model selects.
-
-    Latents of other guides take ``values`` where given, else the medians of their guides. Every
-    result is then about the posterior of the states given these.
+    Latents of other guides take ``values`` where given, else the medians of their guides. Every result is then about the posterior of the
+    states given these.
     """
     part = truncated_part(guide)
     if is_on_product(guide, args, kwargs):
@@ -106,16 +92,7 @@ class AllData:
 
 
 def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    """Sends the first process's answer about the guide to all processes.
-
-    All of them must call it.
-
-    Args:
-        ask: is given a guide and the model's arguments.
-        guide: the guide of the data points here.
-        args: the model's arguments.
-        kwargs: its keyword arguments.
-    """
+    """Sends the first process's answer about the guide to all processes."""
     with world.failing_together(), spare_random_numbers():
         every = gathered(guide, args, kwargs)
         found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
@@ -124,13 +101,7 @@ def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], k
 
 
 def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
-    """Returns the guide of all data on the first process, elsewhere ``None``.
-
-    All processes must call it.
-
-    Raises:
-        TypeError: if the guide holds no ``AutoTruncated``.
-    """
+    """The guide of all data on the first process, elsewhere ``None``."""
     part = truncated_part(guide)
     rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
     held = world.collect([part.words, part.log_joint, *rows])
@@ -161,17 +132,11 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
     .. math:: c_n = \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_{s \in K_n \cup \mathcal N_n} p(s, y_n)} \ge
               \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_s p(s, y_n)} = p(s \in K_n \mid y_n) ,
 
-    because leaving non-negative terms out of the denominator can only enlarge the quotient. So a
-    small :math:`c_n` proves that much is missing: at least :math:`-\log c_n` nats of the log
-    evidence. A large one proves nothing, since modes that no single move reaches go unseen. It is
-    tight where the missing mass lies around the population, which is where a search that has
-    converged leaves it.
+    as the denominator lacks non-negative terms. So a small :math:`c_n` proves that at least :math:`-\log c_n` nats of the log evidence are
+    missing. A large one proves nothing, since modes that no single move reaches go unseen.
 
-    Assumed are distinct states (an invariant of populations) and exact log joints. Latents of other
-    guides are held at their medians, and the masses are those of the posterior given these. With an
-    approximate ``conditional``, log joints are random and no bound holds.
-
-    Cost: :math:`N \cdot P \cdot M` log joints for ``P`` parents and ``M`` moves (the latents, if binary).
+    Assumed are distinct states and exact log joints: with an approximate ``conditional`` no bound holds. Latents of other guides are held
+    at their medians. Cost: :math:`N \cdot P \cdot M` log joints for ``P`` parents and ``M`` moves (the latents, if binary).
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -259,22 +224,16 @@ class Growth:
 
     @property
     def by_size(self) -> Tensor:
-        """The further gain of twice the states, never negative.
-
-        It is large where the populations are too small.
-        """
+        """The further gain of twice the states, never negative."""
         return self.doubled - self.searched
 
 
 @torch.no_grad()
 def population_growth(guide: Any, *args: Any, search: Search | None = None, steps: int = 10, **kwargs: Any) -> Growth:
-    r"""Gains of the free energy by further search and by more states.
+    r"""Gains of the free energy by further search and twice the states.
 
-    The states are twice as many.
-
-    A large enough population gains little from being doubled. The gain is at least :math:`\log` of
-    the ratio of the masses covered, so it bounds the missing mass from below. The populations of
-    the guide stay as they are.
+    A large enough population gains little from being doubled. The gain is at least :math:`\log` of the ratio of the masses covered. The
+    populations of the guide stay as they are.
 
     Example:
         >>> y = linear_bars(10, 3, mean_active=2.0).data
@@ -323,9 +282,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
 
 @torch.no_grad()
 def effective_states(guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-    r"""Returns the effective number of states, ``(N,)`` from 1 to ``S``.
-
-    It is :math:`\exp(-\sum_s q_n(s) \log q_n(s))`.
+    r"""The effective number of states, :math:`\exp(-\sum_s q_n(s) \log q_n(s))`, ``(N,)``.
 
     Near ``S`` the population is exhausted and should be larger; near 1 it could be smaller. It says nothing about mass outside.
 

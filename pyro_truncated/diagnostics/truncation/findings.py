@@ -1,7 +1,4 @@
-"""When not to trust a truncated posterior.
-
-The warning, the limits at which checks raise it, and what to change.
-"""
+"""When not to trust a truncated posterior: warning and limits."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ Result = TypeVar("Result")
 
 class TruncationWarning(UserWarning):
     """A truncated posterior, or a number from it, should not be trusted.
-
-    The message says why, and what to change.
 
     The message says why, and what to change.
 
@@ -67,10 +62,7 @@ def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, what: str = 
 
 
 def silently(call: Callable[[], Result]) -> Result:
-    """Returns a call's result without its :class:`TruncationWarning`.
-
-    The caller reports the warning in another way.
-    """
+    """A call's result without its :class:`TruncationWarning`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TruncationWarning)
         return call()
@@ -82,10 +74,7 @@ def _at(position: np.intp, values: np.ndarray) -> int:
 
 
 def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
-    """Returns findings from the tail index of importance weights.
-
-    The weights are those of a guide's draws. Weights that hardly vary have no tail.
-    """
+    """Findings from the tail index of a guide's importance weights."""
     if shape <= PARETO_LIMIT or np.ptp(log_weights) <= RELEVANT_NATS:
         return []
     problem = f"The draws of the guide do not follow the posterior: their importance weights have a Pareto index of {shape:.2f} (> 0.7)."
@@ -95,12 +84,9 @@ def judge_guide(shape: float, log_weights: np.ndarray) -> list[Finding]:
 def judge_coverage(
     covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None, *, outside: np.ndarray | None = None
 ) -> list[Finding]:
-    """Yields findings from bounds of covered mass and effective numbers of states.
+    """Findings from bounds of covered mass and effective numbers of states.
 
-    Each is ``(N,)`` or ``(guides, N)``.
-
-    ``outside`` is the most that any check has found outside of each population, in nats. Where it is next to nothing, a population may be
-    as full as it likes. Default: what the bounds say.
+    Each is ``(N,)`` or ``(guides, N)``. ``outside`` is the most that any check has found outside of each population, in nats.
     """
     found = []
     if not covered.mean() >= COVERED_LIMIT:
@@ -130,10 +116,7 @@ def _twice(num_states: int, space_size: int | None) -> int:
 
 
 def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
-    """Returns findings from what more search or more states gain.
-
-    More states are twice the states. Gains are ``(N,)`` or ``(guides, N)`` in nats.
-    """
+    """Findings from what more search or twice the states gain, in nats."""
     found = []
     if not by_search.mean() <= GROWTH_LIMIT:
         found.append(
@@ -154,12 +137,7 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, sp
 
 
 def free_energy_gap(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    """Returns the exact or estimated log evidence and the bound's gap.
-
-    They are minus infinity where neither is known.
-
-    They are minus infinity where neither is known.
-    """
+    """The exact or estimated log evidence, or minus infinity, and the gap."""
     for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
         if name in values:
             return reference, values[name] - values.get("free_energy_checked", values["free_energy"])
@@ -167,10 +145,7 @@ def free_energy_gap(values: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
 
 
 def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
-    """Returns a finding from the gap of the bound.
-
-    It lies between the log evidence and the bound, ``(N,)`` or ``(guides, N)`` in nats.
-    """
+    """A finding from the gap of the bound, in nats."""
     if gap.mean() <= GAP_LIMIT:
         return []
     return [
@@ -182,10 +157,7 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
 
 
 def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[Finding]:
-    """Returns findings from estimates of the evidence that are unreliable.
-
-    They rest on few draws, or on none that is possible.
-    """
+    """Findings from estimates of the evidence that are unreliable."""
     found: list[Finding] = []
     if (~is_reliable).mean() <= MANY:
         return found

@@ -71,7 +71,7 @@ class ProductReport:
 
     .. math:: \log p(y) \ge \log \Big(e^{\mathcal F} + \sum_v \sum_{s \notin K_v} e^{\mathrm{score}_v(s)}\Big),
 
-    where the score of a state is what it adds to :math:`e^{\mathcal F}`: exact, and the larger the set the smaller.
+    where the score of a state is what it adds to :math:`e^{\mathcal F}`.
 
     Attributes:
         free_energy: the bound of each member of the plates that all nodes share, ``(N,)``.
@@ -98,10 +98,7 @@ class ProductReport:
 
     @property
     def covered_mass(self) -> Tensor:
-        """Returns an upper bound on the mass of the product, ``(N,)``.
-
-        The product is that of the sets, the mass that of the posterior.
-        """
+        """An upper bound on the mass of the product, ``(N,)``."""
         return (self.free_energy - self.certified).exp()
 
     def __str__(self) -> str:
@@ -167,10 +164,7 @@ def _add_findings(report: ProductReport, num_states: int, warn: bool) -> Product
 
 
 def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
-    """Checks sets of all steps of binary chains.
-
-    Sets of twice the size start anew.
-    """
+    """Checks sets of all steps of binary chains."""
     posterior = batch.posterior()
     size, space = posterior.num_states, posterior.space
     free_energy = posterior.free_energy()
@@ -222,7 +216,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
 
 
 def _certify(batch: ProductBatch, free_energy: Tensor, nodes: Sequence[NodeReport]) -> Tensor:
-    """Returns the bound that states outside of a set add to.
+    """The bound that states outside of a set add to.
 
     States of one node at a time count, for each member of the plates that all share.
     """
@@ -306,18 +300,12 @@ class TruncationReport:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether no check found anything wrong.
-
-        The checks see what lies near the populations and what their searches and draws find.
-        """
+        """Whether no check found anything wrong."""
         return not self.findings
 
     @property
     def nats_outside(self) -> Tensor:
-        """Returns the most that checks found outside each population, in nats, ``(N,)``.
-
-        It is infinite where an estimate is not reliable.
-        """
+        """The most that checks found outside each population, in nats, ``(N,)``."""
         found = [-self.covered_mass.log(), self.growth.doubled - self.growth.free_energy]
         if self.exact is not None:
             found.append(self.exact.gap)
@@ -328,8 +316,7 @@ class TruncationReport:
     def arrays(self) -> dict[str, np.ndarray]:
         """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them.
 
-        ``free_energy_checked`` is the bound that the log evidence compares with. The checks hold
-        other latents at their medians, while ``free_energy`` is a mean over draws of them.
+        ``free_energy_checked`` is the bound that the log evidence compares with, as the checks hold other latents at their medians.
         """
         arrays = {
             "free_energy_checked": self.free_energy,
@@ -402,15 +389,10 @@ def check_truncation(
 ) -> TruncationReport | ProductReport:
     """Checks a truncated posterior and says whether to trust it.
 
-    ``print`` shows the answer on one page.
-
-    ``print`` shows the answer on one page.
-
-    It runs :func:`covered_mass`, :func:`population_growth`, :func:`effective_states`, :func:`estimate_evidence` and, in spaces of up to
-    4096 states, :func:`compare_with_enumeration`. Nothing is trained, and the populations stay as they are. For large data choose a part
-    of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``. Where data are spread over
-    processes (:func:`pyro_truncated.distributed.shard`), all must call it. The first one brings the
-    populations together and checks all, and all get the same report.
+    ``print`` shows the answer on one page. It runs :func:`covered_mass`, :func:`population_growth`, :func:`effective_states`,
+    :func:`estimate_evidence` and, in spaces of up to 4096 states, :func:`compare_with_enumeration`. The populations stay as they are. For
+    large data choose a part of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``. Where data are spread over processes
+    (:func:`pyro_truncated.distributed.shard`), all must call it, and all get the same report.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

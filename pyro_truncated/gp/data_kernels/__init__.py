@@ -1,7 +1,4 @@
-"""Kernels bound to a data set of numbers or other objects.
-
-They may be counts, histograms, graphs, strings or anything that has covariances.
-"""
+"""Kernels bound to a data set of numbers or other objects."""
 
 from pyro_truncated.gp.data_kernels.features import (
     CountKernel,

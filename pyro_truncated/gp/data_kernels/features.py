@@ -1,7 +1,6 @@
 """Kernels of counted features of objects, computed once.
 
-They are Tanimoto, MinMax and other products of counts, and histogram intersection; strings and labelled graphs, such as molecules,
-become counts of their parts, keyed by 64-bit hashes.
+Strings and labelled graphs, such as molecules, become counts of their parts, keyed by 64-bit hashes.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class FixedKernel(DataKernel):
-    r"""A learned variance :math:`v` times a kernel without parameters.
-
-    Its columns are computed once and cached.
+    r"""A learned variance :math:`v` times a kernel without parameters, cached by columns.
 
     Args:
         num_data: number of training inputs.
@@ -72,10 +69,7 @@ class FixedKernel(DataKernel):
         return self.variance * (base if rows is None else base[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         base = self._kept_columns(index)
         return self.variance * (base if rows is None else base[rows])
 
@@ -118,10 +112,7 @@ class FixedKernel(DataKernel):
         return self._store[self._slot[index]].mT
 
     def _make_room(self, needed: int) -> Tensor:
-        """Returns slots for new columns.
-
-        They are free while the store may grow, else the least recently used ones.
-        """
+        """Slots for new columns: free ones, then the least recently used."""
         if self._store is None:
             raise RuntimeError("columns are looked up before they are stored")
         size = len(self._store)
@@ -142,9 +133,7 @@ class FixedKernel(DataKernel):
 
 
 class FunctionKernel(FixedKernel):
-    """A Python function ``k(x, z)`` of two objects of any type.
-
-    Each column is computed once and cached.
+    """A Python function ``k(x, z)`` of two objects, cached by columns.
 
     Example:
         >>> def common(a, b):
@@ -231,10 +220,7 @@ _FINALISER = -4658895280553007687
 
 
 def mix(words: Tensor) -> Tensor:
-    """Scrambles 64-bit words one-to-one.
-
-    Sums of scrambled words serve as hashes of multisets.
-    """
+    """Scrambles 64-bit words one-to-one; sums are hashes of multisets."""
     words = (words ^ _logical_shift(words, 32)) * _GOLDEN
     words = (words ^ _logical_shift(words, 29)) * _FINALISER
     return words ^ _logical_shift(words, 32)
@@ -254,9 +240,7 @@ def _logical_shift(words: Tensor, bits: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class HashedCounts:
-    """How often each feature occurs in each of ``num`` objects.
-
-    Only counts above zero are listed, sorted by object and key.
+    """Counts above zero of features in ``num`` objects, sorted by both.
 
     Example:
         >>> counts = HashedCounts.of(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
@@ -300,10 +284,7 @@ class HashedCounts:
 
     @staticmethod
     def from_csr(indptr: Tensor, indices: Tensor, data: Tensor) -> HashedCounts:
-        """Returns counts from arrays of a compressed sparse row matrix.
-
-        Each row is an object.
-
+        """Counts from a compressed sparse row matrix, a row per object.
 
         Raises:
             ValueError: if the arrays do not fit each other or a count is not positive.
@@ -319,9 +300,7 @@ class HashedCounts:
 
     @staticmethod
     def from_matrix(features: Tensor) -> HashedCounts:
-        """Returns counts from a matrix ``(n, F)``, one row per object.
-
-        They are those of its compressed sparse rows.
+        """Counts from a matrix ``(n, F)``, one row per object.
 
         Raises:
             TypeError: if it is no matrix of real numbers.
@@ -357,8 +336,6 @@ class HashedCounts:
     def unary(self) -> HashedCounts:
         r"""Replaces a count :math:`c` by ``c`` features of count one.
 
-        They mean "at least one", ..., "at least c".
-
         Inner products of these are :math:`\sum_f \min(c_f, c'_f)`.
 
         Raises:
@@ -373,10 +350,7 @@ class HashedCounts:
         return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
 
     def matrix(self, vocabulary: Tensor) -> Tensor:
-        """Returns the sparse matrix ``(num, V)`` of counts by vocabulary.
-
-        Features that are not in the sorted vocabulary ``(V,)`` are left out.
-        """
+        """The sparse matrix ``(num, V)`` of counts by sorted vocabulary ``(V,)``."""
         column = torch.searchsorted(vocabulary, self.keys)
         known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
         index = torch.stack([self.rows[known], column[known]])
@@ -391,9 +365,7 @@ class HashedCounts:
 
 @names_arguments
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:
-    """Returns counts of all substrings of a length.
-
-    Inner products of these counts are the spectrum kernel.
+    """Counts of substrings of a length: the spectrum kernel's features.
 
     Example:
         >>> counts = spectrum(["CCO", "CC"], 2)  # CC and CO; CC
@@ -489,12 +461,9 @@ class Graphs:
 
 @names_arguments
 def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
-    """Counts of rooted subtrees.
+    """Counts of rooted subtrees: the Weisfeiler-Lehman kernel's features.
 
-    They are node labels, and labels refined up to ``iterations`` times by those of neighbours and
-    edges.
-
-    Inner products of these counts are the Weisfeiler-Lehman subtree kernel.
+    They are node labels, and labels refined up to ``iterations`` times by those of neighbours and edges.
 
     Example:
         >>> atoms, bonds = torch.tensor([6, 6, 8, 6, 8]), torch.tensor([[0, 1, 3], [1, 2, 4]])  # C-C-O and C-O
@@ -526,9 +495,7 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
 def shortest_path(graphs: Graphs) -> HashedCounts:
     """Counts of pairs of nodes by labels and shortest path.
 
-    The path is the number of edges; pairs without a connection do not count.
-
-    Inner products of these counts are the shortest-path kernel.
+    Inner products of these counts are the shortest-path kernel; pairs without a connection do not count.
 
     Example:
         >>> atoms, bonds = torch.tensor([6, 6, 8, 6, 8]), torch.tensor([[0, 1, 3], [1, 2, 4]])  # C-C-O and C-O
@@ -557,10 +524,7 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
 
 
 def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns graphs and hashes of all connected pairs of nodes.
-
-    A hash is that of (label, label, distance), for nodes in some of the graphs.
-    """
+    """Graphs and hashes (label, label, distance) of connected pairs of nodes."""
     width = max(1, int(sizes[batch].max()))
     place = torch.full((graphs.num,), -1, dtype=torch.int64)
     place[batch] = torch.arange(len(batch))
@@ -590,8 +554,6 @@ class CountKernel(FixedKernel):
     ``"cosine"``     :math:`s_{ij} / \sqrt{s_{ii} s_{jj}}`
     ``"tanimoto"``   :math:`s_{ij} / (s_{ii} + s_{jj} - s_{ij})`
     ===============  ==================================================
-
-    Two objects without any feature count as equal.
 
     Example:
         >>> kernel = CountKernel(spectrum(["CCO", "CCC", "NNN"], 1))

@@ -1,10 +1,4 @@
-"""Kernels bound to a data set.
-
-The selection of an inducing subset asks for their covariances.
-
-Inputs may be anything: numbers, strings, graphs, rows of a precomputed matrix. Only covariances are
-needed, neither the inputs nor derivatives in them.
-"""
+"""Kernels bound to a data set of anything that has covariances."""
 
 from __future__ import annotations
 
@@ -45,8 +39,7 @@ class KernelColumns(Protocol):
 class DataKernel(UniqueModule, Parameterized):
     """A covariance function on ``n`` training inputs that it holds itself.
 
-    Its parameters are those of a module of :mod:`pyro.contrib.gp`, constrained by ``PyroParam``. A
-    prior makes them random inside a Pyro model. Covariances are differentiable in them.
+    Its parameters are those of a module of :mod:`pyro.contrib.gp`, and covariances are differentiable in them.
 
     Example:
         >>> kernel = smooth_rbf(torch.randn(10, 2))
@@ -72,10 +65,7 @@ class DataKernel(UniqueModule, Parameterized):
         raise NotImplementedError
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         raise NotImplementedError
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
@@ -87,9 +77,7 @@ class DataKernel(UniqueModule, Parameterized):
         raise NotImplementedError
 
     def among(self, new: Any) -> Tensor:
-        """Returns covariances ``(n_new, n_new)`` of new inputs with each other.
-
-        Joint predictions need them.
+        """Covariances ``(n_new, n_new)`` of new inputs, for joint predictions.
 
         Raises:
             TypeError: if the kernel does not offer them.
@@ -107,8 +95,6 @@ class DataKernel(UniqueModule, Parameterized):
 class ProtocolKernel(DataKernel):
     """An object with :class:`KernelColumns`, fixed but for a variance.
 
-    Its ``diag_new`` is used if it has one.
-
     Args:
         columns: the object.
     """
@@ -125,10 +111,7 @@ class ProtocolKernel(DataKernel):
         return self.variance * (diagonal if rows is None else diagonal[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         found = self._there(self.source.columns(index))
         return self.variance * (found if rows is None else found[rows])
 
@@ -166,8 +149,6 @@ class ProtocolKernel(DataKernel):
 def as_data_kernel(kernel: Any) -> DataKernel:
     """Returns the kernel itself, or a :class:`ProtocolKernel` around an object.
 
-    The object has ``diag()``, ``columns(index)`` and ``cross(new, index)``.
-
     Example:
         >>> class Common:
         ...     def __init__(self, words):
@@ -195,10 +176,7 @@ def as_data_kernel(kernel: Any) -> DataKernel:
 
 
 def positive_parameter(value: float, like: Tensor, name: str = "variance") -> Any:
-    """Returns a positive scalar parameter with a tensor's type and device.
-
-    For integers the type is float32.
-    """
+    """A positive scalar parameter with a tensor's type (or float32) and device."""
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     if not value > 0:
         raise ValueError(f"{name} must be positive; got {value}")
@@ -207,21 +185,14 @@ def positive_parameter(value: float, like: Tensor, name: str = "variance") -> An
 
 @torch.no_grad()
 def check_data_kernel(kernel: DataKernel) -> None:
-    """Looks at the covariances of up to 100 evenly spaced training inputs.
-
-    Raises:
-        ValueError: if they are not finite, not symmetric, have negative variances or others than ``diag`` says, or are not positive.
-    """
+    """Looks at the covariances of up to 100 evenly spaced training inputs."""
     rows = torch.linspace(0, kernel.num_data - 1, min(kernel.num_data, 100), dtype=torch.float64, device=kernel.device).long()
     _check(type(kernel).__name__, kernel.columns(rows, rows), kernel.diag(rows), rows)
 
 
 @torch.no_grad()
 def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Checks covariances of the first inputs of ``(N, D)``, at most 100.
-
-    See :func:`check_data_kernel`.
-    """
+    """Checks covariances of the first 100 inputs, as :func:`check_data_kernel`."""
     inputs = inputs.detach()[:100]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
     with outside_programs():
@@ -305,17 +276,11 @@ class PrecomputedKernel(DataKernel):
         return self.diag_new(self.known if rows is None else self.known[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         return self.cross(self.known if rows is None else self.known[rows], index)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Returns covariances ``(n_new, b)`` of the objects at positions ``new``.
-
-        They are those with the training inputs at positions ``index``.
-        """
+        """Covariances ``(n_new, b)`` of objects ``new`` with training inputs at ``index``."""
         found: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.known[index]]
         return found
 
@@ -344,8 +309,8 @@ class PrecomputedKernel(DataKernel):
 class IdentityKernel(DataKernel):
     r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise.
 
-    It is redundant beside the noise of a regression. It keeps the optimiser from explaining all
-    data as noise before other kernels are learned (Cao et al., section 4.1.5).
+    Beside the noise of a regression, it keeps the optimiser from explaining all data as noise before other kernels are learned (Cao et al.,
+    section 4.1.5).
 
     Example:
         >>> IdentityKernel(3, variance=0.5).diag()
@@ -367,10 +332,7 @@ class IdentityKernel(DataKernel):
         return self.variance.expand(self.num_data if rows is None else len(rows))
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         rows = torch.arange(self.num_data, device=index.device) if rows is None else rows
         return self.variance * (rows[:, None] == index).to(self.variance.dtype)
 
@@ -389,8 +351,6 @@ class IdentityKernel(DataKernel):
 
 class SumKernel(DataKernel):
     r"""The sum of kernels on the same data: :math:`\sum_p k_p`.
-
-    Each has its own parameters, such as a variance.
 
     Example:
         >>> words = spectrum(["CCO", "CCC", "NNN"], 1)
@@ -420,10 +380,7 @@ class SumKernel(DataKernel):
 
     @property
     def relevance(self) -> Tensor:
-        """Returns the mean variance ``(P,)`` of each part.
-
-        It includes the shared weight, but nothing of :class:`IdentityKernel`.
-        """
+        """The mean variance ``(P,)`` of each part, without :class:`IdentityKernel`'s."""
         with torch.no_grad():
             found: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
             return found
@@ -437,10 +394,7 @@ class SumKernel(DataKernel):
         return self._sum(lambda part, _: part.diag(rows))
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         return self._sum(lambda part, _: part.columns(index, rows))
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
@@ -467,9 +421,7 @@ class SumKernel(DataKernel):
 
 
 class RescaledKernel(DataKernel):
-    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`.
-
-    It turns noise of variance :math:`\sigma_i^2` per data point into noise of variance one.
+    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`, for noise of variance :math:`\sigma_i^2` per data point.
 
     Args:
         kernel: the kernel.
@@ -492,18 +444,12 @@ class RescaledKernel(DataKernel):
         return self.kernel.diag(rows) / self._scale_rows(rows).square()
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         found: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
         return found
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Returns covariances ``(n_new, b)`` of new inputs, which are not rescaled.
-
-        They are those with the training inputs at positions ``index``.
-        """
+        """Covariances ``(n_new, b)`` of new inputs, which are not rescaled."""
         found: Tensor = self.kernel.cross(new, index) / self.deviations[index]
         return found
 
@@ -521,9 +467,7 @@ class RescaledKernel(DataKernel):
 
 
 class RestrictedKernel(DataKernel):
-    """A kernel on some of its training inputs.
-
-    Regression on these alone is the method "subset of data".
+    """A kernel on some of its training inputs: subset of data.
 
     Example:
         >>> kernel = RestrictedKernel(smooth_rbf(torch.randn(10, 4)), torch.arange(5))
@@ -564,10 +508,7 @@ class RestrictedKernel(DataKernel):
         return self.kernel.diag(self.rows if rows is None else self.rows[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with kept inputs at positions ``index``.
-
-        They are those of all kept inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with kept inputs at ``index``, of all or ``rows``."""
         return self.kernel.columns(self.rows[index], self.rows if rows is None else self.rows[rows])
 
     def cross(self, new: object, index: Tensor) -> Tensor:
@@ -584,10 +525,7 @@ class RestrictedKernel(DataKernel):
 
 
 class InputKernel(DataKernel):
-    """A kernel of numeric inputs ``(n, D)``.
-
-    It gives covariances of arbitrary points, so that :class:`SubsetGPRegression` can optimise
-    inputs.
+    """A kernel of numeric inputs ``(n, D)``, which gives covariances of any points.
 
     Args:
         inputs: training inputs ``(n, D)`` or ``(n,)``, finite.
@@ -617,17 +555,11 @@ class InputKernel(DataKernel):
         return self.variances(self.inputs if rows is None else self.inputs[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns covariances ``(n, b)`` with training inputs at positions ``index`` ``(b,)``.
-
-        They are those of all training inputs, or those at ``rows``.
-        """
+        """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
         return self.between(self.inputs if rows is None else self.inputs[rows], self.inputs[index])
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Returns covariances ``(n_new, b)`` of new inputs ``(n_new, D)``.
-
-        They are those with the training inputs at positions ``index``.
-        """
+        """Covariances ``(n_new, b)`` of inputs ``(n_new, D)`` with those at ``index``."""
         return self.between(self.points(new), self.inputs[index])
 
     def diag_new(self, new: Any) -> Tensor:
@@ -656,8 +588,7 @@ class InputKernel(DataKernel):
 class PyroKernel(InputKernel):
     """A kernel of :mod:`pyro.contrib.gp.kernels` on training inputs.
 
-    Outside of Pyro models its parameters are those that the module holds. Entries of Pyro's
-    parameter store, such as ``"variance"``, neither change them nor are changed.
+    Outside of Pyro models its parameters are the module's, whatever Pyro's parameter store holds.
 
     Example:
         >>> kernel = PyroKernel(pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2))
@@ -687,8 +618,6 @@ class PyroKernel(InputKernel):
 
 class GPyTorchKernel(InputKernel):
     """A GPyTorch kernel on training inputs.
-
-    It is only called, so that this module does not import GPyTorch.
 
     Example::
 
@@ -724,9 +653,7 @@ class GPyTorchKernel(InputKernel):
 def smooth_rbf(inputs: Tensor) -> PyroKernel:
     r"""A squared exponential kernel with one length-scale per dimension.
 
-    Length-scales start at :math:`2 \sqrt D` standard deviations of the inputs.
-
-    Inputs need not be standardised; those that never vary start from a length-scale of :math:`2 \sqrt D`.
+    Length-scales start at :math:`2 \sqrt D` standard deviations of the inputs, which need not be standardised.
 
     Example:
         >>> kernel = smooth_rbf(torch.randn(10, 4))

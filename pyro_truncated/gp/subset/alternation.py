@@ -1,7 +1,6 @@
 """Alternates between the inducing subset and hyper-parameters, by one objective.
 
-The likelihood of the projected process is no bound, and lets free inducing inputs go to where they fit the noise. Every data point that it
-looks at is then predicted too well, and none of these tells how wide intervals have to be. Some are kept out of sight for that.
+The likelihood of the projected process is no bound: some data points are kept out of sight to calibrate variances.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ EXACT_UP_TO = 5000
 
 
 def default_size(num_data: int) -> int:
-    """Returns the default number of inducing inputs, and logs it.
+    """Returns and logs the default number of inducing inputs.
 
     It is all data points while an exact regression is affordable.
     """
@@ -52,16 +51,7 @@ def default_size(num_data: int) -> int:
 
 
 def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weight: float = 1.0) -> float:
-    """Adds the gradient of a weighted objective to all leaves.
-
-    Covariances and noise depend on these leaves.
-
-    Args:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise, see :func:`~pyro_truncated.gp.subset.objectives.noise_from_log`.
-        weight: what the objective is multiplied by.
-    """
+    """Adds the gradient of a weighted objective to covariances' and noise's leaves."""
     with torch.enable_grad():
         matrix = Basis(kernel, torch.arange(len(targets), device=targets.device)).square()
         covariance = matrix + torch.diag_embed(noise_from_log(log_noise).expand(len(matrix)))
@@ -69,11 +59,9 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
 
 
 def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
-    """Returns the weighted objective of targets ``(n, H)``.
+    """The weighted objective of targets ``(n, H)``, with gradients in place.
 
-    Its gradient goes through their covariances ``(n, n)``, noise included.
-
-    Large matrices are changed in place: of 5000 data points each takes 0.2 GB.
+    It goes through their covariances ``(n, n)``, noise included.
     """
     with torch.no_grad():
         factor = stable_cholesky(covariance)
@@ -88,18 +76,7 @@ def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) 
 def fit_exactly(
     kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
-    """Learns kernel parameters and noise in place; returns the objective.
-
-    See :func:`learn_exactly`.
-
-    Args:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise parameter.
-        parameters: the kernel's, and the noise.
-        settings: most iterations of L-BFGS, least gain, and time.
-        record: takes each improvement.
-    """
+    """Learns as :func:`learn_exactly`, in place; returns the objective."""
     return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, settings, record)
 
 
@@ -108,15 +85,8 @@ def learn_exactly(
 ) -> float:
     """Minimises an objective by L-BFGS, in place; returns the smallest value.
 
-    Args:
-        weighted: returns the objective times a weight, whose gradient it adds to the parameters.
-        size: number of targets. The settings's gain is for each of them.
-        parameters: what is learned.
-        settings: most iterations, the gain below which they end, and the time.
-        record: takes each improvement.
-
-    Raises:
-        ValueError: if the objective is not finite at the start.
+    ``weighted`` returns the objective times a weight, whose gradient it adds to the parameters. The settings's gain is for each of ``size``
+    targets.
     """
     found = minimize(
         lambda: weighted(1 / size),
@@ -134,11 +104,6 @@ def learn_exactly(
 class ExactPosterior:
     """The posterior of a Gaussian process given all training data.
 
-    Args:
-        kernel: the kernel on the training inputs.
-        targets: ``(n, H)`` float64.
-        noise: noise variance.
-
     Attributes:
         fitted: means at the training inputs, ``(n, H)``.
     """
@@ -151,10 +116,7 @@ class ExactPosterior:
         self.fitted = targets - noise * self.weights
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
-
-        They are without noise, and differentiable in numeric inputs.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.weights, (prior - self._explain(cross).square().sum(0)).clamp(min=0.0)
 
@@ -170,10 +132,7 @@ class ExactPosterior:
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
-
-        Variances include the noise.
-        """
+        """Means ``(n, H)`` and variances ``(n,)`` with noise, given all others."""
         return self.covariance.leave_one_out(self.targets)
 
 
@@ -198,10 +157,7 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, generator: torch.Generator | None = None) -> RowSample:
-    """Returns inducing inputs at positions ``index`` ``(m,)`` and random others.
-
-    They are ``num`` in all, or all data points if there are no more.
-    """
+    """Inducing inputs at positions ``index`` and random others, ``num`` in all."""
     if num >= len(targets):
         return RowSample(kernel, targets, index, None)
     order = random_subset(len(targets), len(targets), generator, targets.device)
@@ -212,13 +168,7 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
 
 
 def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None) -> int:
-    """Returns how many data points an alternation uses.
-
-    ``max_rows`` limits it where given.
-
-    Raises:
-        ValueError: if there would be fewer than inducing inputs.
-    """
+    """How many data points an alternation uses, at most ``max_rows``."""
     if max_rows is None:
         return num_data if num_data <= 50_000 else max(20_000, 4 * num_inducing)
     if check_count("max_rows", max_rows) < num_inducing:
@@ -228,9 +178,7 @@ def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None)
 
 @dataclasses.dataclass(frozen=True)
 class Alternation:
-    """Data, kernel, noise and the search for a subset.
-
-    Parameters are learned in place.
+    """Data, kernel, noise and the search for a subset, learned in place.
 
     Attributes:
         kernel: the kernel on the training inputs.
@@ -251,19 +199,7 @@ class Alternation:
     generator: torch.Generator | None = None
 
     def run(self, index: Tensor, settings: FitSettings, record: FitRecord) -> tuple[Tensor, float]:
-        """Learns subset and hyper-parameters, from where they are.
-
-        Args:
-            index: the subset to start from; empty where there is none yet.
-            settings: how they take turns.
-            record: takes the objective after each phase.
-
-        Returns:
-            The subset, and the objective of it and of the hyper-parameters, the best on the way.
-
-        Raises:
-            ValueError: if the objective is not finite at the start.
-        """
+        """Learns from ``index``; returns the best subset and objective."""
         num, attempts = settings.rows, settings.attempts
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
@@ -362,22 +298,10 @@ def fitted_from_some_start(
 ) -> float:
     """Fits from the current parameters, or from those of an exact regression.
 
-    The latter uses some hundred data points, if the former finds nothing.
+    Too few inducing inputs for short length-scales cannot tell that these are better. If the fit finds nothing, an exact regression on some
+    hundred data points says where to start.
 
-    Too few inducing inputs for short length-scales cannot tell that these are better. Long ones are
-    a corner that no gradient leads out of. If the regression finds nothing, either, the fit goes on
-    from where it was first to start.
-
-    Args:
-        attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
-        kernel: the kernel. Without length-scales to learn there is one attempt.
-        targets: standardised, ``(n, H)``.
-        log_noise: unconstrained noise.
-        record: says how much time is left, of which the search for another start takes half at most.
-        generator: source of randomness.
-
-    Returns:
-        The objective.
+    The search for another start takes half of the time left at most.
     """
     if not learned_length_scales(kernel):
         return attempt(False)
@@ -401,18 +325,9 @@ def fitted_from_some_start(
 def scout_length_scales(
     scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]
 ) -> list[Tensor] | None:
-    """Returns the best parameters of short fits from several length-scales.
+    """Returns the best parameters of short fits from several length-scales, if any.
 
     They start from all, a half and a quarter of the current ones.
-
-    Args:
-        scout: fits to some of the data, from where the parameters are; returns the objective, infinity where that explains too little.
-        kernel: the kernel, whose length-scales are shortened.
-        parameters: all that is learned, changed in place.
-        start: values of the parameters to start from.
-
-    Returns:
-        Values of the parameters, or ``None`` if no scout finds anything.
     """
     best, found = math.inf, None
     for share in (1.0, 0.5, 0.25):
@@ -440,14 +355,7 @@ def _shorten(kernel: DataKernel, share: float) -> None:
 
 
 class SomeInputs(InputKernel):
-    """Returns a kernel of numeric inputs on some training inputs.
-
-    The kernel keeps its parameters.
-
-    Args:
-        kernel: the kernel.
-        rows: positions of the inputs.
-    """
+    """A kernel of numeric inputs on some training inputs."""
 
     def __init__(self, kernel: InputKernel, rows: Tensor) -> None:
         super().__init__(kernel.inputs[rows])
@@ -471,20 +379,7 @@ def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | N
 def polish(
     kernel: InputKernel, inputs: Tensor, targets: Tensor, log_noise: Tensor, objective: str, held_out: Tensor, most: int, record: FitRecord
 ) -> float:
-    """Optimises inducing inputs, kernel parameters and noise; returns the objective.
-
-    The objective is that of all data.
-
-    Args:
-        kernel: the kernel on the training inputs.
-        inputs: the inducing inputs ``(m, D)``, changed in place.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``.
-        held_out: positions of the data points that it does not look at.
-        most: most evaluations of the objective.
-        record: takes each improvement, or the objective of all data where it does not look at all of them.
-    """
+    """Optimises inducing inputs, kernel parameters and noise on all data but ``held_out``."""
     rows = torch.ones(len(targets), dtype=torch.bool, device=targets.device).index_fill(0, held_out, False)
     seen, learned = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
     value = minimize(

@@ -65,13 +65,7 @@ class ObservedEntries:
         return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
 
     def left_out(self, inverse: Tensor) -> Tensor:
-        r"""Predicts each input's entries ``(E,)`` from those of all other inputs.
-
-        With the entries :math:`b` of one input, they are :math:`y_b - (P_{bb})^{-1} [P y]_b`.
-
-        Args:
-            inverse: :math:`P`, the inverse ``(E, E)`` of their covariances.
-        """
+        r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`."""
         _, group = self.row.unique(return_inverse=True)
         place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
         place[group, self.output] = torch.arange(len(self), device=group.device)
@@ -91,16 +85,11 @@ _OWN_SHARE = 0.5
 class CoregionalizedGPRegression(torch.nn.Module):
     r"""Exact Gaussian process regression of several correlated outputs.
 
-    Each output has its own noise, and inputs are of any kind.
-
-    Outputs need not be observed at the same inputs: what one output lacks is predicted with the help of the others. Every output is
+    Each output has its own noise, and inputs are of any kind. Outputs need not be observed at the same inputs. Every output is
     standardised. The cost is that of an exact regression on all observed entries, of which there may be up to 5000.
 
-    Among many irrelevant inputs, long length-scales are a corner like that of
-    :class:`SubsetGPRegression`. The fit explains all targets as noise, or as correlations of the
-    outputs at each input alone. If a first fit predicts nothing of an input's targets from other
-    inputs, other length-scales are tried on some of the entries. The fit then restarts from the
-    best.
+    If a first fit predicts nothing of an input's targets from other inputs, other length-scales are tried on some of the entries, and the
+    fit restarts from the best.
 
     Example::
 
@@ -225,10 +214,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         start, is_first = snapshot(self._trainable_parameters), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
-            """Fits to all entries and returns predictions of each input.
-
-            It starts from the current parameters. Each input is predicted from all others.
-            """
+            """Fits to all entries; predicts each input from all others."""
             settings = FitSettings(max_iterations, record.seconds_left, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._left_out(everything)
@@ -249,17 +235,11 @@ class CoregionalizedGPRegression(torch.nn.Module):
         return [p for p in self.parameters() if p.requires_grad]
 
     def _fit_to(self, entries: ObservedEntries, settings: FitSettings, record: FitRecord) -> float:
-        """Returns the objective of some entries after learning from them.
-
-        Learning starts from the current parameters.
-        """
+        """The objective of some entries after learning from them."""
         return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._trainable_parameters, settings, record)
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
-        """Returns parameters of fits to some entries from other length-scales.
-
-        If the fits find nothing, there are none.
-        """
+        """Parameters of fits to some entries from other length-scales, if any."""
         some = self._entries.drawn(SCOUTED, self.generator)
 
         def scout() -> float:
@@ -313,8 +293,6 @@ class CoregionalizedGPRegression(torch.nn.Module):
     def posterior(self, new: Any, *, noiseless: bool = True) -> dist.MultivariateNormal:
         """Returns the joint distribution of all outputs at new inputs.
 
-        It is differentiable in numeric inputs and draws by ``rsample()``.
-
         Args:
             new: new inputs, as the kernel takes them. The kernel must offer ``among(new)``.
             noiseless: whether it is that of the functions alone, or of targets with noise of their own.
@@ -350,10 +328,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
-    """Returns the first columns ``(H, R)`` of a correlation matrix's root.
-
-    It is that of standardised targets, less the share that outputs have of their own.
-    """
+    """The first columns ``(H, R)`` of a correlation matrix's root."""
     complete, counts = targets.nan_to_num(0.0), (~targets.isnan()).double()
     correlations = (complete.mT @ complete) / (counts.mT @ counts).clamp(min=1)
     values, vectors = torch.linalg.eigh(correlations)

@@ -30,15 +30,8 @@ NOISE = "noise"
 def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     r"""Returns a kernel in float64 by name, or a copy.
 
-    Inputs ``(N, D)`` are standardised.
-
-    ``"linear"`` is :math:`a\,x^\top x'`. ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)`,
-    where :math:`\ell` starts at the median distance of inputs over :math:`\sqrt 2`.
-    ``"composition"`` is the sum of both and a constant. None of them holds the noise.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name or a kernel.
+    Inputs ``(N, D)`` are standardised. ``"linear"`` is :math:`a\,x^\top x'`, ``"rbf"`` is :math:`r\,\exp(-\|x - x'\|^2 / 2\ell^2)`, where
+    :math:`\ell` starts at the median distance of inputs over :math:`\sqrt 2`. ``"composition"`` is the sum of both and a constant.
     """
     if isinstance(kernel, kernels.Kernel):
         return copy.deepcopy(kernel).to(device=inputs.device, dtype=torch.float64)
@@ -57,24 +50,16 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
 
 
 def unconstrained_parameters(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
-    """Returns unconstrained kernel parameters and the noise variance's logarithm.
-
-    Parameters are logarithms where Pyro's transform is exp.
-    """
+    """Unconstrained kernel parameters and the noise variance's logarithm."""
     found = {name: value.detach().clone() for name, value in kernel.named_parameters()}
     return {**found, NOISE: noise.detach().log()}
 
 
 class Box:
-    r"""Bounds of every parameter, and the map to the box.
+    r"""Bounds of every parameter, and the map :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)`.
 
-    The map from free values is :math:`\theta = l + (u - l)\,\mathrm{sigmoid}(z)`.
-
-    On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The
-    bounds suit standardised inputs and targets between 0 and 1; a kernel that is of no use ends at its lowest variance.
-
-    Args:
-        kernel: the kernel; parameters of an unknown kind are bounded around its present ones.
+    On a flat marginal likelihood an unbounded optimiser runs off to amplitudes at which a covariance matrix has no digits left. The bounds
+    suit standardised inputs and targets between 0 and 1.
     """
 
     def __init__(self, kernel: kernels.Kernel) -> None:
@@ -99,14 +84,9 @@ class Box:
 def maximize(
     objective: Callable[[Parameters], Tensor], start: Parameters, box: Box, steps: int, tolerance: float = 1e-6
 ) -> tuple[Parameters, float]:
-    """Returns parameters in the box that raise an objective.
+    """Returns parameters in the box that raise an objective, by L-BFGS.
 
-    They come from at most ``steps`` iterations of L-BFGS.
-
-    They end early when an iteration gains less than ``tolerance`` nats per target, as it soon does where a fit goes on from the one before.
-
-    Returns:
-        The parameters and their objective; those of the start if nothing better, or nothing finite, was found.
+    It ends after ``steps`` iterations, or when one gains less than ``tolerance`` nats per target.
     """
     with torch.no_grad():
         before = float(objective(start))
@@ -125,10 +105,7 @@ def maximize(
 
 
 def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
-    """Returns the median distance of two inputs, 1 if all are equal.
-
-    At most 500 evenly spaced inputs are used.
-    """
+    """The median distance of 500 inputs, 1 if all are equal."""
     rows = inputs[:: max(1, len(inputs) // most)][:most]
     distances = torch.pdist(rows)
     median = distances.median() if len(distances) else distances.sum()
@@ -137,10 +114,7 @@ def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:
 
 @functools.singledispatch
 def _bounds(module: torch.nn.Module, name: str, value: Tensor) -> tuple[float, float]:
-    """Returns bounds of one unconstrained parameter.
-
-    By default they are the start divided and multiplied by e^7.
-    """
+    """Bounds of a parameter, by default the start over and times e^7."""
     centre = value.detach()
     return float(centre.min()) - 7.0, float(centre.max()) + 7.0
 
@@ -189,20 +163,7 @@ def pivots_for(
     known: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Pivots chosen by exchange, to lower the targets' variational free energy.
-
-    Args:
-        kernel: the kernel.
-        inputs: ``(n, D)``.
-        targets: ``(n, H)``.
-        noise: noise variance.
-        rank: how many to choose. All inputs if there are no more.
-        known: pivots ``(m,)`` to go on from.
-        generator: source of randomness.
-
-    Returns:
-        Distinct positions among the inputs, at most ``rank``.
-    """
+    """At most ``rank`` pivots, exchanged to lower the variational free energy."""
     rank = min(rank, len(inputs))
     start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
     # Of more data, pivots are chosen from a random sample.
@@ -216,18 +177,14 @@ def pivots_for(
 class LeaveOneOutRegression:
     r"""Gaussian process regression with one kernel for all outputs.
 
-    :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
+    :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`. Inputs are centred and divided by one standard deviation. Kernel and
+    noise are those of targets divided by their largest magnitude at the last :meth:`fit`; predictions and likelihoods are in the targets'
+    own unit. Everything is computed in float64.
 
-    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps
-    their geometry. Kernel and noise are those of targets divided by their largest magnitude at the
-    last :meth:`fit`, so that the unit of targets does not matter. Predictions and likelihoods are
-    in the targets' own unit. Everything is computed in float64.
-
-    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of
-    targets. With a rank ``Q``, the kernel matrix is replaced by an incomplete Cholesky factor,
-    :math:`O(N Q^2)` and :math:`O(N Q P)`. That is another prior. Its variance vanishes away from
-    the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given
-    those before, or those that an exchange search finds to explain the targets of :meth:`fit` best.
+    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
+    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`. That is another prior, whose variance
+    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
+    those that an exchange search finds to explain the targets of :meth:`fit` best.
 
     Example:
         >>> regression = LeaveOneOutRegression(torch.linspace(0.0, 6.0, 30).unsqueeze(-1), "rbf")
@@ -308,16 +265,12 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
-        r"""Raises the targets' marginal likelihood in kernel parameters and noise.
+        r"""Raises the targets' marginal likelihood by L-BFGS in a box.
 
-        It uses L-BFGS in a box, from the current parameters.
-
-        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`. With a
-        low-rank approximation the pivots are fixed meanwhile. The objective is then the bound that
-        also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
-        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are
-        chosen before and after, by that bound. Outputs that do not vary say nothing but "small
-        amplitude" and are left out. Parameters change only for the better.
+        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`. With a low-rank approximation the objective is
+        the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS 2009), or the likelihood of
+        the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound. Outputs that do not vary are left
+        out. Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -348,10 +301,7 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
-        """Returns the log likelihood of all targets ``(N, P)``.
-
-        It is exact or of the low-rank covariance, at the current parameters.
-        """
+        """The log likelihood of all targets ``(N, P)``, at the current parameters."""
         known = self._check(targets) / self.unit
         return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
 
@@ -371,9 +321,7 @@ class LeaveOneOutRegression:
 
     @names_arguments
     def predict(self, new_inputs: Tensor, targets: Tensor | None = None, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Returns predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`.
-
-        No noise links them to the data, not even at equal inputs.
+        r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`, without noise between them.
 
         Args:
             new_inputs: ``(M, D)``.
@@ -405,9 +353,7 @@ class LeaveOneOutRegression:
         return cross @ self.covariance.solve(known), self.unit**2 * variance
 
     def features(self, new_inputs: Tensor) -> Tensor:
-        r"""Returns low-rank features :math:`L_P^{-1} k(P, x)` of inputs.
-
-        Inputs are ``(M, D)``, features ``(M, Q)``. Those of the data are the rows of the factor.
+        r"""Low-rank features :math:`L_P^{-1} k(P, x)`, ``(M, Q)``, of inputs ``(M, D)``.
 
         Raises:
             ValueError: if the regression is exact.
@@ -418,17 +364,12 @@ class LeaveOneOutRegression:
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the results of fits: parameters, their unit, and pivots.
-
-        The inputs are not among them.
-        """
+        """The results of fits: parameters, their unit, and pivots."""
         chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {"pivots": self._chosen})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the :meth:`state_dict` of a regression.
-
-        Inputs, kernel and rank must agree.
+        """Loads the :meth:`state_dict` of a regression of equal inputs, kernel and rank.
 
         Raises:
             ValueError: if it is of another kernel.
@@ -443,10 +384,7 @@ class LeaveOneOutRegression:
     @functools.cached_property
     @torch.no_grad()
     def factorization(self) -> PivotedCholesky | None:
-        """Returns the incomplete Cholesky factor, computed on demand.
-
-        It is ``None`` if the regression is exact.
-        """
+        """The incomplete Cholesky factor, on demand; ``None`` if exact."""
         if self.rank is None:
             return None
         k, chosen = self._covariance(self.parameters), self._chosen
@@ -478,10 +416,7 @@ class LeaveOneOutRegression:
         self._forget_factors()
 
     def _covariance(self, parameters: Parameters) -> Covariance:
-        """Returns the kernel at some parameters as a function of standardised inputs.
-
-        Those of :meth:`fit` are included.
-        """
+        """The kernel at some parameters as a function of standardised inputs."""
         return covariance_at(self.kernel, {name: value for name, value in parameters.items() if name != NOISE})
 
     def _forget_factors(self) -> None:
@@ -494,10 +429,7 @@ class LeaveOneOutRegression:
         return lambda parameters: self._evidence(parameters, inputs, compact, targets.shape[1]) / targets.numel()
 
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
-        """Returns what :meth:`fit` maximises, differentiable.
-
-        ``targets`` may be compressed; ``outputs`` counts the original columns.
-        """
+        """What :meth:`fit` maximises of targets, maybe compressed, for ``outputs`` columns."""
         k, noise = self._covariance(parameters), parameters[NOISE].exp()
         if self.factorization is None:
             return DenseCovariance(k(inputs), noise).log_likelihood(targets, outputs)

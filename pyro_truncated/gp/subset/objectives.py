@@ -43,8 +43,6 @@ OBJECTIVES = ("vfe", "pp")
 class SubsetProblem:
     """Data, kernel and noise of an objective of inducing subsets.
 
-    Everything is computed in float64.
-
     Attributes:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64; the outputs share the subset, the kernel and the noise.
@@ -106,19 +104,12 @@ class SubsetProblem:
 
 
 def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective shows that a share of targets is explained.
-
-    It is compared with the cost of standardised targets as noise of variance one.
-    """
+    """Whether an objective shows that a share of targets is explained."""
     return objective < 0.5 * (1 - share) * targets.numel()
 
 
 def check_index(index: Tensor, num_data: int) -> Tensor:
-    """Positions of an inducing subset ``(m,)`` as int64.
-
-    Raises:
-        ValueError: if they are no vector of distinct positions.
-    """
+    """Positions of an inducing subset ``(m,)`` as int64."""
     index = torch.as_tensor(index)
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
         raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
@@ -128,12 +119,7 @@ def check_index(index: Tensor, num_data: int) -> Tensor:
 
 
 class Basis:
-    """Inducing inputs from the training inputs: covariances with them.
-
-    Args:
-        kernel: the kernel.
-        index: their positions ``(m,)``.
-    """
+    """Inducing inputs from the training inputs: covariances with them."""
 
     def __init__(self, kernel: DataKernel, index: Tensor) -> None:
         self.kernel = kernel
@@ -156,12 +142,7 @@ class Basis:
 
 
 class FreeBasis(Basis):
-    """Inducing inputs anywhere in the input space.
-
-    Args:
-        kernel: a kernel of numeric inputs.
-        inputs: the inducing inputs ``(m, D)``.
-    """
+    """Inducing inputs anywhere in the input space."""
 
     kernel: InputKernel
 
@@ -187,13 +168,7 @@ class FreeBasis(Basis):
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
-    """Returns covariances ``(n_new, m)`` with inducing inputs and variances ``(n_new,)``.
-
-    They are those of new inputs, in float64.
-
-    Raises:
-        ValueError: if one of them is not finite.
-    """
+    """Covariances ``(n_new, m)`` with inducing inputs, and variances ``(n_new,)``."""
     cross, prior = basis.cross(new), basis.kernel.diag_new(new).double()
     strange = ~(cross.isfinite().all(1) & prior.isfinite())
     if bool(strange.any()):
@@ -202,12 +177,7 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
 
 
 def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
-    """The kernel of a regression whose inducing inputs are to move.
-
-    Raises:
-        ValueError: if there are none.
-        TypeError: if inputs are no numbers.
-    """
+    """The kernel of a regression whose inducing inputs are to move."""
     if is_exact:
         raise ValueError(
             "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
@@ -229,16 +199,8 @@ def noise_from_log(log_noise: Tensor) -> Tensor:
 def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
     """Returns the objective and adds its gradient to all leaves.
 
-    Covariances and noise depend on these leaves.
-
-    Args:
-        basis: inducing inputs.
-        targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise, see :func:`noise_from_log`.
-        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``. The last is minus the log likelihood without its constant.
-
-    Returns:
-        The objective; NaN, and no gradient, if the inducing inputs' covariance matrix has no factor.
+    ``"fitc"`` is minus the log likelihood without its constant. It is NaN, without gradient, if the inducing inputs' covariance matrix has
+    no factor.
     """
     if objective == "fitc":
         return _fitc_backward(basis, targets, log_noise)
@@ -283,10 +245,7 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Differentiates outputs with their gradients, except those without learned parameters.
-
-    A frozen kernel has none.
-    """
+    """Differentiates outputs with their gradients, except those without learned parameters."""
     learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if learned:
         torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
@@ -300,10 +259,7 @@ class _Terms(NamedTuple):
 
 
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
-    """Returns the objective and its derivatives.
-
-    They are those in the inducing inputs' columns and square and in the noise.
-    """
+    """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     kept, C = independent_cholesky(square)
     if not len(kept):
@@ -354,23 +310,15 @@ class LeftOut(NamedTuple):
 
 
 def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
-    r"""Predicts each data point from all others.
-
-    A member of the subset is also left out as an inducing input.
+    r"""Predicts each data point from all others, without its inducing input.
 
     Let :math:`S = \hat K + \sigma^2 I`. Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of
     :math:`S` gains :math:`S^{-1} \ell_j \ell_j^\top S^{-1} / (1 - w_j)`, with
 
     .. math:: \ell_j = K_{nI} K_{II}^{-1} e_j / (e_j^\top K_{II}^{-1} e_j)^{1/2}, \qquad w_j = \ell_j^\top S^{-1} \ell_j ,
 
-    which takes :math:`O(n m^2)` for all members.
-
-    Args:
-        covariance: of the targets, with the factor :math:`L = K_{nI} C^{-\top}`.
-        triangle: :math:`C`, ``(m, m)``.
-        members: positions ``(m,)`` of the inducing inputs. Empty if they are no data points.
-        targets: ``(n, H)``.
-        unexplained: diagonal ``(n,)`` of :math:`K - \hat K`.
+    which takes :math:`O(n m^2)` for all ``members``. ``covariance`` has the factor :math:`L = K_{nI} C^{-\top}`, ``triangle`` is :math:`C`,
+    ``unexplained (n,)`` the diagonal of :math:`K - \hat K`.
     """
     mean, variance = covariance.leave_one_out(targets)
     if not len(members):
@@ -415,16 +363,10 @@ class SparsePosterior:
 
     .. math:: \mu(x) = \phi^\top A^{-1} L^\top \Lambda^{-1} Y, \qquad v(x) = k(x, x) - \phi^\top (I - A^{-1}) \phi .
 
-    Both are kept as one vector and one matrix in terms of :math:`k_I(x)`: :math:`O(m)` per mean, :math:`O(m^2)` per variance.
-
-    Hyper-parameters learned by the projected process know nothing of the variance that the inducing
-    inputs leave, :math:`k(x, x) - \phi^\top \phi`. It may be far too large. With ``objective="pp"``
-    it is multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the
-    training targets have the highest density,
+    which takes :math:`O(m)` per mean, :math:`O(m^2)` per variance. With ``objective="pp"`` the variance that the inducing inputs leave is
+    multiplied by the share :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
-
-    What is left out of an inducing input is the input, too: as long as it stays, its neighbours look easy to predict.
 
     Args:
         basis: inducing inputs. Those that depend on earlier ones are left out.
@@ -465,10 +407,7 @@ class SparsePosterior:
         self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` of the function.
-
-        They are without noise, and differentiable in numeric inputs.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
@@ -482,14 +421,7 @@ class SparsePosterior:
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
         r"""Predicts each data point's targets from all others.
 
-        The inducing inputs are held fixed.
-
-        They are those of the approximate covariance :math:`L L^\top + \Lambda`. With ``"pp"``, the
-        variances hold the calibrated share that the inducing inputs leave, as those of new inputs
-        do.
-
-        Returns:
-            Means ``(n, H)`` and variances ``(n,)``, noise included.
+        They are those of the approximate covariance :math:`L L^\top + \Lambda`, with ``"pp"`` with the calibrated variances.
         """
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)

@@ -56,10 +56,7 @@ class StudentT(Likelihood):
         self.scale: Tensor = spread
 
     def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
-        """Draws ``y`` by one draw of the latent function.
-
-        Its means and variances are given.
-        """
+        """Draws ``y`` given means and variances of the latent function."""
         f = dist.Normal(f_loc, f_var.sqrt())()
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:
@@ -115,10 +112,7 @@ class SubsetModel(UniqueModule, Parameterized):
         return stable_cholesky(square + self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device))
 
     def take_index(self, found: Tensor) -> bool:
-        """Takes a new subset; says whether it differs from the old one.
-
-        If it is smaller, it is filled up from the old one.
-        """
+        """Takes a new subset, filled up; says whether it is another one."""
         old = self.index
         rest = old[~torch.isin(old, found)][: self.num_inducing - len(found)]
         new = torch.cat([found, rest])
@@ -129,10 +123,7 @@ class SubsetModel(UniqueModule, Parameterized):
 
 
 def _check(kernel: DataKernel) -> DataKernel:
-    """Checks a kernel's covariances and lets a model adopt it.
-
-    Pyro would refuse a kernel that was called before.
-    """
+    """Checks a kernel's covariances and lets a model adopt it."""
     # Random parameters are drawn for the look.
     with spare_random_numbers(), outside_programs():
         check_data_kernel(kernel)
@@ -145,21 +136,12 @@ def _check(kernel: DataKernel) -> DataKernel:
 def gaussian_surrogate(
     likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Tensor, num_draws: int = 16, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Gaussian observations that are about as informative as others.
+    r"""Gaussian observations about as informative as others: targets ``(n, L)`` and deviations.
 
     With :math:`g` and :math:`\lambda` the expected first and negative second derivatives of :math:`\log p(y \mid f)` under q(f), targets
     are :math:`E[f] + g / \lambda` and noise variances :math:`1 / \lambda`. Several functions share the mean of their :math:`\lambda`.
 
-    Args:
-        likelihood: draws ``y`` given means and variances of the functions.
-        mean: means of q(f), ``latent_shape + (n,)``.
-        variance: its variances.
-        y: observations ``(..., n)``.
-        num_draws: draws of f for the expectations, an even number.
-        generator: source of randomness.
-
-    Returns:
-        Targets ``(n, L)`` and deviations ``(n,)``.
+    ``num_draws`` is even.
     """
     mean, variance = mean.detach(), variance.detach()
     slope, curvature = torch.zeros_like(mean), torch.zeros_like(mean)
@@ -197,12 +179,10 @@ def _derivatives(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, 
 class SubsetSparseGPRegression(SubsetModel):
     r"""Sparse regression on a subset of training inputs of any type.
 
-    Otherwise it is :class:`pyro.contrib.gp.models.SparseGPRegression`.
-
     .. math:: y \sim \mathcal N(0, \hat K + \sigma^2 I), \qquad \hat K = K_{nI} K_{II}^{-1} K_{In},
 
-    with the trace term of the variational free energy. Hyper-parameters are learned by ``SVI``, the subset by :meth:`reselect` between
-    steps; both lower the same loss.
+    with the trace term of the variational free energy, as :class:`pyro.contrib.gp.models.SparseGPRegression`. Hyper-parameters are learned
+    by ``SVI``, the subset by :meth:`reselect` between steps; both lower the same loss.
 
     Example::
 
@@ -294,10 +274,7 @@ class SubsetSparseGPRegression(SubsetModel):
 
     @torch.no_grad()
     def forward(self, new: Any, noiseless: bool = True) -> tuple[Tensor, Tensor]:
-        """Returns means ``(..., n_new)`` and variances ``(n_new,)`` at new inputs.
-
-        They are those of the function unless ``noiseless=False``, as in Pyro.
-        """
+        """Means ``(..., n_new)`` and variances ``(n_new,)`` of the function, or targets."""
         self.set_mode("guide")  # type: ignore[no-untyped-call]
         targets = self.y.reshape(-1, self.y.shape[-1]).mT
         subset = InducingSubset(self.kernel, targets, num_inducing=self.num_inducing, noise=float(self.noise), index=self.index)
@@ -308,13 +285,11 @@ class SubsetSparseGPRegression(SubsetModel):
 class SubsetVariationalGP(SubsetModel):
     r"""A variational sparse process on training inputs of any type.
 
-    Otherwise it is :class:`pyro.contrib.gp.models.VariationalSparseGP`.
-
     .. math:: u \sim \mathcal N(0, K_{II}), \quad f = K_{nI} K_{II}^{-1} u + \ldots, \quad y \sim p(y \mid f), \qquad
         q(u) = \mathcal N(C \mu, C \Sigma C^\top), \; K_{II} = C C^\top,
 
-    whitened. The likelihood may be any of :mod:`pyro.contrib.gp.likelihoods`, or :class:`StudentT`. All is learned by ``SVI`` but the
-    subset, which :meth:`reselect` chooses between steps by a Gaussian surrogate.
+    whitened, as :class:`pyro.contrib.gp.models.VariationalSparseGP`. The likelihood may be any of :mod:`pyro.contrib.gp.likelihoods`, or
+    :class:`StudentT`. All is learned by ``SVI`` but the subset, which :meth:`reselect` chooses between steps by a Gaussian surrogate.
 
     Example::
 
@@ -369,10 +344,7 @@ class SubsetVariationalGP(SubsetModel):
 
     @pyro_method
     def model(self) -> None:
-        """The model for ``SVI``.
-
-        Each call draws a minibatch if there is a batch size.
-        """
+        """The model for ``SVI``, of a minibatch if there is one."""
         self.set_mode("model")  # type: ignore[no-untyped-call]
         zero = torch.zeros_like(self.u_loc)
         prior = dist.MultivariateNormal(zero, scale_tril=torch.eye(zero.shape[-1], dtype=zero.dtype, device=zero.device))
@@ -394,10 +366,7 @@ class SubsetVariationalGP(SubsetModel):
         pyro.sample("u", q.to_event(len(self.latent_shape)))
 
     def marginals(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns means and variances of q(f) at training inputs, or ``rows``.
-
-        They are ``latent_shape + (n,)``.
-        """
+        """Means and variances of q(f), ``latent_shape + (n,)``, or at ``rows``."""
         return self._condition(self.kernel.columns(self.index, rows), self.kernel.diag(rows))
 
     @torch.no_grad()
@@ -423,12 +392,7 @@ class SubsetVariationalGP(SubsetModel):
     ) -> bool:
         r"""Chooses the subset anew and carries q(f) over to it.
 
-        The choice uses a Gaussian surrogate of the likelihood around q(f).
-
-        Let :math:`g` and :math:`\lambda` be the expected first and negative second derivatives of
-        :math:`\log p(y \mid f)` under q(f). The surrogate has targets :math:`E[f] + g / \lambda`
-        and noise variances :math:`1 / \lambda`. Several latent functions share the mean of their
-        :math:`\lambda`. The new q(u) has the moments of q(f) at the new inducing inputs. Before any
+        The choice uses :func:`gaussian_surrogate` around q(f). The new q(u) has the moments of q(f) at the new inducing inputs. Before any
         training, q(f) is the prior.
 
         Args:

@@ -66,25 +66,15 @@ class AllNoiseWarning(UserWarning):
 
 
 def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
-    """Returns the explained share of standardised targets, and its standard error.
-
-    The targets are ``(n, H)``.
-    """
+    """The explained share of standardised targets ``(n, H)``, and its standard error."""
     gains = (targets.square() - (targets - predicted).square()).mean(1)
     return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
 
 
 def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
-    """Warns if leave-one-out predictions explain little of standardised targets ``(n, H)``.
+    """Warns if predictions of standardised targets ``(n, H)`` explain next to nothing.
 
-    Args:
-        targets: the targets.
-        predicted: their predictions.
-        noise: noise variance.
-        num_inducing: number of inducing inputs, of regressions that have any.
-
-    Warns:
-        AllNoiseWarning: if it is next to nothing, or below a twentieth and at the 5 % level not to be told from it.
+    Or less than a twentieth, at the 5 % level not to be told from nothing.
     """
     explained, error = explained_share(targets, predicted)
     # Noise itself looks explained by chance, a little: 1.645 errors above a fiftieth are the 5 % level.
@@ -101,8 +91,6 @@ def warn_about_noise(targets: Tensor, predicted: Tensor, noise: float, num_induc
 
 class SubsetPredictor(torch.nn.Module):
     """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone.
-
-    No other training data are needed.
 
     Example::
 
@@ -147,10 +135,7 @@ class SubsetPredictor(torch.nn.Module):
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns means and variances ``(n_new, H)`` of targets at new inputs.
-
-        See :meth:`SubsetGPRegression.predict`.
-        """
+        """See :meth:`SubsetGPRegression.predict`."""
         cross, prior = covariances_with(self.basis, new)
         variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
         variance = variance if noiseless else variance + noise_from_log(self.log_noise)
@@ -180,19 +165,15 @@ def _digest(targets: Tensor) -> str:
 class SubsetGPRegression(torch.nn.Module):
     r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
-    Targets are standardised, each output by itself; noise is measured on that scale. Learning
-    alternates between exchanging members of the subset and L-BFGS on the kernel's parameters and
-    the noise. Both use the same objective, which never rises. From little noise and short
-    length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum:
-    start as :func:`smooth_rbf` does. A first fit that ends there looks for other length-scales by
-    an exact regression on some of the data, and starts again from these.
+    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of the
+    subset and L-BFGS on the kernel's parameters and the noise, by the same objective, which never rises. From little noise and short
+    length-scales "all is noise" is the nearest optimum: start as :func:`smooth_rbf` does. A first fit that ends there looks for other
+    length-scales by an exact regression on some of the data.
 
-    The variational free energy takes for noise whatever the inducing inputs cannot explain. Where
-    they are few for the data, as on molecules, the marginal likelihood of the projected process
-    (``objective="pp"``) predicts better, though it is no bound. It has the smallest errors and the
-    best densities. The variance that inducing inputs leave is calibrated on data points left out
-    (see :class:`SparsePosterior`). ``"fitc"`` learns by the FITC likelihood. ``fit(polish=True)``
-    lets numeric inducing inputs move freely.
+    The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
+    molecules, the marginal likelihood of the projected process (``objective="pp"``) predicts better, though it is no bound. The variance
+    that inducing inputs leave is calibrated on data points left out (see :class:`SparsePosterior`). ``"fitc"`` learns by the FITC
+    likelihood. ``fit(polish=True)`` lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -283,9 +264,7 @@ class SubsetGPRegression(torch.nn.Module):
 
     @property
     def subset(self) -> Tensor:
-        """Returns positions of the inducing inputs, ``(m,)``.
-
-        If inducing inputs were optimised, they are where these started.
+        """Positions of the inducing inputs, ``(m,)``, or where these started.
 
         Raises:
             RuntimeError: before :meth:`fit`.
@@ -411,18 +390,13 @@ class SubsetGPRegression(torch.nn.Module):
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Returns means and variances of the targets at new inputs.
 
-        They are ``(n_new,)`` or ``(n_new, H)`` each, in float64, at ``O(m^2)`` each.
-
-        With ``noiseless``, variances are those of the function alone.
+        They are ``(n_new,)`` or ``(n_new, H)`` each, in float64; with ``noiseless``, variances are those of the function alone.
         """
         mean, variance = self.posterior().marginals(new)
         return self._original(mean, variance if noiseless else variance + self.noise)
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Predicts each training target from all others, as :meth:`predict` does.
-
-        Subset and hyper-parameters are held fixed.
-        """
+        """Predicts each training target from all others, as :meth:`predict` does."""
         return self._original(*self.posterior().leave_one_out())
 
     @overload
@@ -432,11 +406,9 @@ class SubsetGPRegression(torch.nn.Module):
     def posterior(
         self, new: Any = None, *, joint: bool = False, noiseless: bool = True
     ) -> SparsePosterior | ExactPosterior | TorchDistribution:
-        r"""Returns the posterior of the function.
+        r"""Returns the posterior of the function, or its distribution at new inputs.
 
-        At new inputs it is a distribution to draw from, without them the object that predicts.
-
-        At new inputs it is in units of the targets, differentiable in numeric inputs, and its draws (``rsample()``) with it.
+        The distribution is in units of the targets, differentiable in numeric inputs, and so are its draws (``rsample()``).
 
         Args:
             new: new inputs, as the kernel takes them.
@@ -481,16 +453,11 @@ class SubsetGPRegression(torch.nn.Module):
         return self.predict(new, noiseless=noiseless)
 
     def save(self, path: str | Path) -> None:
-        """Writes everything that was learned and that predictions need.
-
-        Neither the training data nor the kernel's data are written.
-        """
+        """Writes everything that predictions need, but no training data."""
         torch.save(self.state_dict(), path)
 
     def load(self, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote.
-
-        The regression must have the same data, kernel and number of inducing inputs.
+        """Reads what :meth:`save` wrote, for the same data and kernel.
 
         Raises:
             ValueError: if it was made from other data.

@@ -135,17 +135,12 @@ class RandomSearch(SubsetSearch):
 
 
 def random_subset(num_data: int, num: int, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:
-    """Returns distinct random positions ``(num,)``, or all if there are fewer.
-
-    They are drawn on the CPU, so that devices agree.
-    """
+    """Distinct random positions ``(num,)`` on the CPU, or all."""
     return torch.randperm(num_data, generator=generator)[:num].to(device)
 
 
 def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """Returns at most ``num`` distinct positions by weights ``(n,)``.
-
-    Probabilities are proportional to the weights, and zero weights are never drawn.
+    """At most ``num`` distinct positions, drawn in proportion to weights ``(n,)``.
 
     One exponential variable per position is raced against its weight, which needs neither loops nor a limit on ``n``.
     """
@@ -159,14 +154,11 @@ def draw(weights: Tensor, num: int, generator: torch.Generator | None) -> Tensor
 class ExchangeFactors:
     r""":math:`L`, :math:`C^{-1} = L_I^{-1}`, :math:`G = L^\top L`, :math:`L^\top Y` and the diagonal of :math:`K - \hat K` of a subset.
 
-    A factor need not be triangular: the objective only sees :math:`L L^\top`, so columns may be rotated. Removing inputs is one block
-    Householder reflection that moves their directions into the last columns, which are then ignored. Taking a removal or an addition
-    back costs nothing but the number of columns in use. All that grows with ``n`` are products of matrices.
+    The objective only sees :math:`L L^\top`, so columns may be rotated. Removing inputs is one block Householder reflection that moves
+    their directions into the last columns, which are then ignored; taking it back costs nothing. All that grows with ``n`` are products of
+    matrices.
 
-    Args:
-        problem: data, kernel and noise.
-        capacity: most inputs that the subset holds at any time, candidates included.
-        index: inputs to start from, ``(m,)``. Those that depend on others are left out.
+    ``capacity`` is the most inputs that the subset holds at any time, candidates included. Inputs that depend on others are left out.
     """
 
     def __init__(self, problem: SubsetProblem, capacity: int, index: Tensor | None = None) -> None:
@@ -180,10 +172,7 @@ class ExchangeFactors:
         self.rebuild(self._index[:0] if index is None else index)
 
     def rebuild(self, index: Tensor | None = None) -> None:
-        """Computes all factors anew, which removes rounding errors.
-
-        The inputs are given, or those that it holds.
-        """
+        """Computes all factors anew, which removes rounding errors."""
         index = self.index.clone() if index is None else index
         self.size = 0
         self._cholesky: Tensor | None = None
@@ -237,10 +226,7 @@ class ExchangeFactors:
         return (self.problem.targets - self.factor @ torch.cholesky_solve(self.moment, self.cholesky)) / self.problem.noise
 
     def candidates(self) -> Tensor:
-        """Returns which inputs may be added, ``(n,)`` boolean.
-
-        They are neither members nor determined by members.
-        """
+        """Which inputs may be added, ``(n,)``: no members, nor determined by them."""
         allowed = self.residual > DEPENDENT * self.prior
         allowed[self.index] = False
         return allowed
@@ -250,15 +236,7 @@ class ExchangeFactors:
         return self.problem.columns(index) - self.factor @ self.factor[index].mT
 
     def append(self, index: Tensor, residuals: Tensor | None = None) -> int:
-        """Adds inputs, but for those that depend on others.
-
-        Args:
-            index: positions ``(t,)``, no members.
-            residuals: their :meth:`residual_columns`, if known.
-
-        Returns:
-            How many were added.
-        """
+        """Adds inputs ``(t,)`` that do not depend on others; returns how many."""
         residuals = self.residual_columns(index) if residuals is None else residuals
         kept, triangle = independent_cholesky(residuals[index], self.prior[index])
         if len(kept):
@@ -266,10 +244,7 @@ class ExchangeFactors:
         return len(kept)
 
     def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
-        """Extends all factors by new inputs.
-
-        Their residual columns and the Cholesky factor of their residual block are given.
-        """
+        """Extends all factors by new inputs' residual columns and block."""
         old, new = self.size, self.size + len(index)
         block = self._factor[:, old:new]
         block.copy_(torch.linalg.solve_triangular(triangle, residuals.mT, upper=False).mT)
@@ -290,11 +265,7 @@ class ExchangeFactors:
         self.residual[self.index] = 0.0
 
     def forget(self, count: int) -> Tensor:
-        """Ignores the last inputs.
-
-        Returns:
-            The residual variances before, for :meth:`recall`.
-        """
+        """Ignores the last inputs; returns the residual variances before, for :meth:`recall`."""
         before = self.residual
         dropped = self._factor[:, self.size - count : self.size]
         self.size -= count
@@ -308,10 +279,7 @@ class ExchangeFactors:
         self.residual = residual
 
     def move_to_end(self, places: Tensor) -> None:
-        """Moves members at ``places`` ``(t,)`` to the end.
-
-        The last ``t`` columns of :math:`L` are then theirs alone.
-        """
+        """Moves members at ``places`` ``(t,)`` to the last columns of :math:`L`."""
         m, t = self.size, len(places)
         member = torch.ones(m, dtype=torch.bool, device=places.device)
         member[places] = False
@@ -338,10 +306,6 @@ class ExchangeFactors:
 class CandidatePool:
     r"""Candidates, with everything that exact changes of the objective depend on.
 
-    Args:
-        factors: the factors of the subset, as they are now.
-        index: positions of the candidates among the data, ``(p,)``.
-
     Attributes:
         residuals: columns :math:`E = (K - \hat K)_{:J}`, ``(n, p)``.
         gram: :math:`E^\top E`, ``(p, p)``.
@@ -363,19 +327,12 @@ class CandidatePool:
         self._floor = DEPENDENT * factors.prior[index]
 
     def gains(self) -> Tensor:
-        """Returns exact decreases of the objective ``(p,)`` by single candidates.
-
-        They are minus infinity where a candidate depends on the members.
-        """
+        """Exact decreases of the objective ``(p,)`` by single candidates."""
         gains = _gains(self.problem, self._block, self.gram, self.precision_gram, self.alignment)
         return torch.where(self._block.diagonal() > self._floor, gains, -torch.inf)
 
     def choose(self, count: int) -> tuple[Tensor, Tensor]:
-        """Candidates that lower the objective most, each given those chosen before.
-
-        Returns:
-            Places in the pool and exact decreases, ``(t,)`` each, ``t`` at most ``count``; fewer where the others depend on these.
-        """
+        """Places and decreases ``(t,)`` of the best candidates, each given those before."""
         block, gram, weighted, alignment = self._block, self.gram, self.precision_gram, self.alignment
         allowed = torch.ones(len(block), dtype=torch.bool, device=block.device)
         places, gains = [], []
@@ -403,15 +360,8 @@ class CandidatePool:
 def approximate_gains(factors: ExchangeFactors, pivots: Tensor, diagonal: bool = True) -> Tensor:
     r"""Approximate decreases of the objective by every input alone, ``(n,)``, for ranking.
 
-    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots.
-
-    Args:
-        factors: the factors of the subset.
-        pivots: positions ``(z,)``, no members.
-        diagonal: whether to add what the factor misses on the diagonal, which is known.
-
-    Returns:
-        Approximate decreases; minus infinity for members and inputs that depend on them.
+    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots ``(z,)``;
+    ``diagonal`` adds what it misses there. Minus infinity for members and inputs that depend on them.
     """
     noise = factors.problem.noise
     residuals = factors.residual_columns(pivots)
@@ -453,9 +403,7 @@ def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
-    r"""Returns the ``count`` cheapest members to remove, and their exact costs.
-
-    They are removed one after the other.
+    r"""Returns the ``count`` cheapest members to remove in turn, and exact costs.
 
     Let :math:`M = K_{II}^{-1}`, :math:`N = (K_{In} K_{nI} + \sigma^2 K_{II})^{-1}`, :math:`\beta = N K_{In} Y` and :math:`A = M K_{In}
     K_{nI} M`. To remove member ``i`` raises the objective by
@@ -464,9 +412,6 @@ def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
         + \frac{H}{\sigma^2} \frac{A_{ii}}{M_{ii}} \Big],
 
     the last term only for ``"vfe"``; and all four follow a removal by updates of rank one or two. Nothing here grows with ``n``.
-
-    Returns:
-        Places ``(count,)`` among the members, and costs ``(count,)``.
     """
     problem = factors.problem
     noise, H, trace = problem.noise, problem.num_outputs, problem.trace_weight
@@ -514,16 +459,9 @@ _RELATIVE_GAIN = 1e-9
 class ExchangeSearch(SubsetSearch):
     """Exchanges members for inputs that lower the objective, until none does.
 
-    The best inputs are added and the cheapest members dropped, exactly.
-
-    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks
-    all inputs by information pivots and scores a pool of the best exactly. It picks a block from
-    the pool, each input given those picked before, and drops as many members. If the objective
-    would not fall, the block is halved. When no exchange succeeds any more, single swaps follow.
-    They first take a member out and then look for a better one, which helps small subsets out of
-    corners.
-
-    The objective never rises. It falls short of the optimum of a hard combinatorial problem, of course.
+    The subset starts from nothing, by blocks of the best of random candidates. Each exchange ranks all inputs by information pivots, scores
+    a pool of the best exactly, and swaps a block of these for the cheapest members. If the objective would not fall, the block is halved.
+    At last single swaps first take a member out and then look for a better one. The objective never rises.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -582,10 +520,7 @@ class ExchangeSearch(SubsetSearch):
         return factors.index.clone()
 
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
-        """Adds the best of random candidates in blocks, up to ``num_inducing``.
-
-        It stops earlier if all others depend on the members.
-        """
+        """Adds the best of random candidates in blocks, up to ``num_inducing``."""
         while factors.size < min(num_inducing, factors.problem.num_data):
             wanted = min(block, num_inducing - factors.size)
             drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
@@ -689,10 +624,8 @@ class ExchangeSearch(SubsetSearch):
 class InducingSubset:
     r"""Chooses a sparse Gaussian process's inducing inputs from its training inputs.
 
-    The objective is the one that fits hyper-parameters.
-
-    Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
-    :mod:`pyro_truncated.gp.subset.objectives`) never rises, whatever the search.
+    Inputs may be anything a kernel is defined on. The objective (see :mod:`pyro_truncated.gp.subset.objectives`), which also fits
+    hyper-parameters, never rises, whatever the search.
 
     Example::
 
@@ -802,18 +735,12 @@ class InducingSubset:
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n_new, H)`` and variances ``(n_new,)`` at new inputs.
-
-        They are those of the targets, or ``noiseless`` of the function.
-        """
+        """Means ``(n_new, H)`` and variances ``(n_new,)``, or ``noiseless`` ones."""
         mean, variance = self.posterior().marginals(new)
         return mean, variance if noiseless else variance + self.problem.noise
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Returns means ``(n, H)`` and variances ``(n,)``, each given all others.
-
-        Variances include the noise, and the subset is held fixed.
-        """
+        """Means ``(n, H)`` and variances ``(n,)`` with noise, given all others."""
         return self.posterior().leave_one_out()
 
     @torch.no_grad()
@@ -822,12 +749,7 @@ class InducingSubset:
 
 
 def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
-    """A search by name, or the one given.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name or a search.
-    """
+    """A search by name, or the one given."""
     if isinstance(algorithm, SubsetSearch):
         return algorithm
     if not isinstance(algorithm, str):

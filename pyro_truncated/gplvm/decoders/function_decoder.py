@@ -1,7 +1,4 @@
-"""Decoders for binary, count and categorical data.
-
-Gaussian process functions lie behind any observation distribution.
-"""
+"""Decoders for binary, count and categorical data."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ Observation = Callable[[Tensor], Any]
 
 
 class PointwiseSites(nn.Module):
-    """Pseudo-targets that are linear in each output's own value.
-
-    They are ``slope * (x - centre)``, with one slope and centre per output.
-    """
+    """Pseudo-targets ``slope * (x - centre)`` of each output's own value."""
 
     def __init__(self, num_outputs: int) -> None:
         super().__init__()
@@ -47,11 +41,8 @@ class PointwiseSites(nn.Module):
 class SASFunctionDecoder(SASDecoder):
     r"""A decoder for any observation distribution, trained with stochastic active sets.
 
-    Its Gaussian processes are the parameters of the observation distribution.
-
-    The functions :math:`f` ``(B, F)`` are a latent site of the model, on which an observation
-    distribution depends. Their guide is :class:`ActiveSetPosterior`: Gaussian sites at the active
-    points. With each active set the objective is
+    The functions :math:`f` ``(B, F)``, parameters of the observation distribution, are a latent site of the model. Their guide is
+    :class:`ActiveSetPosterior`: Gaussian sites at the active points. With each active set the objective is
 
     .. math:: \sum_{a \in A} \mathbb E_q[\log p(x_a \mid f_a)] + \tfrac{N - |A|}{|R|} \sum_{n \in R} \mathbb E_q[\log p(x_n \mid f_n)]
         - \mathrm{KL}(q(f_A) \,\|\, p(f_A \mid z_A)) - \ldots
@@ -89,10 +80,7 @@ class SASFunctionDecoder(SASDecoder):
     @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Initialises latents by principal components of pseudo-targets, or as given.
-
-        The functions start at mean zero.
-        """
+        """Initialises latents by principal components of pseudo-targets, or as given."""
         self._check_data(x)
         self._check_latents(latents)
         self._kept = None
@@ -144,9 +132,7 @@ class SASFunctionDecoder(SASDecoder):
         num_neighbors: int | None = None,
         choose: Choose | None = None,
     ) -> Self:
-        """Keeps pseudo-targets of all training data, or of ``size`` chosen points.
-
-        The default is at most 1000 points.
+        """Keeps pseudo-targets of ``size`` data points, by default at most 1000.
 
         Raises:
             ValueError: if a projection or the closest points are asked for: pseudo-targets of points that are not active have not been
@@ -182,10 +168,7 @@ class SASFunctionDecoder(SASDecoder):
         return found
 
     def sample(self, num: int) -> Tensor:
-        """Draws new data points ``(num, ...)``.
-
-        Latents come from the prior, functions are given the kept points, observations given these.
-        """
+        """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
             found: Tensor = self.observe(super().sample(num)).sample()
         return found

@@ -114,11 +114,7 @@ def checksum(module: nn.Module) -> Tensor:
 
 
 def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
-    """Keeps data points as :meth:`SASDecoder.condition_` says.
-
-    Raises:
-        ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
-    """
+    """Keeps data points as :meth:`SASDecoder.condition_` says."""
     size = None if size is None else check_count("size", size)
     gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
@@ -147,13 +143,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
 
 
 def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
-    """Keeps all complete data points.
-
-    Predictions condition on the closest ``num`` of them.
-
-    Raises:
-        ValueError: if no data point is complete.
-    """
+    """Keeps all complete data points, for predictions from the closest ``num``."""
     complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
         raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
@@ -171,17 +161,9 @@ _NAMES = ("z_loc", "z_scale")
 
 
 def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
-    """Returns which data points a shard has, ``None`` for all.
+    """Which data points a shard has, ``None`` for all.
 
     On the first call the latents of others are dropped, and all processes start like the first.
-
-    Args:
-        module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
-        held: the data points that these are of. ``None`` for all.
-        x: the data, or the shard of them that this process has.
-
-    Raises:
-        ValueError: if the latents are of another shard.
     """
     portion = find_portion(x)
     portion = None if portion is None or not portion.is_part else portion
@@ -197,10 +179,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
 @torch.no_grad()
 def gather_latents(module: torch.nn.Module) -> None:
-    """Gives every process the latents of all data points.
-
-    All processes call it.
-    """
+    """Gives every process the latents of all data points."""
     for parameter in _latent_parameters(module):
         parameter.data = torch.cat(world.gather(parameter.detach().clone()))
         parameter.grad = None
@@ -226,9 +205,7 @@ def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSplit(Split):
-    """A process's part of a minibatch.
-
-    The sum of all processes' results is the result of one process.
+    """A process's part of a minibatch, whose results add up.
 
     Attributes:
         within: positions ``(b,)`` of its data points within the minibatch.
@@ -242,11 +219,7 @@ class SharedSplit(Split):
 
     @classmethod
     def of(cls, split: Split, portion: Portion) -> SharedSplit:
-        """That of a minibatch of data points of all processes.
-
-        Raises:
-            ValueError: if the active set is empty.
-        """
+        """That of a minibatch of data points of all processes."""
         if not split.num_active:
             raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
         is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
@@ -255,10 +228,7 @@ class SharedSplit(Split):
         return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
 
     def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
-        """Returns weights ``(b,)`` that correct a plate's scale ``N / b``.
-
-        Every process takes an equal share of the active set.
-        """
+        """Weights ``(b,)`` that correct a plate's scale ``N / b``."""
         weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
         weights[: self.num_active] /= world.size()
         return weights
@@ -268,26 +238,14 @@ class SharedSplit(Split):
         return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
 
     def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """Gathers rows ``(b, Q)`` that each process holds of its data points.
-
-        Gradients of the active ones go to their owners.
-        """
+        """Gathers rows ``(b, Q)``; gradients of active ones go to owners."""
         every = torch.cat(list(held), -1)
         rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
 
 
 class RowNormal(dist.Normal):
-    """Normal distributions of some of many rows ``(..., b, Q)``.
-
-    Their draws are those that all rows together would have.
-
-    Args:
-        loc: means.
-        scale: standard deviations.
-        rows: positions ``(b,)`` among all rows.
-        num_rows: how many there are.
-    """
+    """Normal distributions of some ``rows (b,)`` of ``num_rows``, ``(..., b, Q)``."""
 
     def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
         super().__init__(loc, scale)
@@ -323,14 +281,11 @@ class SASDecoder(UniqueModule):
 
     by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses for
     ``q`` (MAP latents, the KL terms are prior log densities). The Bayesian one has :math:`q(z_n) = \mathcal N(\mu_n,
-    \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``.
+    \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``. This may look at the active set, but not
+    at the rest of the minibatch (as batch normalisation does).
 
-    .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
-        average the evidence of the mixture of these models over active sets. It is not a bound of the full Gaussian process's evidence.
-
-    An encoder may look at the active set too. Then :math:`q` depends on ``A``, and the objective is
-    a bound for each ``A``, with the same weights. It must not look at the rest of the minibatch (as
-    batch normalisation does): then nothing is bounded.
+    .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``. It is not a
+        bound of the full Gaussian process's evidence.
 
     Example::
 
@@ -426,9 +381,7 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Initialises from the data ``(N, D)``.
-
-        Mean, amplitude and noise come from their moments, latents from principal components.
+        """Initialises from the data ``(N, D)``: moments, and principal components as latents.
 
         Args:
             x: the training data.
@@ -502,19 +455,14 @@ class SASDecoder(UniqueModule):
             optimizer.zero_grad()
 
     def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
-        """Returns learning rates for a Pyro optimiser.
-
-        There is one for latents or encoder, and one for kernel and noise.
+        """Learning rates for a Pyro optimiser: latents (or encoder), kernel and noise.
 
         The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
         """
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and infinite values.
-
-        Values that are nearly infinite are refused, too.
-        """
+        """Refuses training data of another shape, integers, and infinite values."""
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
@@ -534,9 +482,9 @@ class SASDecoder(UniqueModule):
 
     @property
     def noise_variance(self) -> Tensor:
-        """Returns the noise variance: the parameter plus a floor.
+        """The noise variance: the parameter plus a share of the kernel's.
 
-        The floor is 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact.
+        It is 1e-4 (1e-8 in float64), where float32 is still exact.
         """
         noise: Tensor = self.noise
         if not isinstance(self.kernel, kernels.Isotropy):
@@ -544,11 +492,7 @@ class SASDecoder(UniqueModule):
         return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
 
     def _split(self, x: Tensor, split: Split | None) -> Split:
-        """Returns the split given, or draws one.
-
-        It is drawn as Pyro draws subsamples, so that guide and model see the same. Of a shard it is
-        the shard's part.
-        """
+        """The split given, or one drawn as Pyro draws subsamples."""
         self.portion = join_latents(self, self.portion, x)
         split = self._whole_split(split)
         return split if self.portion is None else SharedSplit.of(split, self.portion)
@@ -574,10 +518,7 @@ class SASDecoder(UniqueModule):
     @pyro_method
     @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
-        """The generative program of data ``(N, D)``, for a minibatch.
-
-        The minibatch is that of a split, by default a random one.
-        """
+        """The generative program of data ``(N, D)``, for a minibatch."""
         split = self._split(x, split)
         with self._plate(split):
             z = pyro.sample("z", self._prior())
@@ -597,10 +538,7 @@ class SASDecoder(UniqueModule):
             self._sample_latents(loc, scale, split)
 
     def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Returns means and standard deviations of q(z) of a minibatch.
-
-        Call it before the minibatch's plate opens.
-        """
+        """Means and deviations of a minibatch's latents, before its plate opens."""
         if self.encoder is not None:
             shown = _rows(x, split)
             return self._encode(shown, shown[: split.num_active])
@@ -628,10 +566,7 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
-        """Returns a copy of the training data's latents ``(N, Q)``.
-
-        If Bayesian, they are means. Of a shard, they are those of its data points.
-        """
+        """A copy of the training data's latents (or means) ``(N, Q)``."""
         with torch.no_grad():
             if self.encoder is None:
                 found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
@@ -639,20 +574,15 @@ class SASDecoder(UniqueModule):
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
-        """Returns training data for an encoder outside training.
-
-        It is needed by an encoder that looks at an active set.
-        """
+        """Training data for an encoder outside training."""
         order = gather_all_rows(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
         return rows_at(x, order[: max(1, self.num_active)])
 
     @torch.no_grad()
     def gather_(self) -> Self:
-        """Gives every process the latents of all data points.
+        """Gives every process the latents of all data points, for saving.
 
-        One process has them so, for saving them for example. All processes call it.
-
-        An optimiser that has moved them cannot go on with them. Without other processes it does nothing.
+        An optimiser that has moved them cannot go on with them.
         """
         if self.portion is not None:
             gather_latents(self)
@@ -673,10 +603,8 @@ class SASDecoder(UniqueModule):
         """Initialises from the data ``(N, D)``, trains, and calls :meth:`condition_`.
 
         Minibatches of ``batch_size`` are dealt by :class:`UniformSplits`; Adam's learning rate falls to a twentieth. Between the first six
-        tenths of the epochs free latents jump (:meth:`relocate_`), at most twenty times.
-
-        On a shard of the data (:func:`pyro_truncated.distributed.shard`) all processes call it, and train as one does; in the end each has
-        all latents.
+        tenths of the epochs free latents jump (:meth:`relocate_`), at most twenty times. On a shard
+        (:func:`pyro_truncated.distributed.shard`) all processes call it, and in the end each has all latents.
 
         Args:
             x: the training data, NaN where missing.
@@ -725,10 +653,7 @@ class SASDecoder(UniqueModule):
 
     @property
     def default_epochs(self) -> int:
-        """Returns the default passes of :meth:`fit` over the data.
-
-        They are 60, or more, so that there are 400 minibatches.
-        """
+        """Default passes of :meth:`fit`: 60, or more for 400 minibatches."""
         # At least sixty epochs, and four hundred steps.
         return max(60, -(-400 // self._batches))
 
@@ -741,17 +666,13 @@ class SASDecoder(UniqueModule):
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
         r"""Moves data points to latents that explain them better.
 
-        Gradients cannot jump.
-
         Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
 
         .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
 
-        Given ``A`` these terms are independent. So the jumps raise the objective of a point-mass
-        posterior by the sum of their gains. A Gaussian one moves with its mean and keeps its width.
-        Call it between the first epochs and leave the last ones to gradients. From principal
-        components, most data points end far from their initial latents. Cost :math:`O(|A|^3 + N |A|
-        D)`.
+        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains. A
+        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients. Cost
+        :math:`O(|A|^3 + N |A| D)`.
 
         Args:
             x: the training data ``(N, D)``.
@@ -791,10 +712,7 @@ class SASDecoder(UniqueModule):
         return int(shard_sum(x)([moved])[0]) / self.num_data
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        """Returns the posterior given data points at their latents.
-
-        It predicts deviations from ``loc``.
-        """
+        """The posterior of deviations from ``loc`` given data points at their latents."""
         return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
@@ -802,10 +720,7 @@ class SASDecoder(UniqueModule):
         return log_joint(posterior, x - self.loc, latents)
 
     def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
-        """Returns the best ``num`` latents for each data point, ``(num, M, Q)``.
-
-        They explain it best among up to 2000 latents of the posterior.
-        """
+        """The best ``num`` of 2000 latents for each data point, ``(num, M, Q)``."""
         candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
         return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
@@ -842,16 +757,11 @@ class SASDecoder(UniqueModule):
     ) -> Self:
         """Keeps the data that predictions condition on.
 
-        They are all training data ``(N, D)``, ``size`` of them, or for each latent those closest to
-        it.
+        They are all training data ``(N, D)``, ``size`` of them, or for each latent those closest to it. Each pattern of missing entries
+        costs a factorisation, so complete data points come first. Call it again after more training.
 
-        Call it again after more training. Each pattern of missing entries costs a factorisation, so
-        complete data points come first. If these are fewer than ``size``, the most complete others
-        fill up.
-
-        With none of the options all data are kept if there are at most 2000 and all are complete. Of more complete ones, 1000 are
-        projected on in up to four latent dimensions. In more, each latent is predicted from the 100
-        closest to it, as data are too sparse for a projection. Otherwise the complete ones are
+        With none of the options all data are kept if there are at most 2000 and all are complete. Of more complete ones, 1000 are projected
+        on in up to four latent dimensions; in more, each latent is predicted from the 100 closest to it. Otherwise the complete ones are
         kept, no more than 1000, filled up to 300.
 
         Args:
@@ -882,10 +792,7 @@ class SASDecoder(UniqueModule):
         return self
 
     def _seal_state(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
-        """Returns the state with the encoder's needs and a checksum.
-
-        The checksum is that of the parameters that it belongs to.
-        """
+        """The state with the encoder's needs and the parameters' checksum."""
         examples = self._examples(x).clone() if self.encoder_sees_active else None
         return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
 
@@ -903,9 +810,7 @@ class SASDecoder(UniqueModule):
         return self._kept
 
     def posterior(self) -> Posterior:
-        """Returns the Gaussian process posterior for predictions.
-
-        It predicts deviations from ``loc``.
+        """The Gaussian process posterior of deviations from ``loc``, for predictions.
 
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
@@ -917,10 +822,7 @@ class SASDecoder(UniqueModule):
     @names_arguments
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """Returns predictive means ``(M, D)`` and variances ``(M, 1)``.
-
-        They are those of outputs at latents ``(M, Q)``, or ``noiseless`` of the function.
-        """
+        """Predictive means ``(M, D)`` and variances ``(M, 1)`` at latents ``(M, Q)``."""
         block = check_count("block", block)
         self._check_places(latents)
         posterior = self.posterior()
@@ -936,9 +838,8 @@ class SASDecoder(UniqueModule):
     def infer(self, x: Tensor, *, starts: int = 3, steps: int = 30, lr: float = 0.05, block: int = 1000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 
-        Entries that are NaN are left out. Every point starts from the kept latents that explain it
-        best, and from the encoder's if there is one and no entry is missing. After a few
-        quasi-Newton steps from each start only the best one continues.
+        Entries that are NaN are left out. Every point starts from the kept latents that explain it best, and from the encoder's if no entry
+        is missing. After a few quasi-Newton steps only the best start continues.
 
         Args:
             x: data points ``(M, D)``.
@@ -963,11 +864,9 @@ class SASDecoder(UniqueModule):
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Returns calibrated means and variances ``(M, D)`` of all outputs.
 
-        They are those of data points given what is seen of them.
         Latents are averaged over: those of the training data, and the data point's own, see :class:`.CandidateLatents`. Temperature and
-        noise are learned from training data whose halves predict each other; the first call after :meth:`condition_` does it.
-        Variances are scaled for each new pattern of hidden entries, which takes as long as 500 data points.
-        Variances of :meth:`predict` at latents of :meth:`infer` leave out that these are uncertain.
+        noise are learned from training data whose halves predict each other, by the first call after :meth:`condition_`. Variances of
+        :meth:`predict` at latents of :meth:`infer` leave out that these are uncertain.
 
         Example::
 
@@ -992,10 +891,7 @@ class SASDecoder(UniqueModule):
         return mean.to(self.loc), variance.to(self.loc)
 
     def sample(self, num: int) -> Tensor:
-        """Draws new data points ``(num, D)``.
-
-        Latents come from the prior. The predictive mean and noise-free function values follow.
-        """
+        """Draws ``(num, D)`` from the latents' prior: predictive means, and functions."""
         z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
         mean, variance = self.predict(z, noiseless=True)
         return mean + variance.sqrt() * torch.randn_like(mean)

@@ -33,11 +33,9 @@ STARTS = ("pca", "random")
 def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:
     """Sets all parameters to a starting point.
 
-    Outputs are centred. Latent means are standardised principal components of all views side by
-    side, or draws from the prior. Each view is divided by its standard deviation and the square
-    root of its number of outputs, so that none dominates. Inducing inputs are latent means of
-    random data points. The noise starts at a hundredth of the variance of the data, kernels at that
-    variance. Switches start at their prior odds.
+    Outputs are centred. Latent means are standardised principal components of all views side by side, each over its deviation and the root
+    of its number of outputs, or draws from the prior. Inducing inputs are latent means of random data points. The noise starts at a
+    hundredth of the variance of the data, kernels at that variance, switches at their prior odds.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -68,10 +66,7 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
 
 
 def _prepare(c: int, view: View, y: Tensor) -> Tensor:
-    """Centres a view; returns its data with zeros where missing.
-
-    Zeros are then the means.
-    """
+    """Centres a view; returns its data with zeros where missing."""
     numbers = y if view.likelihood is None else view.likelihood.as_numbers(y)
     mean = numbers.nanmean(0).nan_to_num()
     view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
@@ -107,10 +102,7 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
 
 
 def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
-    """Gives a single kernel the variance of the data.
-
-    A composite kernel of the user stays unchanged.
-    """
+    """Gives a single kernel, none of a user's, the variance of data."""
     value = getattr(kernel, "variance", None)
     if isinstance(value, Tensor):
         kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
@@ -124,12 +116,9 @@ def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | N
 @names_arguments
 @takes_arrays
 def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
-    """Raises the bound by L-BFGS with all data.
+    """Raises the bound by L-BFGS with all data, but for held switches.
 
-    All parameters change but held switches.
-
-    A line search that fails ends a run of L-BFGS. The next one starts without memory of the
-    curvature, until one of them gains nothing.
+    A line search that fails ends a run of L-BFGS. The next one starts without memory of the curvature, until one of them gains nothing.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -167,10 +156,7 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
 
 
 def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
-    """Runs L-BFGS once; returns the bound and the number of iterations.
-
-    The bound is never below that of the start.
-    """
+    """Runs L-BFGS once; returns the bound and the number of iterations."""
 
     def loss() -> Tensor:
         value = -model.bound(y) / size
@@ -190,12 +176,9 @@ _SURE = 12.0
 @names_arguments
 @takes_arrays
 def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
-    r"""Returns optimal log odds of every switch, ``(C, Q)``.
+    r"""Returns optimal log odds of every switch, ``(C, Q)``, given the other posteriors.
 
-    They are given the posteriors of the inducing variables and of the other switches.
-
-    At a fixed posterior of the inducing variables, the expected log likelihood is linear in each
-    :math:`\gamma_{cq}`. So its derivative is the difference between "on" and "off":
+    At a fixed posterior of the inducing variables, the expected log likelihood is linear in each :math:`\gamma_{cq}`, so that
 
     .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
               - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
@@ -222,9 +205,7 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
 def update_switches(model: SpikeSlabMRD, y: Views) -> float:
     """Sets switches in turn to their optimal probabilities; returns the bound.
 
-    The bound never falls.
-
-    All at once is tried first, which mostly serves.
+    The bound never falls. All at once is tried first, which mostly serves.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -249,13 +230,11 @@ def update_switches(model: SpikeSlabMRD, y: Views) -> float:
 @names_arguments
 @takes_arrays
 def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
-    r"""Sets switches to their optima, and undecided ones off; returns the bound.
+    r"""Sets switches to their optima, undecided ones off; returns the bound.
 
-    A switch is undecided if the data do not support "on".
-
-    A dimension that a view's kernel has removed does not change the likelihood. The optimum of its
-    switch is then the prior :math:`\pi`, :math:`-\log(1 - \pi)` nats above "off", though nothing is
-    on. Such a switch, and one that is less probable than at first, is turned off for certain.
+    A dimension that a view's kernel has removed does not change the likelihood. The optimum of its switch is then the prior :math:`\pi`,
+    :math:`-\log(1 - \pi)` nats above "off", though nothing is on. Such a switch, and one that is less probable than at first, is turned off
+    for certain.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -278,8 +257,6 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     """Tries every switch fully on and off; returns the bound.
 
     The inducing variables are adapted, and what raises the bound is kept.
-
-    Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -307,11 +284,8 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
 def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patience: int = 2, tolerance: float = 1e-5) -> float:
     """Switches dimensions off in views, least relevant first; returns the bound.
 
-    A switch stays off if the bound rises after everything else has adapted.
-
-    :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get
-    some quasi-Newton iterations to replace the dimension. For curved data that is often better than
-    a dimension for every bend. Switches are fully on or off meanwhile, and afterwards.
+    A switch stays off if the bound rises after latents, kernels and noise got some quasi-Newton iterations to replace the dimension. For
+    curved data that is often better than a dimension for every bend. Switches are fully on or off meanwhile, and afterwards.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -393,14 +367,10 @@ def fit(
 ) -> Fit:
     r"""Trains a model on all data, from its starting point on.
 
-    A start is trained in three phases. At first all switches are held on, as dimensions that are
-    switched off early never become useful. Length-scales are held long at the beginning. Latents
-    then find the directions of the data as in a linear model, from any start, before functions
-    bend. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried on
-    and off. If asked for, whole dimensions are then removed where that raises the bound
-    (:func:`remove_dimensions`). Finally the model takes the best of several restarts by the bound.
-    A switch that the data do not support is set exactly to zero, not to its prior probability. This
-    costs :math:`-\log(1 - \pi)` nats of the bound (:func:`settle_switches`).
+    At first all switches are held on and length-scales long, so that latents find the directions of the data as in a linear model. Then
+    switches at their optimum and quasi-Newton steps take turns; every switch is tried on and off. If asked for, whole dimensions are then
+    removed where that raises the bound (:func:`remove_dimensions`). The model takes the best of several restarts by the bound. A switch
+    that the data do not support is set exactly to zero (:func:`settle_switches`).
 
     Args:
         model: the model; holds the parameters of the best start afterwards.
@@ -447,10 +417,7 @@ def fit(
 
 @contextmanager
 def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
-    """A context with long length-scales, so that functions hardly bend.
-
-    Variances keep functions as steep as before.
-    """
+    """A context with long length-scales and steep variances: functions hardly bend."""
     stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
     for kernel in stretched:
         _stretch(kernel, _STRETCH)

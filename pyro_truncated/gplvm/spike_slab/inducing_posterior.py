@@ -1,7 +1,4 @@
-"""Posteriors over inducing variables, with bounds and predictions.
-
-The optimal one has the collapsed bound.
-"""
+"""Posteriors over inducing variables, with bounds and predictions."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ class Observations:
 
     @classmethod
     def of(cls, y: Tensor) -> Observations:
-        """Splits outputs ``(N, D)`` into values and a mask.
-
-        Missing outputs are NaN.
-        """
+        """Splits outputs ``(N, D)`` into values and a mask of NaN."""
         values, is_observed = without_missing(y)
         return cls(values, None if is_observed is None else is_observed.double())
 
@@ -46,10 +40,7 @@ class Observations:
 
     @property
     def counts(self) -> Tensor:
-        """Returns the sum of each data point's weights, ``(N,)``.
-
-        For Gaussian outputs it is the number of observed ones.
-        """
+        """The sum of each data point's weights, ``(N,)``."""
         if self.weights is None:
             return self.values.new_full(self.values.shape[:1], float(self.values.shape[1]))
         return self.weights.sum(1)
@@ -109,25 +100,14 @@ class InducingPosterior:
 
 
 def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:
-    r"""Returns the bound at the optimal posterior of the inducing variables.
-
-    It is the expected log likelihood less their divergence.
+    r"""Returns the bound, and the optimal posterior of the inducing variables.
 
     .. math:: F = \tfrac{ND}{2}\log\tfrac{\beta}{2\pi} + \tfrac D2 \log|K_{uu}| - \tfrac D2 \log|K_{uu} + \beta\Psi_2|
               - \tfrac\beta2 \|Y\|^2 + \tfrac{\beta^2}{2}\,\mathrm{tr}(Y^\top\Psi_1\Sigma\Psi_1^\top Y)
               - \tfrac{\beta D}{2}\left[\psi_0 - \mathrm{tr}(K_{uu}^{-1}\Psi_2)\right], \quad \Sigma = (K_{uu} + \beta\Psi_2)^{-1}
 
-    With missing outputs, or outputs of different weights, the statistics of an output are weighted
-    sums over the data points. Outputs that have the same weights share them.
-
-    Args:
-        psi: psi statistics; with missing outputs, those of each data point.
-        cholesky: :math:`L` with :math:`L L^\top = K_{uu}`, ``(M, M)``.
-        data: outputs.
-        noise: noise variance :math:`1/\beta`.
-
-    Returns:
-        :math:`F`, and the posterior at which it is attained.
+    With missing outputs, or outputs of different weights, the statistics of an output are weighted sums over the data points. Outputs that
+    have the same weights share them.
 
     Reference:
         Titsias and Lawrence, "Bayesian Gaussian process latent variable model" (2010); Dai, Hensman and Lawrence (2015), equation 9.
@@ -164,15 +144,10 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
 
 
 def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, data: Observations, noise: Tensor) -> Tensor:
-    r"""Returns the expected log likelihood of data points.
-
-    Posteriors of their inputs and of the inducing variables are given.
+    r"""The expected log likelihood under posteriors of inputs and inducing variables.
 
     .. math:: E_n = \sum_{d\ \mathrm{seen}} \tfrac12\log\tfrac{\beta}{2\pi} - \tfrac\beta2 \left[ y_{nd}^2 - 2 y_{nd} \psi_{1n}^\top\alpha_d
               + \alpha_d^\top \Psi_{2n} \alpha_d + \psi_{0n} - \mathrm{tr}(P_d \Psi_{2n}) \right]
-
-    Returns:
-        ``(N,)`` for statistics of each data point, or the sum over data points for summed ones (only if nothing is missing).
     """
     psi0, psi1, psi2 = psi
     alpha, reduction = posterior.weights, posterior.reduction
@@ -192,14 +167,7 @@ def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, da
 
 
 def divergence(posterior: InducingPosterior, scale_tril: Tensor) -> Tensor:
-    r"""Returns the Kullback-Leibler divergence of all outputs' whitened inducing variables.
-
-    It is that from their standard normal prior.
-
-    Args:
-        posterior: the posterior, with one covariance for all outputs.
-        scale_tril: Cholesky factor of that covariance, ``(M, M)``.
-    """
+    r"""The divergence of all outputs' whitened inducing variables from their prior."""
     num_outputs = posterior.mean.shape[1]
     log_det = 2 * scale_tril.diagonal().log().sum()
     trace = scale_tril.square().sum()
@@ -239,12 +207,6 @@ def predict(psi: PsiStatistics, posterior: InducingPosterior, noise: Tensor, ful
 
     .. math:: E f_d = \psi_1^\top \alpha_d, \qquad \mathrm{Cov}(f_d, f_{d'}) = \delta_{dd'} [\psi_0 - \mathrm{tr}(P_d \Psi_2)]
               + \alpha_d^\top (\Psi_2 - \psi_1 \psi_1^\top) \alpha_{d'}
-
-    Args:
-        psi: psi statistics of each data point.
-        posterior: posterior of the inducing variables.
-        noise: noise variance.
-        full_covariance: whether to return covariances between outputs.
     """
     psi0, psi1, psi2 = psi
     alpha, reduction = posterior.weights, posterior.reduction

@@ -55,7 +55,7 @@ class Latents:
 class Posterior:
     r"""A trained model with the posterior of its inducing variables, for predictions.
 
-    The posterior of the inducing variables is that of the moment when this object is made: make a new one after further training.
+    Make a new one after further training.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -80,9 +80,9 @@ class Posterior:
     # --- from latents to outputs ---
 
     def predict(self, loc: Tensor, view: int = 0, *, scale: Tensor | None = None, full_covariance: bool = False) -> Prediction:
-        """Returns a view's outputs at given latents.
+        """A view's outputs at given latents, its switches uncertain as they are.
 
-        Its switches are uncertain as they are. For labels they are latent functions without noise.
+        For labels they are latent functions without noise.
 
         Args:
             loc: latents ``(N, Q)``.
@@ -126,26 +126,18 @@ class Posterior:
         return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
 
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
-        """Returns a view's outputs for new data points.
-
-        It is the view they were inferred from, missing outputs included, or another one.
-        """
+        """A view's outputs, observed or not, for new data points."""
         return self.predict_at(self.seen_by(latents, view), view, full_covariance)
 
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:
-        """Returns a view's expected outputs for new data points.
-
-        They are means of Gaussian outputs, probabilities of labels or classes, and rates of counts.
-        """
+        """A view's expected outputs: means, probabilities or rates."""
         found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
         return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
 
     @torch.no_grad()
     def at(self, times: Tensor, sequences: Tensor | None = None) -> Latents:
-        """Returns latents of data points whose time alone is known.
-
-        A prior over time is needed. They are for :meth:`reconstruct` and similar methods.
+        """Latents of data points whose time alone is known, for :meth:`reconstruct`.
 
         Args:
             times: time stamps ``(N,)``.
@@ -188,9 +180,8 @@ class Posterior:
         .. math:: \sum_{c \in V} E^{(c)}_n - \sum_q \rho_q\,\mathrm{KL}_{nq}, \qquad
                   \rho_q = 1 - \textstyle\prod_{c \in V} (1 - \gamma_{cq}),
 
-        by quasi-Newton steps, for each point by itself, from the best of some of the training
-        latents. The slab of a dimension is used if one of the *observed* views uses it. This is
-        tighter than the paper's condition on all views.
+        by quasi-Newton steps, for each point by itself, from the best of some of the training latents. The slab of a dimension is used if
+        one of the *observed* views uses it.
 
         Args:
             y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
@@ -227,10 +218,7 @@ class Posterior:
     def _climb(
         self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns improved means and log deviations, and each data point's contribution.
-
-        They raise it, starting from given means.
-        """
+        """Improved means and log deviations, and each data point's contribution."""
         num = loc.shape[1]
 
         def contribution(points: Tensor, rows: Tensor) -> Tensor:
@@ -261,10 +249,7 @@ class Posterior:
 
     @torch.no_grad()
     def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns latent means of the training points that explain outputs best.
-
-        There is one for each data point.
-        """
+        """The training points' latent mean that explains each output best."""
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
         precision = used / prior[1].square()
@@ -293,9 +278,7 @@ class Posterior:
     # --- neighbours ---
 
     def distances(self, latents: Latents, views: tuple[int, int] = (0, 1), points: Tensor | None = None) -> Tensor:
-        r"""Returns distances ``(N, N_train)`` in dimensions that two views share.
-
-        They are those of new data points to the training data.
+        r"""Distances ``(N, N_train)`` to training data in dimensions two views share.
 
         .. math:: d_{ij}^2 = \sum_q \gamma_{1q} \gamma_{2q} (\mu^*_{iq} - \mu_{jq})^2
 
@@ -309,10 +292,9 @@ class Posterior:
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
     def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:
-        """Returns the dimensions by use.
+        """The dimensions by use.
 
-        Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views),
-        ``"unused"``.
+        Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``.
         """
         is_on = self.model.probability.detach() > threshold
         count, num_views = is_on.sum(0), self.model.num_views
@@ -330,8 +312,6 @@ class Posterior:
 @torch.no_grad()
 def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
     r"""Converts the posterior of switches and latents for ArviZ.
-
-    It returns ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
     ``to_arviz(model, y)`` and ``to_arviz(model.model, model.guide, y)`` do the same. For a posterior over whole patterns of switches pass
     it ``model.switch_model`` and its :class:`~pyro_truncated.AutoTruncated`.
@@ -409,8 +389,6 @@ def plot_latents(
 ) -> Any:
     """Plots latent means in two dimensions over a view's predictive deviation.
 
-    It is dark where the model has seen no data.
-
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
         >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
@@ -460,8 +438,8 @@ def plot_latents(
 def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     """Plots weights of the kernel and switches for a view's dimensions.
 
-    Bars to the left are relevances (see ``SpikeSlabMRD.relevance``) without the switches, divided by the largest: what one would put a
-    threshold to. Bars to the right are the probabilities of the switches.
+    Bars to the left are relevances (see ``SpikeSlabMRD.relevance``) without the switches, divided by the largest. Bars to the right are the
+    probabilities of the switches.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -497,8 +475,6 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
 @torch.no_grad()
 def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None = None) -> Any:
     """Plots probabilities of all views' switches for each dimension.
-
-    It shows which dimensions are shared and which private.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)

@@ -1,7 +1,4 @@
-"""Spike-and-slab GP-LVM and manifold relevance determination.
-
-Views share one latent space; each of them switches latent dimensions on and off.
-"""
+"""Spike-and-slab GP-LVM and manifold relevance determination."""
 
 from __future__ import annotations
 
@@ -49,9 +46,7 @@ class Marginals(NamedTuple):
 
 
 class TimePrior(UniqueModule):
-    """Gaussian processes over time for a model's latents.
-
-    There is one of variance one for each dimension.
+    """Gaussian processes over time for a model's latents, of variance one.
 
     Example:
         >>> times = torch.arange(12.0)
@@ -98,10 +93,7 @@ class TimePrior(UniqueModule):
         self.register_buffer("sequences", sequences.detach())
 
     def start(self, num_latents: int) -> None:
-        """Creates parameters for ``Q`` latents: the prior, with moderate time scales.
-
-        Time scales are a few spacings.
-        """
+        """Creates parameters for ``Q`` latents: the prior, with moderate time scales."""
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
@@ -111,10 +103,7 @@ class TimePrior(UniqueModule):
         self.spread = PyroParam(self.times.new_ones(size), constraints.positive)  # type: ignore[assignment]
 
     def correlations(self, times: Tensor, sequences: Tensor) -> Tensor:
-        """Returns prior covariances ``(Q, n, N)`` with the data points' latents.
-
-        They are those of latents at some times, without the independent part.
-        """
+        """Prior covariances ``(Q, n, N)`` of latents at times with the data's."""
         apart, scale = (times[:, None] - self.times).abs(), self.timescale.double()[:, None, None]
         if self.kernel == "rbf":
             found = torch.exp(-(apart / scale).square() / 2)
@@ -146,7 +135,7 @@ class TimePrior(UniqueModule):
         return Marginals(loc.mT, variance.sqrt().mT, divergence)
 
     def at(self, times: Tensor, sequences: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns means and deviations ``(n, Q)`` of latents at other times ``(n,)``.
+        """Means and deviations ``(n, Q)`` of latents at other times ``(n,)``.
 
         They belong to the first sequence unless sequences are given.
 
@@ -176,10 +165,7 @@ class TimePrior(UniqueModule):
         return found
 
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
-        """Returns all latents' posterior in used dimensions ``(*, Q)``.
-
-        In the other dimensions it is the prior.
-        """
+        """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
         prior, _, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         root, own = stable_cholesky(prior - half.mT @ half, prior.new_ones(())), stable_cholesky(prior)
@@ -190,20 +176,14 @@ class TimePrior(UniqueModule):
         return found
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
-        """Draws ``(*, N, Q)`` from that distribution by standard normal noise.
-
-        The noise is ``(*, N, Q)``, and dimensions in use are ``(*, Q)``.
-        """
+        """Draws ``(*, N, Q)`` from that distribution by standard normal noise."""
         found = self.distribution(is_used.to(self.times.device)).base_dist
         moved = (found.scale_tril @ noise.mT.unsqueeze(-1).to(found.loc)).squeeze(-1)
         drawn: Tensor = found.loc + moved
         return drawn.mT.cpu()
 
     def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns prior, noise, and factor and whitened values of the pseudo-observations.
-
-        They are ``(Q, N, N)``, ``(Q, N)``, ``(Q, N, N)`` and ``(Q, N, 1)``.
-        """
+        """Prior, noise, factor and whitened values of the pseudo-observations."""
         prior, noise = self.covariance(), self.spread.double().square().mT
         factor = torch.linalg.cholesky(prior + torch.diag_embed(noise))
         return prior, noise, factor, torch.cholesky_solve(self.targets.double().mT.unsqueeze(-1), factor)
@@ -213,23 +193,18 @@ Views = Tensor | Sequence[Tensor]
 
 
 class SpikeSlabMRD(UniqueModule):
-    r"""Gaussian processes from one latent space to several views.
-
-    Every latent dimension has a switch in every view.
+    r"""Gaussian processes from one latent space to several views, with switches.
 
     .. math:: b_{cq} \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f^{(c)}_d \sim \mathcal{GP}(0, k_c), \quad
               y^{(c)}_{nd} \sim \mathcal N\left(f^{(c)}_d(b_c \circ x_n), \beta_c^{-1}\right)
 
-    The posterior is :math:`q(b_{cq} = 1) = \gamma_{cq}`, and :math:`q(x_{nq} \mid b) = \mathcal
-    N(\mu_{nq}, s_{nq})` if some view has dimension :math:`q` switched on. Otherwise it is the
-    prior. The bound has no sampling noise. Kernels' expectations are in closed form (see
-    :func:`~pyro_truncated.gp.psi_statistics`). The inducing variables are integrated out
-    (``collapsed``) or have a Gaussian posterior of their own, for training on minibatches.
+    The posterior is :math:`q(b_{cq} = 1) = \gamma_{cq}`, and :math:`q(x_{nq} \mid b) = \mathcal N(\mu_{nq}, s_{nq})` if some view has
+    dimension :math:`q` switched on. Otherwise it is the prior. Kernels' expectations are in closed form (see
+    :func:`~pyro_truncated.gp.psi_statistics`). The inducing variables are integrated out (``collapsed``) or have a Gaussian posterior of
+    their own, for training on minibatches.
 
-    A dimension can be removed by its switch or by the kernel, with a linear weight that vanishes or
-    an infinite length-scale. So a switch that is on does not mean a dimension that is used. At
-    :math:`\pi = 1/2` the bound does not even prefer "off" for a dimension that the kernel has
-    removed. Hence the default :math:`\pi < 1/2`; see also :meth:`relevance`.
+    A dimension can be removed by its switch or by the kernel, so a switch that is on does not mean a dimension that is used. Hence the
+    default :math:`\pi < 1/2`; see also :meth:`relevance`.
 
     Example::
 
@@ -356,10 +331,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @contextmanager
     def holding(self, probability: Tensor | float) -> Iterator[None]:
-        """A context with given probabilities ``(C, Q)`` of the switches.
-
-        Zero and one are exact.
-        """
+        """A context with given probabilities ``(C, Q)`` of the switches."""
         before = self._held
         self._held = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
         try:
@@ -386,10 +358,7 @@ class SpikeSlabMRD(UniqueModule):
         return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
 
     def set_latents(self, loc: Tensor, scale: Tensor) -> None:
-        """Sets copies of means and deviations ``(N, Q)`` of the latents.
-
-        Under a prior over time, they are those that it then smooths.
-        """
+        """Sets copies of means and deviations ``(N, Q)`` of the latents."""
         if self.time_prior is not None:
             self.time_prior.set_latents(loc, scale)
         else:
@@ -422,11 +391,9 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def bound(self, y: Views, batch_size: int | None = None) -> Tensor:
-        """Returns a lower bound of the data's log evidence, in float64.
+        """A lower bound of the data's log evidence, in float64.
 
         On a minibatch it is an unbiased estimate of the bound.
-
-        It is computed from the parameters of this very object, whatever Pyro's parameter store holds under their names.
 
         Args:
             y: outputs of each view, ``(N, D_c)``. NaN where missing. A single view need not be in a list.
@@ -444,37 +411,25 @@ class SpikeSlabMRD(UniqueModule):
         return self.bound_at(views, index)
 
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
-        """Returns the bound from some data points, scaled up to all data.
-
-        ``views`` are all data.
-        """
+        """The bound from some data points of ``views``, scaled up to all."""
         latents = self.latents(index)
         return self.partial_bound([data[index] for data in views], latents, self.num_data / len(latents.loc))
 
     def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
-        """Returns the bound from outputs and latents of some data points.
-
-        Their terms are scaled, and terms without data points count by a share.
-        """
+        """The bound from outputs and latents of some data points, scaled."""
         inputs = [self._seen(latents, c) for c in range(self.num_views)]
         terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
         return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
-        """Refuses minibatches of a collapsed model or under a prior over time.
-
-        It raises ``ValueError``.
-        """
+        """Refuses minibatches of a collapsed model or under a prior over time."""
         if batch_size is not None and self.time_prior is not None:
             raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
         if batch_size is not None and self.collapsed:
             raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
 
     def tighten(self, y: Views) -> None:
-        """Optimises the local bounds of labels and counts, given all else.
-
-        This never lowers the bound.
-        """
+        """Optimises the local bounds of labels and counts, given all else."""
         for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
             view.tighten(self.inputs(c), data)
 
@@ -485,15 +440,10 @@ class SpikeSlabMRD(UniqueModule):
 
     @torch.no_grad()
     def relevance(self) -> Tensor:
-        r"""Returns how much each view varies along each dimension, ``(C, Q)``.
+        r"""How much each view varies along each dimension, ``(C, Q)``.
 
-        It is :math:`\gamma_{cq} w_{cq} E[x_q^2]`, a number without unit.
-
-        :math:`w` measures the kernel's dependence on the dimension. It may be a linear kernel's
-        weight over its noise-free mean variance, or one over a squared length-scale. As kernels
-        scale them differently, only ratios within a view are meaningful. For kernels of other kinds
-        the weight is one. It tells a dimension that is in use from one that is switched on but
-        removed by the kernel.
+        It is :math:`\gamma_{cq} w_{cq} E[x_q^2]`, without unit, where :math:`w` is a linear kernel's weight over its noise-free mean
+        variance, or one over a squared length-scale, or one. Only ratios within a view are meaningful.
         """
         latents = self.latents()
         square = (latents.loc.square() + latents.scale.square()).double().mean(0)
@@ -516,10 +466,7 @@ class SpikeSlabMRD(UniqueModule):
 
     @takes_arrays
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
-        """Returns posteriors of each view's inducing variables.
-
-        A collapsed model needs the data for it.
-        """
+        """Posteriors of each view's inducing variables, for collapsed models of data."""
         if not self.collapsed:
             return [view.explicit() for view in self.views]
         if y is None:
@@ -533,10 +480,8 @@ class SpikeSlabMRD(UniqueModule):
     def model(self, y: Views | None = None, batch_size: int | None = None) -> list[Tensor]:
         """The generative model; without data it generates some.
 
-        The inducing variables ``u_c`` are whitened. Given them the outputs have the mean of the
-        sparse Gaussian process. The variance that it leaves enters as a factor, as usual in
-        variational inference. A stock ELBO then estimates :meth:`bound` without bias. Labels and
-        counts enter by the same local bounds.
+        Given the whitened inducing variables ``u_c`` the outputs have the mean of the sparse Gaussian process. The variance that it leaves
+        enters as a factor. A stock ELBO then estimates :meth:`bound` without bias.
         """
         self.check_batch(batch_size)
         pattern = pyro.sample("b", dist.Bernoulli(self.prior).to_event(2)).to(self.views[0].inducing.dtype)
@@ -581,13 +526,12 @@ class SpikeSlabMRD(UniqueModule):
     def switch_model(self, y: Views) -> None:
         r"""The model of the switches alone, for posteriors over their patterns.
 
-        Everything else is integrated out at its optimum.
+        Everything else is integrated out at its optimum, for each pattern.
 
         .. math:: \log p(b) + \sum_c F_c(b_c) - \sum_q [\textstyle\bigvee_c b_{cq}] \sum_n \mathrm{KL}_{nq}
 
-        Each pattern has inducing variables of its own. Sums of the exponential over any set of
-        patterns are lower bounds of the evidence. Over all of them the bound is at least as tight
-        as with independent switches. Use it with :class:`~pyro_truncated.AutoTruncated`::
+        Sums of the exponential over any set of patterns are lower bounds of the evidence. Use it with
+        :class:`~pyro_truncated.AutoTruncated`::
 
             guide = AutoTruncated(model.switch_model, num_states=32)
             svi = SVI(model.switch_model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
@@ -597,10 +541,7 @@ class SpikeSlabMRD(UniqueModule):
         pyro.factor("bound", self.pattern_bounds(pattern, views))
 
     def pattern_bounds(self, patterns: Tensor, views: list[Tensor]) -> Tensor:
-        """Returns log likelihood bounds under given patterns of switches.
-
-        Patterns are ``(*, C, Q)``, and each has a collapsed bound, ``(*)``.
-        """
+        """Collapsed log likelihood bounds ``(*)`` under patterns of switches ``(*, C, Q)``."""
         flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
         latents, found = self.latents(), []
@@ -615,8 +556,6 @@ class SpikeSlabMRD(UniqueModule):
 
 class SpikeSlabGPLVM(SpikeSlabMRD):
     r"""Gaussian process latent variable model with switches for latent dimensions.
-
-    All data points share the switches.
 
     .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
               y_{nd} \sim \mathcal N\left(f_d(b \circ x_n), \beta^{-1}\right)

@@ -71,10 +71,7 @@ def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
 
 @torch.no_grad()
 def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
-    """Gives every process the latents of all data points.
-
-    Each latent comes from the process that has its data.
-    """
+    """Gives every process the latents of all data points."""
     portion = find_portion(views)
     assert portion is not None
     for name, parameter in model.named_parameters():
@@ -92,14 +89,9 @@ _MAX_LEARNING_RATE = 10.0
 def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
     r"""Moves the inducing variables' posteriors along the natural gradient.
 
-    The gradient is estimated from some data points.
-
-    Let :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` be those of the whitened inducing
-    variables. Then :math:`\Lambda \leftarrow (1 - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and
-    :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`. Sums are scaled up to all
-    data. With missing outputs, the difference between an output's :math:`\Psi_2` and their mean is
-    taken to the right. With all data and :math:`\rho = 1` this is the optimum if nothing is
-    missing.
+    Let :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` be those of the whitened inducing variables. Then :math:`\Lambda \leftarrow (1
+    - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`, with sums scaled
+    up to all data. With all data and :math:`\rho = 1` this is the optimum if nothing is missing.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -165,15 +157,11 @@ def fit_minibatches(
 ) -> list[float]:
     """Trains a model on minibatches, from its current parameters.
 
-    The data may be of any size.
+    Every step draws data points without replacement. It takes a natural-gradient step for the inducing variables and an Adam step, whose
+    rate falls to a tenth over the last half, for all other parameters. Switches are held on for a share of the steps.
 
     Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), all of which have the model of all data,
-    initialised alike. Gradients of parameters that belong to no data point are summed. Each process
-    moves the latents of its own data points, and in the end all have all latents.
-
-    Every step draws data points without replacement. It takes a natural-gradient step for the
-    inducing variables and an Adam step for all other parameters. Adam's rate falls to a tenth over
-    the last half. Switches are held on for a share of the steps.
+    initialised alike. In the end all have all latents.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -240,9 +228,7 @@ def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: floa
 @names_arguments
 @takes_arrays
 def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
-    """Returns a collapsed model with explicit inducing variables.
-
-    They are at their optimum, for training on minibatches.
+    """Returns a collapsed model with explicit inducing variables at their optimum.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -263,18 +249,12 @@ def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
 class Analytic_ELBO(ELBO):
     r"""Minus the closed-form bound of a model, as loss for ``SVI``.
 
-    :class:`~pyro_truncated.gplvm.SpikeSlabGPLVM` has such a bound, for example.
+    Model and guide must be the methods ``model`` and ``guide`` of one object with a method ``bound``, such as
+    :class:`~pyro_truncated.gplvm.SpikeSlabGPLVM`. A stock :class:`~pyro.infer.Trace_ELBO` estimates the same number by sampling.
 
-    Model and guide must be the methods ``model`` and ``guide`` of one object with a method ``bound``, which takes the same arguments.
-    A stock :class:`~pyro.infer.Trace_ELBO` estimates the same number by sampling.
-
-    Gradients switch dimensions off before anything has been learned that they would be good for.
-    Training steps on a :class:`~pyro_truncated.gplvm.SpikeSlabMRD` therefore hold its switches.
-    They are on for the first ``warm_up`` steps after it was made or initialised, then at their
-    optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`). The optimum is
-    computed every ``every`` steps. If the model is collapsed, each is also tried on and off with
-    the inducing variables adapted (:func:`~pyro_truncated.gplvm.switch_moves`). This bound has no
-    gradient for the switches.
+    Training steps on a :class:`~pyro_truncated.gplvm.SpikeSlabMRD` hold its switches: on for the first ``warm_up`` steps, then at their
+    optimum in closed form every ``every`` steps (:func:`~pyro_truncated.gplvm.settle_switches`, and
+    :func:`~pyro_truncated.gplvm.switch_moves` if collapsed).
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -314,10 +294,7 @@ class Analytic_ELBO(ELBO):
         raise NotImplementedError("Analytic_ELBO draws nothing; use Trace_ELBO for traces")
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Returns minus the bound and adds its gradient to the parameters.
-
-        The switches are those that this training step holds.
-        """
+        """Returns minus the bound and adds its gradient to the parameters."""
         with self._switches(_owner(model, guide), *args, **kwargs):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
         loss.backward()

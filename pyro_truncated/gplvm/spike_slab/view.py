@@ -61,17 +61,11 @@ class LabelLikelihood(abc.ABC):
 
     @abc.abstractmethod
     def base(self, y: Tensor) -> Tensor:
-        """Returns the constant functions ``(F,)`` that fit data ``(N, D)`` best.
-
-        They are a little regularised. Functions deviate from them.
-        """
+        """The constant functions ``(F,)`` that fit data ``(N, D)`` best, regularised."""
 
     @abc.abstractmethod
     def best_point(self, first: Tensor, second: Tensor | None) -> Tensor:
-        """Returns the point ``(N, F)`` at which the bound is tightest.
-
-        It follows from the functions' first and second moments ``(N, F)``.
-        """
+        """The tightest point ``(N, F)`` of the bound by functions' moments ``(N, F)``."""
 
     @abc.abstractmethod
     def bound(self, y: Tensor, point: Tensor) -> Observations:
@@ -79,10 +73,7 @@ class LabelLikelihood(abc.ABC):
 
     @abc.abstractmethod
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
-
-        They are summed over observed entries, ``(...)``.
-        """
+        """Log probabilities ``(...)`` of data ``(..., D)`` given functions ``(..., F)``."""
 
     @abc.abstractmethod
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
@@ -93,19 +84,15 @@ class LabelLikelihood(abc.ABC):
         """The distribution of data ``(..., D)`` given functions ``(..., F)``."""
 
     def as_numbers(self, y: Tensor) -> Tensor:
-        """Returns data ``(N, D)`` as numbers ``(N, F)`` for principal components.
-
-        They are NaN where missing.
-        """
+        """Data as numbers ``(N, F)`` for principal components, NaN where missing."""
         return y
 
 
 class BernoulliLabels(LabelLikelihood):
     r"""Binary labels in {0, 1}: :math:`p(y = 1 \mid g) = 1 / (1 + e^{-g})`.
 
-    The bound is that of Jaakkola and Jordan, "Bayesian parameter estimation via variational
-    methods" (2000): :math:`w = \tanh(\xi/2) / 2\xi`, tightest at :math:`\xi^2 = E g^2`. It is also
-    the one of Polya-Gamma augmentation.
+    The bound is that of Jaakkola and Jordan, "Bayesian parameter estimation via variational methods" (2000): :math:`w = \tanh(\xi/2) /
+    2\xi`, tightest at :math:`\xi^2 = E g^2`.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", BernoulliLabels()])  # the second view: zeros, ones, NaN
@@ -124,10 +111,7 @@ class BernoulliLabels(LabelLikelihood):
         return ((ones + 0.5) / (seen - ones + 0.5)).log()
 
     def best_point(self, first: Tensor, second: Tensor | None) -> Tensor:
-        """Returns the point ``(N, F)`` at which the bound is tightest.
-
-        It is the root of the functions' second moments.
-        """
+        """The root of the functions' second moments, ``(N, F)``."""
         assert second is not None
         return second.clamp(min=1e-12).sqrt()
 
@@ -142,10 +126,7 @@ class BernoulliLabels(LabelLikelihood):
         return Observations(half / weight, weight * seen, (offset * seen).sum(1))
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
-
-        They are summed over observed entries, ``(...)``.
-        """
+        """See :meth:`LabelLikelihood.log_prob`."""
         signed = (2 * y.nan_to_num(0.0) - 1) * functions
         found: Tensor = torch.where(y.isnan(), 0.0, torch.nn.functional.logsigmoid(signed)).sum(-1)
         return found
@@ -192,11 +173,9 @@ class _CurvatureBound(LabelLikelihood):
 class CategoricalLabels(_CurvatureBound):
     r"""One label per data point, with :math:`p(y = k \mid g) \propto e^{g_k}`.
 
-    Labels are class numbers from 0 on, and the view has one column.
-
-    At any point the Hessian of the log normaliser is at most half the identity (Böhning,
-    "Multinomial logistic regression algorithm", 1992). So the view costs as much as a Gaussian one
-    with as many outputs as classes.
+    Labels are class numbers from 0 on, and the view has one column. The Hessian of the log normaliser is at most half the identity
+    (Böhning, "Multinomial logistic regression algorithm", 1992). So the view costs as much as a Gaussian one with as many outputs as
+    classes.
 
     Example:
         >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", CategoricalLabels(4)])  # the second view: classes 0 to 3, NaN
@@ -244,10 +223,7 @@ class CategoricalLabels(_CurvatureBound):
         return None
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Returns log probabilities of data ``(..., 1)`` given functions ``(..., F)``.
-
-        They are ``(...)``, and zero where data are missing.
-        """
+        """See :meth:`LabelLikelihood.log_prob`."""
         logits = functions.log_softmax(-1)
         shape = torch.broadcast_shapes(y.shape[:-1], logits.shape[:-1])
         label = y.nan_to_num(0.0).long().expand(*shape, 1)
@@ -255,10 +231,7 @@ class CategoricalLabels(_CurvatureBound):
         return torch.where(y.isnan().squeeze(-1), 0.0, found)
 
     def response(self, loc: Tensor, variance: Tensor) -> Tensor:
-        """Returns expected class probabilities ``(N, F)`` by quasi Monte Carlo.
-
-        The numbers are the same at every call.
-        """
+        """Expected class probabilities ``(N, F)`` by quasi Monte Carlo, always the same."""
         uniform = torch.quasirandom.SobolEngine(self.num_classes, scramble=True, seed=0).draw(512, dtype=torch.float64)
         normal = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12)).to(loc)
         total = torch.zeros_like(loc)
@@ -294,10 +267,7 @@ class PoissonCounts(_CurvatureBound):
             raise ValueError(f"view {view} has a Poisson likelihood: its data must be counts, or NaN where missing")
 
     def base(self, y: Tensor) -> Tensor:
-        """Returns functions at which each column's rate is its mean.
-
-        Half a count is added.
-        """
+        """Functions at which each column's rate is its mean, plus half."""
         rate = (y.nansum(0) + 0.5) / ((~y.isnan()).sum(0) + 1)
         return rate + (-torch.expm1(-rate)).log()
 
@@ -310,10 +280,7 @@ class PoissonCounts(_CurvatureBound):
         return 0.25 + 0.17 * y
 
     def log_prob(self, y: Tensor, functions: Tensor) -> Tensor:
-        """Returns log probabilities of data ``(..., D)`` given functions ``(..., F)``.
-
-        They are summed over observed entries, ``(...)``.
-        """
+        """See :meth:`LabelLikelihood.log_prob`."""
         rate, counts = _rate(functions), y.nan_to_num(0.0)
         found: Tensor = torch.where(y.isnan(), 0.0, counts * rate.log() - rate - (counts + 1).lgamma()).sum(-1)
         return found
@@ -349,10 +316,6 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
     r"""Returns a kernel of ``Q`` latents by name.
 
     ``"rbf"`` has one length-scale :math:`\sqrt Q` per latent, ``"linear"`` one weight per latent.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name, a kernel or a function that makes one.
     """
     if isinstance(kernel, kernels.Kernel):
         kernel = kernel.to(like)
@@ -371,10 +334,7 @@ def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.K
 
 @functools.singledispatch
 def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    r"""Returns each latent's weight in a kernel, ``(Q,)``.
-
-    It is a linear weight, :math:`1 / \ell^2` for length-scales, and one for other kernels.
-    """
+    r"""Each latent's weight: linear, :math:`1 / \ell^2`, or one, ``(Q,)``."""
     del kernel
     return torch.ones(num_latents)
 
@@ -402,8 +362,6 @@ LikelihoodSpec = str | LabelLikelihood | None
 
 class View(UniqueModule):
     r"""Gaussian process from ``Q`` latents to a view's ``D`` outputs.
-
-    It has inducing inputs, and Gaussian noise or labels.
 
     Args:
         num_observed: number of outputs ``D``.
@@ -475,27 +433,19 @@ class View(UniqueModule):
         self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
 
     def cholesky(self) -> Tensor:
-        r"""Returns the factor :math:`L` of :math:`K_{uu}` in float64.
-
-        A millionth of the mean variance is added to the diagonal.
+        r"""The factor of :math:`K_{uu}`, slightly raised, in float64.
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
         return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
 
     def check_labels(self, y: Tensor, number: int) -> None:
-        """Checks that the data ``(N, D)`` suit this view's likelihood.
-
-        It raises ``ValueError``, with the view's ``number``.
-        """
+        """Checks that the data ``(N, D)`` suit this view's likelihood."""
         if self.likelihood is not None:
             self.likelihood.check(y, number)
 
     def observations(self, y: Tensor, point: Tensor | None = None) -> Observations:
-        """Returns centred outputs ``(N, D)``, or labels' pseudo-targets ``(N, F)``.
-
-        The latter are those of the labels' bound at a point.
-        """
+        """Centred outputs ``(N, D)``, or pseudo-targets ``(N, F)`` of labels' bound."""
         if self.likelihood is None:
             return Observations.of(y - self.center)
         assert point is not None
@@ -523,10 +473,7 @@ class View(UniqueModule):
         return InducingPosterior(self.cholesky(), self.mean.double(), root @ root.mT)
 
     def data_term(self, inputs: SpikeSlabInputs, y: Tensor, scale: float = 1.0, share: float = 1.0) -> Tensor:
-        """Returns the expected log likelihood less the inducing variables' divergence.
-
-        It is scaled up from a minibatch, with a share of the divergence.
-        """
+        """The scaled expected log likelihood less a share of the divergence."""
         if self.collapsed:
             return self.optimal(inputs, y)[0]
         posterior = self.explicit()
@@ -535,20 +482,14 @@ class View(UniqueModule):
         return scale * expected - share * divergence(posterior, self.scale_tril.double())
 
     def log_likelihood(self, inputs: SpikeSlabInputs, y: Tensor, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
-        """Returns the expected log likelihood of outputs, or their sum.
-
-        The sum is returned where it is cheaper. For labels it is the tightest bound.
-        """
+        """The expected log likelihood of outputs, or their sum where cheaper."""
         data = self.observations(y, None if self.likelihood is None else self.best_point(inputs, posterior))
         psi = self.statistics(inputs, per_datum or data.weights is not None)
         return expected_log_likelihood(psi, posterior, data, self.noise.double())
 
     @torch.no_grad()
     def best_point(self, inputs: SpikeSlabInputs, posterior: InducingPosterior) -> Tensor:
-        """Returns the points ``(N, F)`` where labels' local bounds are tightest.
-
-        By the envelope theorem, the gradient needs no derivative of the point.
-        """
+        """Points ``(N, F)`` where labels' bounds are tightest, without derivative."""
         assert self.likelihood is not None
         # A copy: what it remembers of itself must not be remembered without gradients.
         posterior = dataclasses.replace(posterior)
@@ -578,10 +519,7 @@ class View(UniqueModule):
     # --- inside a Pyro program: switched latents x (*, N, Q), whitened inducing variables ---
 
     def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor, point: Tensor | None) -> Tensor:
-        """Conditions on outputs ``(N, D)`` at the site ``y_<name>``.
-
-        The factor ``left_<name>`` is of the variance that ``u`` leaves.
-        """
+        """Conditions on outputs at ``y_<name>``, with the factor ``left_<name>``."""
         mean, left = self._conditional(x, whitened)
         data, noise = self.observations(y, point), self.noise.double()
         pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
@@ -591,10 +529,7 @@ class View(UniqueModule):
         return pyro.sample(f"y_{name}", dist.Normal(mean, noise.sqrt()).mask(data.all_weights.bool()).to_event(1), obs=data.values)
 
     def generate(self, name: str, x: Tensor, whitened: Tensor) -> Tensor:
-        """Samples outputs ``(*, N, D)`` at the site ``y_<name>``.
-
-        For labels it samples their functions at ``f_<name>``.
-        """
+        """Samples outputs at ``y_<name>``, or labels' functions at ``f_<name>``."""
         mean, left = self._conditional(x, whitened)
         left = left.clamp(min=0).unsqueeze(-1)
         if self.likelihood is None:
@@ -621,13 +556,7 @@ def make_views(
     collapsed: bool,
     expectation: Expectation | None,
 ) -> list[View]:
-    """Returns a view for each number of outputs, on latents ``(N, Q)``.
-
-    Each has ``num_inducing`` inducing inputs, at most ``N``.
-
-    Raises:
-        ValueError: if there is neither one kernel nor one for each view, or likewise of likelihoods.
-    """
+    """A view for each number of outputs, with at most ``num_inducing`` inputs."""
     if isinstance(kernel, Sequence) and not isinstance(kernel, str):
         specs: list[KernelSpec] = list(kernel)
     else:
@@ -652,12 +581,7 @@ def make_views(
 
 
 def make_likelihood(spec: object) -> LabelLikelihood | None:
-    """The likelihood of a view; ``None`` for Gaussian noise.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for anything but a name, a :class:`LabelLikelihood` or ``None``.
-    """
+    """The likelihood of a view; ``None`` for Gaussian noise."""
     named = {"gaussian": None, "bernoulli": BernoulliLabels(), "poisson": PoissonCounts()}
     if spec is None or isinstance(spec, LabelLikelihood):
         return spec

@@ -1,7 +1,6 @@
 """Compiles kernels to disk in another process of low priority.
 
-``python -m pyro_truncated.ops.compiled.background FOLDER`` is that process. It reads the kernels from
-its standard input, one a line. It ends soon after the last one, or with the process that started it.
+``python -m pyro_truncated.ops.compiled.background FOLDER`` is that process, which reads kernels from its standard input, one a line.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _worker: subprocess.Popen[bytes] | None = None
 
 
 def is_on() -> bool:
-    """Whether kernels may be compiled in the background.
-
-    They may not where a parent waits for this process, nor without a Python to start.
-    """
+    """Whether kernels may be compiled in the background."""
     return (
         os.environ.get(VARIABLE, "1") != "0"
         and not compiles_first()
@@ -55,15 +51,7 @@ def is_on() -> bool:
 
 
 def compile_later(function: FunctionType, signature: Any, folder: str) -> bool:
-    """Asks for a kernel in the background; returns whether it is taken.
-
-    It is not if the process cannot be started, or has ended without compiling this kernel.
-
-    Args:
-        function: the kernel, a function of a module of this library.
-        signature: numba's types of the arguments.
-        folder: where compiled code is kept.
-    """
+    """Asks for a kernel in the background; returns whether it is taken."""
     global _worker
     if not is_on():
         return False
@@ -121,10 +109,7 @@ def _read(requests: queue.SimpleQueue[bytes]) -> None:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Waits until no other process compiles into the folder.
-
-    Where the file system has no locks, there is no wait.
-    """
+    """Waits until no other process compiles into the folder, by locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

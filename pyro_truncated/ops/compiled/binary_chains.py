@@ -1,6 +1,4 @@
-"""Compiled CPU kernels for messages along binary chains.
-
-The chains are on sets of packed states; everything is float64.
+"""Compiled CPU kernels for messages along binary chains, in float64.
 
 A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight.
 """
@@ -25,9 +23,9 @@ _SAFE_NATS = 660.0
 
 
 class _Tables(NamedTuple):
-    """Terms of transitions by the octets of a state.
+    """Terms of transitions by octets of states, and what is forbidden.
 
-    Masks tell which are forbidden. Sums of products are trusted from ``smallest`` on.
+    Sums of products are trusted from ``smallest`` on.
     """
 
     constant: np.ndarray  # (K,)
@@ -79,10 +77,7 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
 
 
 def _is_full(words: Tensor, log_prob: Tensor) -> bool:
-    """Whether every step has all states in their order.
-
-    No transition may be so rare that its products vanish.
-    """
+    """Whether all steps have all states in order, and no product vanishes."""
     size = words.shape[2]
     if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
         return False
@@ -174,10 +169,7 @@ def _likelihood(unary: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(cache=True, nogil=True)
 def _by_octets(table, state):
-    """Returns the sum of a table's entries over octets.
-
-    The octets are those of a state ``(W,)``.
-    """
+    """The sum of a table's entries over the octets of a state."""
     total = 0.0
     for octet in range(table.shape[0]):
         total += table[octet, (state[octet >> 3] >> (8 * (octet & 7))) & 255]
@@ -196,10 +188,7 @@ def _is_forbidden(masks, other, state, forward):
 
 @njit(cache=True, nogil=True)
 def _weigh_pairs(both, masks, forward, near, others, state, out):
-    """Writes weights of the others times their factors with a state.
-
-    The factor is of what both have in common; the sum is returned. Going forward the others are of the step before.
-    """
+    """Writes weights of the others times transition factors; returns their sum."""
     total = 0.0
     num_words, num_octets = others.shape[1], both.shape[1]
     for j in range(others.shape[0]):
@@ -253,10 +242,7 @@ def _log_sum(values, best):
 
 @njit(cache=True, nogil=True)
 def _log_factor(smallest, both, masks, forward, near, others, state, scratch):
-    """Returns the log of a sum over weights times transition probabilities.
-
-    The weights are those of the others; what depends on ``state`` alone is left out.
-    """
+    """Log sum over weights times transitions, but for ``state``'s own terms."""
     total = _weigh_pairs(both, masks, forward, near, others, state, scratch)
     if smallest <= total < np.inf:
         return np.log(total)
@@ -301,9 +287,9 @@ def _set_first(values):
 
 @njit(cache=True, nogil=True)
 def _near(others, message, terms, constant, near):
-    """Writes log weights of the members of a neighbouring step, and weights.
+    """Writes (log) weights of a neighbouring step's members; returns the largest.
 
-    They include the terms of the transition that depend on these members alone, and are relative to the largest, which is returned.
+    They include the terms of the transition that depend on these members alone.
     """
     best = -np.inf
     for j in range(others.shape[0]):
@@ -319,10 +305,7 @@ def _near(others, message, terms, constant, near):
 
 @njit(cache=True, nogil=True)
 def _message(states, own, terms, smallest, both, masks, forward, near, best, others, scratch, out):
-    """Writes what members of a neighbouring step send to states.
-
-    ``own`` is added; impossible states get minus infinity. The log weights of the members are relative to ``best``.
-    """
+    """Adds what a neighbouring step's members send to states to ``own``."""
     for i in range(states.shape[0]):
         out[i] = own[i]
         if out[i] > -np.inf:
@@ -371,10 +354,7 @@ def _messages(words, unary, kind, constant, smallest, previous, current, both, f
 
 @njit(cache=True, nogil=True)
 def _step_one(vector, bit, off_off, off_on, on_off, on_on):
-    """Takes one chain a step on, in place.
-
-    Each chance is that of the second value at the far end, given the first one here.
-    """
+    """Takes one chain a step on, in place."""
     for first in range(0, vector.shape[0], 2 * bit):
         for c in range(first, first + bit):
             off, on = vector[c], vector[c + bit]
@@ -392,10 +372,7 @@ def _step(vector, chances, block):
 
 @njit(cache=True, nogil=True)
 def _multiply(vector, likelihood, out):
-    """Multiplies a vector by likelihoods to a sum of one, in place.
-
-    The result is written, too; the logarithm of the sum is returned.
-    """
+    """Multiplies a vector by likelihoods to sum one; returns the log sum."""
     total = 0.0
     for c in range(vector.shape[0]):
         vector[c] *= likelihood[c]
@@ -409,10 +386,7 @@ def _multiply(vector, likelihood, out):
 
 @parallel_kernel(cost=HEAVY)
 def _full_messages(likelihood, best, kind, chances, forward, out, log_norm):
-    """Writes messages, not their logarithms, where steps have all states.
-
-    Transitions are Kronecker products. Backward the chances are those of the way back.
-    """
+    """Writes messages, not their logarithms, where steps have all states."""
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
         vector, block, flat = np.zeros(size), np.arange(chances.shape[1]), np.ones(size)
@@ -470,11 +444,7 @@ def _full_expected_pairs(forward, onward, kind, weight, chances, number, previou
 
 @njit(cache=True, nogil=True)
 def _pair_sums(left, right, bit):
-    """Returns weights of a chain's values before and after a step.
-
-    Their chances are left out.
-    They are those of off and off, off and on, on and off, on and on.
-    """
+    """Weights of a chain's values (00, 01, 10, 11) around a step, without chances."""
     off_off = off_on = on_off = on_on = 0.0
     for first in range(0, left.shape[0], 2 * bit):
         for c in range(first, first + bit):
@@ -495,11 +465,9 @@ def _equal(a, b):
 
 @njit(cache=True, nogil=True)
 def _best_distinct(score, states, chosen, kept):
-    """Writes the positions of the best distinct states into ``chosen``.
+    """Writes the positions of the best distinct states, the best first.
 
-    The best comes first; words go into ``kept``, and -1 fills up.
-
-    Where all are impossible the first ones are chosen. Scores are overwritten.
+    Where there are too few -1 fills up; where all are impossible the first ones are chosen. Scores are overwritten.
     """
     size = chosen.shape[0]
     chosen[:] = -1
@@ -584,10 +552,7 @@ def _select(words, unary, kind, ahead, constant, smallest, previous, current, bo
 
 @njit(cache=True, nogil=True)
 def _posterior_pairs(others, near, states, alone, smallest, both, masks, pairs):
-    """Writes the posterior of pairs of states into ``pairs (S, S')``.
-
-    A pair is a state and one of the step before. Returns whether any is possible.
-    """
+    """Writes the posterior of states and previous ones, ``(S, S')``, if possible."""
     num, highest, total = others.shape[0], alone.max(), 0.0
     if highest == -np.inf:
         return False
@@ -659,10 +624,7 @@ def _expected_pairs(
 
 @njit(cache=True, nogil=True)
 def _add_pairs(others, state, shares, weight, previous, current, both):
-    """Adds the bits of pairs of states to sums over them.
-
-    A pair is a state and one of the step before.
-    """
+    """Adds the bits of pairs of neighbouring states to sums over them."""
     for j in range(others.shape[0]):
         share = weight * shares[j]
         if share != 0.0:
@@ -776,10 +738,7 @@ def _masses(words, unary, members, forward, onward, kind, constant, smallest, pr
 
 @njit(cache=True, nogil=True)
 def _chance_on(others, shares, on):
-    """Writes the probability that each latent is on into ``on``.
-
-    It is that of a neighbouring step, given the shares of its members.
-    """
+    """Writes the probability that each latent of a neighbouring step is on."""
     on[:] = 0.0
     for j in range(others.shape[0]):
         if shares[j] > 0.0:
@@ -789,20 +748,14 @@ def _chance_on(others, shares, on):
 
 @njit(cache=True, nogil=True)
 def _ratio(on, from_off, from_on, value):
-    """Returns by how much a sum over a neighbour's values grows.
-
-    A latent's value is changed; weights go with the old transitions.
-    """
+    """By how much a sum over neighbours grows where one changes."""
     ratio = (1.0 - on) * from_off[1 - value] / from_off[value] if from_off[value] > 0.0 else 0.0
     return ratio + on * from_on[1 - value] / from_on[value] if from_on[value] > 0.0 else ratio
 
 
 @njit(cache=True, nogil=True)
 def _times_ratios(near, others, state, smallest, both, masks, forward, chances, scratch, on, ratio):
-    """Multiplies ratios ``(M,)`` by what each flip changes.
-
-    A flip of a state changes its sum over a neighbouring step.
-    """
+    """Multiplies ratios ``(M,)`` by what each flip changes at a neighbouring step."""
     _share_pairs(smallest, both, masks, forward, near, others, state, scratch)
     _chance_on(others, scratch, on)
     for m in range(ratio.shape[0]):
@@ -824,10 +777,7 @@ def _is_among(states, weights, state):
 
 @njit(cache=True, nogil=True)
 def _insert(log_mass, i, m, state, score, member, latent, kept):
-    """Puts a candidate into the sorted list of the best.
-
-    The last one falls out.
-    """
+    """Puts a candidate into the sorted list of the best."""
     j = score.shape[0] - 1
     while j > 0 and score[j - 1] < log_mass:
         score[j], member[j], latent[j] = score[j - 1], member[j - 1], latent[j - 1]
@@ -839,10 +789,7 @@ def _insert(log_mass, i, m, state, score, member, latent, kept):
 
 @njit(cache=True, nogil=True)
 def _keep_best(i, states, weights, gain, ratio, score, member, latent, kept, state):
-    """Puts the best flips of member ``i`` into the list.
-
-    Flips that are members are left out.
-    """
+    """Puts member ``i``'s best flips that are no members into the list."""
     for m in range(ratio.shape[0]):
         log_mass = weights[i] + gain[m] + np.log(ratio[m]) if ratio[m] > 0.0 else -np.inf
         if log_mass > score[score.shape[0] - 1]:
@@ -913,10 +860,7 @@ def _flips(
 
 @njit(cache=True, nogil=True)
 def _times(vector, likelihood, out):
-    """Writes the normalised product of a vector and likelihoods.
-
-    Where it vanishes, it is that of likelihoods alone.
-    """
+    """Writes the normalised product of a vector and likelihoods, or these alone."""
     total = 0.0
     for c in range(vector.shape[0]):
         out[c] = vector[c] * likelihood[c]
@@ -934,10 +878,7 @@ def _times(vector, likelihood, out):
 
 @njit(cache=True, nogil=True)
 def _filter_block(likelihood, kind, block, chances, vector, out):
-    """Writes the filtered posterior of a block's configurations at every step.
-
-    The position of the last step is returned; beyond it there are zeros.
-    """
+    """Writes a block's filtered posterior at every step; returns the last."""
     vector[:] = 0.0
     vector[0] = 1.0
     last = -1

@@ -1,7 +1,4 @@
-"""Compiled functions, cached on disk where possible, and their threads.
-
-Loops over data points run on as many threads as worthwhile; forked children use one.
-"""
+"""Compiled functions, cached on disk where possible, and their threads."""
 
 from __future__ import annotations
 
@@ -35,9 +32,8 @@ if logging.getLogger("numba").level == logging.NOTSET:
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, later: bool = False, **options: Any) -> Any:
     """:func:`numba.njit` that also works for read-only installations.
 
-    There, functions are compiled anew in every process.
-
-    Where numba finds no folder for compiled code (containers, clusters), or cannot read or write it (a full disk), one line is logged.
+    Where numba finds no folder for compiled code, or cannot read or write it, one line is logged. Functions are then compiled anew in every
+    process.
 
     Args:
         function: the function. Without it, a decorator is returned.
@@ -57,12 +53,10 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
 
 
 class _Cache(FunctionCache):
-    """A cache on disk that may fail.
+    """A disk cache that may fail, and knows all source files.
 
-    Then the function is compiled and forgotten when the process ends.
-
-    Numba compiles a function anew once its own file says something else. The functions that it calls, and that its code contains, may be
-    from other files, so here those count as well.
+    Numba compiles a function anew once its own file says something else. The functions that it calls may be from other files, so those
+    count as well.
     """
 
     def __init__(self, function: Callable[..., Any], later: bool) -> None:
@@ -94,12 +88,7 @@ class _Cache(FunctionCache):
 
 
 def _sources(names: dict[str, Any], found: dict[str, str]) -> dict[str, str]:
-    """Adds digests of the files of all compiled functions called.
-
-    Global names are followed recursively.
-
-    Intrinsics, whose code is written by hand, count as well.
-    """
+    """Adds digests of the files of all compiled functions called, recursively."""
     for value in list(names.values()):
         function = getattr(value, "py_func", getattr(value, "__wrapped__", None))
         if isinstance(function, FunctionType) and (path := function.__code__.co_filename) not in found:
@@ -146,19 +135,14 @@ _AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
 
 def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function with parallel loops.
+    """Compiles a function with parallel loops, which small arrays do not use.
 
-    On small arrays it runs on one thread.
+    Waking threads takes longer than a small call needs. The number of threads is set for the calling thread only, and is no more than torch
+    has, unless the environment variable ``NUMBA_NUM_THREADS`` says otherwise.
 
-    Waking threads takes longer than a small call needs, the more so where they compete with those of torch. The number of threads is
-    set for the calling thread only and put back after the call, whatever happens in it. There are no more than torch has, unless the
-    environment variable ``NUMBA_NUM_THREADS`` says otherwise: those beyond the cores that one is given wait for each other, and spin.
-
-    A forked child has none of its parent's threads, and the OpenMP runtime of the GNU compiler
-    would end it. Such children are workers of a ``DataLoader``, or processes of the method "fork".
-    There, functions are compiled once more, without parallel loops; their results are the same. A
-    child that was spawned has threads of its own. The same functions, which compile in a third of
-    the time, serve while another process compiles the kernel for its first use.
+    A forked child (a worker of a ``DataLoader``) has none of its parent's threads, and the OpenMP runtime of the GNU compiler would end it.
+    There, functions are compiled once more, without parallel loops; their results are the same. The same functions, which compile in a
+    third of the time, serve while another process compiles the kernel for its first use.
 
     Args:
         cost: work per entry of the arrays, relative to a simple kernel: arrays of fewer than ``2**14 / cost`` entries in all are small.
@@ -196,10 +180,7 @@ def parallel_kernel(*, cost: int = 1, has_plain: bool = False, **options: Any) -
 
 
 def _rename(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function under another name.
-
-    Numba finds compiled code on disk by its name, not by its options.
-    """
+    """The same function under another name, as numba goes by names."""
     assert isinstance(function, types.FunctionType)
     duplicate = types.FunctionType(function.__code__, function.__globals__, f"{function.__name__}_serial")
     duplicate.__qualname__ = f"{function.__qualname__}_serial"
@@ -207,10 +188,7 @@ def _rename(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _start_threads() -> None:
-    """Starts numba's threads and restores the OpenMP thread count, once.
-
-    Torch shares this runtime, whose count is otherwise reset.
-    """
+    """Starts numba's threads and restores torch's OpenMP thread count, once."""
     num_threads = torch.get_num_threads()
     numba.get_num_threads()
     torch.set_num_threads(num_threads)

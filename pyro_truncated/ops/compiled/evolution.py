@@ -1,8 +1,7 @@
 """Compiled kernels behind :mod:`pyro_truncated.ops.evolution`.
 
-Every data point has its own stream of random numbers, and its own hash set of packed states. Each
-number of a stream has a fixed purpose, whatever the previous numbers were used for. So
-:mod:`pyro_truncated.ops.vectorised.evolution` can draw all of them at once.
+Each number of a data point's stream has a fixed purpose, so that :mod:`pyro_truncated.ops.vectorised.evolution` can draw all of them at
+once.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def find_duplicates(words: Tensor) -> Tensor:
 
 
 def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
-    """Returns the best ``size`` distinct states, and a failure code.
-
-    It is the smallest number of distinct states of a row with too few of them (else -1).
-    """
+    """The best ``size`` distinct states, and a row's too small number or -1."""
     out_words = words.new_empty(words.shape[0], size, words.shape[2])
     out_log_joint = log_joint.new_empty(words.shape[0], size)
     fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
@@ -47,10 +43,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
 
 @njit(cache=True, nogil=True)
 def new_table(capacity):
-    """Returns an empty open-addressing table.
-
-    With ``capacity`` states it is never more than a quarter full.
-    """
+    """An empty open-addressing table for ``capacity`` states, a quarter full at most."""
     size = 8
     while size < 4 * capacity:
         size *= 2
@@ -71,8 +64,6 @@ def insert(table, pool, first, last, fresh):
     """Enters the states ``pool[first:last]`` and notes which were new.
 
     The table stores positions in ``pool``, -1 for free.
-
-    It takes a range, not one state, because passing arrays to a function costs more than entering a state.
     """
     num_words = pool.shape[1]
     capacity = np.uint64(len(table) - 1)
@@ -96,10 +87,7 @@ def insert(table, pool, first, last, fresh):
 
 @njit(cache=True, nogil=True)
 def _kth_largest(values, count, k):
-    """Returns the k-th largest of the first values by quickselect.
-
-    ``k = 1`` is the largest. It reorders the values and swaps without branches.
-    """
+    """The k-th largest of the first values by quickselect, which reorders them."""
     left, right, goal = 0, count, k - 1
     while right - left > 1:
         a, b, c = values[left], values[(left + right) // 2], values[right - 1]
@@ -128,10 +116,7 @@ def _kth_largest(values, count, k):
 
 @njit(cache=True, nogil=True)
 def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fresh, table):
-    """Collects states that can be among the best ``size``, all distinct.
-
-    They go to ``pool`` and ``keys``; their number is returned.
-    """
+    """Collects distinct states that can be among the best; returns their number."""
     num_first, num_words = words.shape
     bounded = num_first >= size
     floor = keys.dtype.type(np.inf)
@@ -162,10 +147,7 @@ def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fr
 
 @njit(cache=True, nogil=True)
 def _keep_best(pool, keys, count, size, scratch):
-    """Moves the ``size`` largest of ``count`` keys to the front.
-
-    Their order is kept; among equal keys the earlier ones win.
-    """
+    """Moves the ``size`` largest of ``count`` keys to the front, in order."""
     if count == size:
         return
     for i in range(count):
@@ -187,10 +169,7 @@ def _keep_best(pool, keys, count, size, scratch):
 
 @njit(cache=True, nogil=True)
 def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint):
-    """Fills the outputs' rows ``first .. last - 1``.
-
-    It returns the fewest states of a row with too few, else more than any has.
-    """
+    """Fills rows ``first .. last - 1``; returns the fewest distinct states if too few."""
     num_words = words.shape[2]
     capacity = words.shape[1] + extra_words.shape[1]
     size = out_words.shape[1]
@@ -284,10 +263,9 @@ def _total(weights):
 
 @njit(cache=True, nogil=True)
 def _fitness(log_joint, by_fitness, weights):
-    """Returns selection weights of one data point.
+    """Selection weights of one data point: the offset fitness, or one.
 
-    They are the offset fitness, or one. They are tiny without fitness, and even less for impossible
-    states.
+    They are tiny without fitness, and even less for impossible states.
     """
     lowest, highest = np.inf, -np.inf
     for value in log_joint:
@@ -308,10 +286,7 @@ def _fitness(log_joint, by_fitness, weights):
 
 @njit(cache=True, nogil=True)
 def _draw(weights, threshold):
-    """Returns where the running sum of weights reaches the threshold.
-
-    Rounding can only lead to the last weight that is not zero.
-    """
+    """Where the running sum of weights reaches the threshold."""
     running = 0.0
     last = 0
     for s in range(len(weights)):
@@ -379,10 +354,7 @@ def change_latent(state_words, word, shift, cardinality, draw):
 
 @parallel_kernel(has_plain=True)
 def _flip_random(words, fields, rows, seed, out):
-    """Changes one latent of every state.
-
-    ``fields`` has rows word, shift and cardinality of the latents that can change.
-    """
+    """Changes one latent (word, shift, cardinality in ``fields``) of every state."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
         state = stream(seed, rows[n])
@@ -408,9 +380,9 @@ def _count_ones(words, mask):
 
 @njit(cache=True, nogil=True)
 def _switch_off(words, mask, threshold, state, out):
-    """Switches active binary latents off with probability ``threshold / 2**32``; returns whether anything changed.
+    """Switches active binary latents off; returns whether anything changed.
 
-    Two neighbouring latents share a random word, so that a word is needed for every other one.
+    The probability is ``threshold / 2**32``. Two neighbouring latents share a random word.
     """
     changed = False
     for w in range(len(words)):
@@ -429,11 +401,10 @@ def _switch_off(words, mask, threshold, state, out):
 
 @njit(cache=True, nogil=True)
 def _switch_on(words, fields, log_stay, num_draws, state, out):
-    """Switches idle binary latents on with probability ``1 - exp(log_stay)``.
+    """Switches idle binary latents on; returns whether any changed.
 
-    It skips from one to the next; it returns whether any changed.
-
-    The gap between changes is geometric, so the cost is the number of changes and not that of latents.
+    The probability is ``1 - exp(log_stay)``. The gap between changes is geometric, so the cost is the number of changes and not that of
+    latents.
     """
     changed = False
     position = 0
@@ -454,10 +425,7 @@ def _switch_on(words, fields, log_stay, num_draws, state, out):
 
 @njit(cache=True, nogil=True)
 def _move(fields, log_stay, num_draws, state, out):
-    """Moves latents of several values with probability ``1 - exp(log_stay)``.
-
-    As :func:`_switch_on`, it returns whether any changed.
-    """
+    """Moves latents of several values with probability ``1 - exp(log_stay)``."""
     changed = False
     position = 0
     for _ in range(num_draws):
@@ -475,11 +443,7 @@ def _move(fields, log_stay, num_draws, state, out):
 
 @parallel_kernel(has_plain=True)
 def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, num_on, num_other, rows, seed, out):
-    """Sparsity-driven flips.
-
-    ``binary``, ``others`` and ``mutable`` have rows word, shift and cardinality of the latents of
-    that kind.
-    """
+    """Sparsity-driven flips."""
     num_data, num_states, num_words = words.shape
     # Every child has its own part of the stream, as long as it can need.
     part = np.uint64(num_on + 2 * num_other + 2 + 32 * num_words) * STEP
@@ -505,10 +469,7 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
 
 
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.initial_states`.
-
-    ``others`` are the states of several active latents if these are few, else empty.
-    """
+    """See :func:`pyro_truncated.ops.initial_states`."""
     out = torch.empty(len(rows), num_states, fields.num_words, dtype=torch.int64, device="cpu")
     _initial_states(singletons.numpy(), others.numpy(), fields.rows(fields.mutable).numpy(), rows.numpy(), seed, out.numpy())
     return out
@@ -521,9 +482,7 @@ MOST_CHANGES = 24
 
 @njit(cache=True, nogil=True)
 def _fill_subset(choices, first, last, order, state, out):
-    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``.
-
-    If all of them fit, they are in order.
+    """Fills places with random distinct rows of ``choices``, or all in order.
 
     ``order`` counts from zero, here as before: what is shuffled of it is put back.
     """
@@ -545,10 +504,7 @@ def _fill_subset(choices, first, last, order, state, out):
 
 @njit(cache=True, nogil=True)
 def _change_any(state_words, fields, state, step):
-    """Moves one uniformly chosen latent to another value.
-
-    It is one step of the walk of a state whose stream is given.
-    """
+    """Moves one uniformly chosen latent to another value."""
     state += np.uint64(2 * step + 2) * STEP
     h = below(state, fields.shape[1])
     change_latent(state_words, fields[0, h], fields[1, h], fields[2, h], state + STEP)
@@ -569,11 +525,9 @@ def _poisson(uniform_number, mean):
 
 @njit(cache=True, nogil=True)
 def _fill_sparse(fields, first, state, out):
-    """Adds new states of two and a few more active latents.
+    """Adds new states of two and more active latents from ``first``.
 
-    They fill the places from ``first`` on.
-
-    Each state walks at random from zero; those that equal an earlier one walk on, all at once, until there are none.
+    Each walks at random from zero; those that equal an earlier one walk on, until there are none.
     """
     num_states = len(out)
     steps = np.zeros(num_states, np.int64)

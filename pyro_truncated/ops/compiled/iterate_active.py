@@ -20,10 +20,7 @@ _ROUNDED = 1e-24
 
 
 def as_words(words: Tensor) -> np.ndarray:
-    """Returns packed states as a kernel takes them.
-
-    States shared by all data points (an expanded tensor) stay one row.
-    """
+    """Packed states as a kernel takes them: shared ones stay one row."""
     shared = words.shape[0] > 1 and words.stride(0) == 0
     return (words[:1] if shared else words).contiguous().numpy()
 
@@ -34,12 +31,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) -> int:
-    """Returns the number of blocks with an accumulator and scratch.
-
-    As many as fit a part of the memory budget are used, at least four.
-
-    That part is small for accumulators, which are read once more, and a quarter for scratch.
-    """
+    """The number of blocks with accumulator and scratch in the memory budget."""
     budget = current_budget() // 8
     most = min(budget // 32 // max(1, accumulator_size), budget // 4 // max(1, scratch_size))
     return max(1, min(num_data, MAX_BLOCKS, max(4, most)))
@@ -47,10 +39,7 @@ def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) ->
 
 @intrinsic
 def trailing_zeros(typing_context, word):
-    """Returns the number of zero bits below the lowest set bit.
-
-    The int64 is not zero; it takes one machine instruction.
-    """
+    """The number of zero bits below an int64's lowest set bit."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -60,10 +49,7 @@ def trailing_zeros(typing_context, word):
 
 @njit(cache=True, nogil=True)
 def active_latents(words, n, c, active):
-    """Writes a state's active latents into ``active``, in ascending order.
-
-    It is state ``c`` of row ``n``. The number of latents is returned.
-    """
+    """Writes a state's active latents, in ascending order; returns their number."""
     count = 0
     for w in range(words.shape[2]):
         word = words[n, c, w]
@@ -76,10 +62,7 @@ def active_latents(words, n, c, active):
 
 @njit(cache=True, nogil=True)
 def least_weight(weights):
-    """Returns the largest weight that rounding loses in sums.
-
-    It is relative to the largest of the finite weights, and zero if all are zero.
-    """
+    """The largest weight that rounding loses beside the largest finite one."""
     largest = 0.0
     for weight in weights:
         if largest < abs(weight) < np.inf:
@@ -105,10 +88,7 @@ def most_active(words):
 
 @njit(cache=True, nogil=True)
 def ever_active(words, n, union, active):
-    """Like :func:`active_latents` for the union of a row's states.
-
-    ``union`` is scratch ``(1, 1, W)``.
-    """
+    """Like :func:`active_latents` for the union of a row's states."""
     union[:] = 0
     for c in range(words.shape[1]):
         for w in range(words.shape[2]):
@@ -142,10 +122,7 @@ def add_to_rows(table, rows, num_rows, addend, size):
 
 @njit(cache=True, nogil=True)
 def where_observed(row, index):
-    """Writes positions of entries that are not NaN into ``index``.
-
-    It is one longer than the row. Their number is returned.
-    """
+    """Writes positions of entries that are not NaN; returns their number."""
     count = 0
     for d in range(row.shape[0]):
         index[count] = d

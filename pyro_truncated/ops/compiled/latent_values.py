@@ -30,10 +30,7 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
 
 
 def first_beyond(words: Tensor, beyond: int) -> int:
-    """Returns the first state whose last word has given bits.
-
-    States are counted through all rows; -1 if there is none.
-    """
+    """The first state whose last word has given bits, or -1."""
     return _first_beyond(words.numpy(), beyond)
 
 
@@ -106,10 +103,7 @@ def _add_bit_weights(words, weights, out):
 
 @parallel_kernel()
 def _add_value_weights(words, weights, word, shift, mask, cardinality, out):
-    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values.
-
-    It returns how many values are out of range.
-    """
+    """Adds states' weights to ``out`` ``(N, L, V)``; returns how many values misfit."""
     num_data, num_states, _ = words.shape
     num_invalid = 0
     for n in prange(num_data):
@@ -125,10 +119,7 @@ def _add_value_weights(words, weights, word, shift, mask, cardinality, out):
 
 @parallel_kernel(has_plain=True)
 def _draw_values(tails, word, shift, rows, seed, out):
-    """Draws independent latents by inversion.
-
-    The value is the number of tail probabilities ``P(value > v)`` above a uniform number.
-    """
+    """Draws independent latents by inversion of ``P(value > v)``."""
     num_data, num_samples, num_words = out.shape
     for n in prange(num_data):
         state = stream(seed, rows[n])

@@ -1,9 +1,7 @@
 """Compiled CPU kernels behind :mod:`pyro_truncated.ops.max_inner_products`.
 
-If all functions are evaluated, torch multiplies matrices in blocks that stay in the cache. Their
-memory is used again, as new memory costs several times as much as writing to it. If some groups are
-evaluated, each data point's products stay in the first cache. Collecting the data points of every
-group would cost more than the products.
+If all functions are evaluated, torch multiplies matrices in blocks that stay in the cache. If some groups are evaluated, each data point's
+products stay in the first cache.
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ def set_products(typing_context, features, coefficients, start, products, at):
 
 @intrinsic
 def product(typing_context, features, coefficients, row):
-    """Multiplies features ``(F,)`` by a row of coefficients ``(K, F)``.
-
-    There are whole registers of half as many entries.
-    """
+    """Multiplies features by a row of coefficients ``(K, F)``, in whole registers."""
     _check(features, coefficients)
 
     def generate(context, builder, signature, arguments):
@@ -103,10 +98,7 @@ def product(typing_context, features, coefficients, row):
 
 @intrinsic
 def set_peaks(typing_context, products, first, step, peaks, start):
-    """Sets sixteen ``peaks`` to maxima over every ``step``-th sixteen ``products``.
-
-    They start at ``start``; NaN is above nothing.
-    """
+    """Sets sixteen ``peaks`` to maxima over every ``step``-th sixteen ``products``."""
     _check(products, peaks)
 
     def generate(context, builder, signature, arguments):
@@ -140,10 +132,7 @@ def set_peaks(typing_context, products, first, step, peaks, start):
 
 @intrinsic
 def ranked(typing_context, peaks, start, rank):
-    """Returns the ``rank``-th largest of sixteen values from ``start`` on.
-
-    None of them is NaN.
-    """
+    """The ``rank``-th largest of sixteen values from ``start`` on."""
     _check(peaks)
 
     def generate(context, builder, signature, arguments):
@@ -163,10 +152,7 @@ def ranked(typing_context, peaks, start, rank):
 
 @intrinsic
 def not_below(typing_context, products, at, bound):
-    """Returns which sixteen ``products`` reach a bound, as bits.
-
-    They start at ``at``; NaN does not reach it.
-    """
+    """Which sixteen ``products`` from ``at`` reach a bound, as bits."""
     _check(products)
 
     def generate(context, builder, signature, arguments):
@@ -189,10 +175,7 @@ def lowest_bit(typing_context, bits):
 
 
 def _check(*kinds):
-    """Refuses arrays that are not contiguous or differ in type.
-
-    Their entries would be read from elsewhere.
-    """
+    """Refuses arrays that are not contiguous or differ in type."""
     if any(not isinstance(kind, types.Array) or kind.layout != "C" or kind.ndim > 2 or kind.dtype != kinds[0].dtype for kind in kinds):
         raise errors.TypingError(f"contiguous arrays of one type are needed; got {', '.join(map(str, kinds))}")
 
@@ -296,10 +279,7 @@ def _enter_products(features: Tensor, coefficients: Tensor, value: np.ndarray, i
 
 @njit(cache=True, nogil=True)
 def _fill(index):
-    """Fills up with the first functions that are not there yet.
-
-    This happens if no value was above minus infinity.
-    """
+    """Fills up with the first functions that are not there yet."""
     num_rows, number = index.shape
     for n in range(num_rows):
         other = 0
@@ -315,19 +295,13 @@ def _fill(index):
 
 @njit(cache=True, nogil=True)
 def _is_above(x, other):
-    """Whether a value is larger.
-
-    NaN is the largest of all, as for ``topk``, so that nothing hides it.
-    """
+    """Whether a value is larger; NaN is the largest, as for ``topk``."""
     return x > other or (x != x and other == other)
 
 
 @njit(cache=True, nogil=True)
 def _insert(x, name, best, index):
-    """Enters a value above the least of the sorted best ones.
-
-    It returns its place.
-    """
+    """Enters a value into the sorted best; returns its place."""
     s = len(best) - 1
     while s > 0 and _is_above(x, best[s - 1]):
         best[s] = best[s - 1]
@@ -340,12 +314,7 @@ def _insert(x, name, best, index):
 
 @njit(cache=True, nogil=True)
 def _bound(products, peaks, number):
-    """Returns a lower bound of the values' given rank.
-
-    That many are the largest of columns that have nothing in common.
-
-    Every sixteen of the ``peaks`` are the maxima of sixteen columns, and hold their part of that many.
-    """
+    """A lower bound of the values' given rank, from maxima of columns."""
     registers = len(peaks) // LANES
     rank = -(-number // registers)
     for place in range(0, len(peaks), LANES):
@@ -358,10 +327,7 @@ def _bound(products, peaks, number):
 
 @njit(cache=True, nogil=True)
 def _enter_row(products, names, best, found, peaks):
-    """Enters functions that are among the largest of a data point.
-
-    Of ``products`` whole registers are there, filled up with minus infinity; ``peaks`` are memory.
-    """
+    """Enters functions that are among the largest of a data point."""
     number = len(best)
     least = best[number - 1]
     # Where none is known yet, most of what would be entered would not stay.
@@ -396,10 +362,7 @@ def _registers(number):
 
 @njit(cache=True, nogil=True)
 def _group_members(group, num_groups):
-    """Returns the functions by group, and where each begins, ``(G + 1,)``.
-
-    They are counted, not compared.
-    """
+    """The functions by group, and where each begins, ``(G + 1,)``."""
     start = np.zeros(num_groups + 1, np.int64)
     for g in group:
         start[g + 1] += 1
@@ -414,12 +377,9 @@ def _group_members(group, num_groups):
 
 @njit(cache=True, nogil=True)
 def _tables(coefficients, members, first):
-    """Returns the functions' coefficients group by group.
+    """Tables of sixteen functions' coefficients, group by group, and their positions.
 
-    Sixteen functions stand together, and those of one feature are side by side.
-
-    A table ``(1 + F, 16)`` begins with a constant, 0, and minus infinity for functions that are not there. Returns all tables, and the
-    position of the first of every group, ``(G + 1,)``.
+    A table ``(1 + F, 16)`` begins with a constant, 0, and minus infinity for functions that are not there.
     """
     num_groups, num_features = len(first) - 1, coefficients.shape[1]
     start = np.zeros(num_groups + 1, np.int64)

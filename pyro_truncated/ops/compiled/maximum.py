@@ -1,8 +1,4 @@
-"""Compiled CPU kernels for superpositions by maximum.
-
-As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads. In Gibbs
-sampling of slabs every data point has its own stream of random numbers.
-"""
+"""Compiled CPU kernels for superpositions by maximum, in float64."""
 
 from __future__ import annotations
 
@@ -51,10 +47,7 @@ def _log_ndtr(x):
 
 @njit(cache=True, nogil=True)
 def log_interval(lower, upper):
-    """Returns the log of the standard normal mass between two numbers.
-
-    The smaller one comes first.
-    """
+    """The log of the standard normal mass between two ascending numbers."""
     low, high = (-upper, -lower) if lower + upper > 0.0 else (lower, upper)
     width = high - low
     if not width > 0.0:
@@ -72,10 +65,7 @@ def log_interval(lower, upper):
 
 @njit(cache=True, nogil=True)
 def _inverse_log_ndtr(log_p):
-    """Newton's method from the left, for probabilities up to one half.
-
-    It never crosses the root, as the function is concave.
-    """
+    """Newton's method from the left, for probabilities up to one half."""
     x = -math.sqrt(-2.0 * log_p)
     for _ in range(_NEWTON_STEPS):
         value = _log_ndtr(x)
@@ -94,10 +84,7 @@ def _log_add(a, b):
 
 @njit(cache=True, nogil=True)
 def truncated_standard_normal(lower, upper, u):
-    """Returns the truncated standard normal quantile at ``u``.
-
-    It inverts in the log domain.
-    """
+    """The truncated standard normal quantile at ``u``, in the log domain."""
     is_flipped = lower + upper > 0.0
     low, high = (-upper, -lower) if is_flipped else (lower, upper)
     # Strictly between zero and one, whose quantiles may be infinite.
@@ -120,10 +107,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`.
-
-    Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
-    """
+    """See :func:`pyro_truncated.ops.maximum_statistics`."""
     num_data, (num_observed, num_latents) = value.shape[0], weight.shape
     active = value.new_zeros(num_data, num_latents, dtype=torch.float64)
     prediction = value.new_zeros(num_data, num_observed, dtype=torch.float64)
@@ -177,10 +161,7 @@ def _maximum_error(words, value, weight, precision, out):
 
 @njit(cache=True, nogil=True)
 def _winner(weight, active, count, size, out, winner):
-    """Returns maxima as in :func:`_maximum`, and who attains them.
-
-    It is the first such latent, or ``len(weight)`` where none is above zero.
-    """
+    """The maxima, and the first latent of each, or ``len(weight)``."""
     for j in range(size):
         out[j] = 0.0
         winner[j] = len(weight)
@@ -290,10 +271,7 @@ def slab_gibbs(
     rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_slab_gibbs`.
-
-    ``prior`` and ``start`` are those of the selected causes, ``(N, K)`` each.
-    """
+    """See :func:`pyro_truncated.ops.maximum_slab_gibbs`."""
     draws = start.new_empty(len(start), sweeps, start.shape[1])
     probabilities = torch.zeros_like(start)
     log_odds, mean, deviation = (as_array(parameter) for parameter in prior)
@@ -315,10 +293,7 @@ def slab_statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tens
 
 @njit(cache=True, nogil=True)
 def _sort(keys, count, order):
-    """Sorts the positions of the first ``count`` keys into ``order``.
-
-    Insertion sort suits few keys.
-    """
+    """Sorts the positions of the first ``count`` keys by insertion."""
     if count > 64:
         order[:count] = np.argsort(keys[:count])
         return
@@ -332,12 +307,10 @@ def _sort(keys, count, order):
 
 @njit(cache=True, nogil=True)
 def _won(value, others, element, precision, terms):
-    """Computes what winning a dimension adds to the log density.
+    """Computes what winning a dimension adds to the log density; returns places.
 
-    Rows of ``terms`` hold its threshold, constant, slope and curvature.
-
-    Dimensions that no other cause claims share the threshold zero and are summed up in the first place, which has none (infinity) without
-    them. Returns the number of places.
+    Rows of ``terms`` hold its threshold, constant, slope and curvature. Dimensions that no other cause claims are summed up in the first
+    place, which has no threshold without them.
     """
     count = 1
     terms[0, 0] = np.inf
@@ -365,9 +338,7 @@ def _won(value, others, element, precision, terms):
 def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
     """Computes log masses of the slab's segments relative to the spike.
 
-    Rows of ``segments`` are upper edge, mean, root precision and log mass.
-
-    Returns the largest of the log masses, that of the spike (zero) among them. Negligible segments are not evaluated.
+    Rows of ``segments`` are upper edge, mean, root precision and log mass; the largest of these, or zero, is returned.
     """
     normalizer = 0.5 * (LOG_2PI - math.log(inverse_variance))
     constant = log_odds - normalizer - 0.5 * inverse_variance * mean * mean
@@ -420,10 +391,7 @@ def _draw(segments, count, best, first, second):
 
 @njit(cache=True, nogil=True)
 def _offers(weight, selected, coefficients, without, others):
-    """Computes the other causes' maximum in every dimension.
-
-    Coefficients that are not positive win nothing.
-    """
+    """Computes the other causes' maximum in every dimension."""
     others[:] = 0.0
     for k in range(len(selected)):
         s = coefficients[k]

@@ -1,10 +1,7 @@
-"""Compiled products over dimensions of Gaussian bumps beside constants.
+"""Compiled kernels behind :mod:`pyro_truncated.ops.mixture_products`.
 
-See :mod:`pyro_truncated.ops.mixture_products`.
-
-Columns are processed in strips that stay in the fastest cache. The exponential is written out,
-because a library call would keep the compiler from using vector registers. Sums over rows are taken
-block by block in a fixed order, whatever the number of threads.
+Columns are processed in strips that stay in the fastest cache. The exponential is written out, because a library call would keep the
+compiler from using vector registers.
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ def products(factors: tuple[Tensor, ...], num_sharp: int, summed: bool) -> Tenso
 
 
 def gradients(factors: tuple[Tensor, ...], num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns gradients of ``sum(weight * products)`` in all seven factors.
-
-    A weight ``(P,)`` stands for all rows.
-    """
+    """Returns gradients of ``sum(weight * products)`` in all seven factors."""
     arrays = _arrays(factors)
     num_rows, num_dims = arrays[0].shape
     blocks = min(_MAX_BLOCKS, max(1, num_rows))
@@ -59,10 +53,7 @@ def _arrays(factors: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
 
 
 def _pad(columns: Tensor) -> np.ndarray:
-    """Pads columns with zeros to whole strips.
-
-    The compiler then knows how long every inner loop is.
-    """
+    """Pads columns with zeros to strips of known length."""
     return torch.nn.functional.pad(columns.detach().double(), (0, -columns.shape[1] % _STRIP)).contiguous().numpy()
 
 
@@ -145,7 +136,7 @@ def _products_up_to(n, start, num_sharp, height, center, rate, share, point, dec
 
 @njit(fastmath=_REORDER, inline="always")
 def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, columns):
-    """Computes gradients of dimensions with a constant part, last one first.
+    """Gradients of dimensions with a constant part, last one first.
 
     It multiplies their factors into ``behind``.
     """
@@ -180,10 +171,7 @@ def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, ba
 
 @njit(fastmath=_REORDER, inline="always")
 def _sharp_gradients(n, start, num_sharp, height, center, rate, point, product, rows, columns):
-    """Computes gradients of dimensions whose bumps have no constant.
-
-    ``product`` is that of all factors and the weight.
-    """
+    """Gradients of dimensions without constants; ``product`` is all factors' and the weight's."""
     total = 0.0
     for p in range(_STRIP):
         total += product[p]

@@ -1,7 +1,4 @@
-"""Compiled CPU kernels for noisy-OR likelihoods of packed binary states.
-
-As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads.
-"""
+"""Compiled CPU kernels for noisy-OR likelihoods, in float64."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def _where(row, wanted, index):
 
 @njit(cache=True, nogil=True, fastmath={"contract"})
 def _noisy_or(leak, weight, active, count, size, probability):
-    """``probability[j] = 1 - (1 - leak[j]) prod_h (1 - weight[h, j])`` over the active latents, summed from positive terms only.
-
-    Small probabilities so keep their precision.
-    """
+    """``1 - (1 - leak) prod_h (1 - weight[h])`` over active latents, from positive terms."""
     for j in range(size):
         probability[j] = leak[j]
     for a in range(count):

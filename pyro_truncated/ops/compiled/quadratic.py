@@ -1,8 +1,7 @@
-"""Compiled CPU kernels for quadratic functions of packed binary states.
+"""Compiled CPU kernels for quadratic functions of packed states, in float64.
 
-Every function takes and returns tensors on the CPU and computes in float64. It splits the data
-points into blocks whose number does not depend on the number of threads. So sums do not depend on
-it either.
+Data points are split into blocks whose number does not depend on that of threads. So sums do not depend on it either, here and in the other
+kernels.
 """
 
 from __future__ import annotations

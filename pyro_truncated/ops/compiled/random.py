@@ -1,7 +1,4 @@
-"""Counter-based random numbers for compiled kernels.
-
-There is one stream per data point, whatever thread processes it.
-"""
+"""Counter-based random numbers for compiled kernels, a stream per data point."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ def mix(x):
 
 @njit(cache=True, nogil=True, inline="always")
 def stream(seed, row):
-    """Returns the first state of a data point's stream.
-
-    A stream advances by ``state += STEP``.
-    """
+    """The first state of a data point's stream, which advances by ``STEP``."""
     return mix(np.uint64(seed) + mix(np.uint64(row + 1) * STEP))
 
 

@@ -1,15 +1,11 @@
-"""Compiled CPU kernels for scenes of occluding objects.
+"""Compiled CPU kernels for scenes of occluding objects, in float64.
 
-What an object at a place says about an image is computed once for all states. Per state, work is done only where
-objects overlap. Everything is float64, and sums do not depend on the number of threads.
+What an object at a place says about an image is computed once for all states. Per state, work is done only where objects overlap.
 
-Arguments that go together are tuples. ``model`` is (features ``(H, T, F)``, masks ``(H, T)``,
-variance, shape, nodes, weights). Its shape holds height and width of canvas, template and grid of
-places; nodes are empty if objects lie in depth order. ``memory`` is (slot of each object and place,
-slots in use, log density ratios, log likelihood ratios, their sums). ``state`` is (objects, top
-edges, left edges, slots) of one state.
-
-Scans slide every object over every image, in float32.
+Arguments that go together are tuples. ``model`` is (features ``(H, T, F)``, masks ``(H, T)``, variance, shape, nodes, weights). Its shape
+holds height and width of canvas, template and grid of places; nodes are empty if objects lie in depth order. ``memory`` is (slot of each
+object and place, slots in use, log density ratios, log likelihood ratios, their sums). ``state`` is (objects, top edges, left edges, slots)
+of one state.
 """
 
 from __future__ import annotations
@@ -51,10 +47,7 @@ def pixel_under(shape, top, left, i):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_place(image, energy, h, top, left, model, memory, slot):
-    """Fills a slot with log density and likelihood ratios, entry by entry.
-
-    They compare object and background, and the object alone.
-    """
+    """Fills a slot with log density and likelihood ratios, entry by entry."""
     features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
     ratio, single, total = memory[2][slot], memory[3][slot], memory[4]
     shift = 0.5 * image.shape[1] * np.log(variance)
@@ -75,10 +68,7 @@ def _add_place(image, energy, h, top, left, model, memory, slot):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def lay_out(places, rank, image, energy, model, memory, state):
-    """Lists a state's objects and fills missing slots; returns their number.
-
-    They go front to back if they lie in depth order.
-    """
+    """Lists a state's objects, front to back, and fills missing slots."""
     shape, in_depth = model[3], len(model[4]) == 0
     slot_of, used = memory[0], memory[1]
     found, top, left, slots = state
@@ -142,9 +132,7 @@ _LOST = -60.0
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def shared_pixels(count, shape, state, space):
-    """Lists the pixels that several objects of a state cover.
-
-    Each has a bit for each of these objects; their number is returned.
+    """Lists pixels that several objects cover, with their bits; returns their number.
 
     The first array of ``space`` is zero before and after.
     """
@@ -179,10 +167,7 @@ def shared_pixels(count, shape, state, space):
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio):
-    """Lists the objects over a pixel; returns their number.
-
-    Each has slot, template entry, mask probability and log density ratio.
-    """
+    """Lists slot, entry, mask probability and ratio of objects over a pixel."""
     row, column = pixel // width, pixel % width
     over = 0
     for j in range(count):
@@ -199,12 +184,9 @@ def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, 
 def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor):
     """Returns the log of a factor of a pixel's density ratio.
 
-    The other factor is left in ``factor[0]``. The ratio is that under the objects over it.
-
-    Prior and posterior probabilities of owning the pixel go to ``share`` and ``responsibility``.
-
-    In depth order the first object whose mask is on owns the pixel. Otherwise it is drawn uniformly
-    from those whose mask is on, by a Gauss-Legendre rule that is exact for their number.
+    The other factor is left in ``factor[0]``; prior and posterior probabilities of owning the pixel go to ``share`` and ``responsibility``.
+    In depth order the first object whose mask is on owns the pixel. Otherwise it is drawn uniformly from those whose mask is on, by a
+    Gauss-Legendre rule that is exact for their number.
     """
     rest, peak = 1.0, 0.0
     for j in range(over):
@@ -233,10 +215,7 @@ def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _exp(x):
-    """Returns the exponential of a non-positive number.
-
-    If the result rounds to zero or one, no call is made.
-    """
+    """The exponential of a non-positive number, without a call where trivial."""
     if x == 0.0:
         return 1.0
     return np.exp(x) if x > _LOST else 0.0
@@ -312,10 +291,7 @@ def _arguments(places: Tensor, rank: Tensor | None, scene: SceneParameters, canv
 
 @functools.lru_cache(maxsize=4)
 def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Gauss-Legendre rules on the unit interval of 1, 2, ... nodes.
-
-    They go up to what is exact for ``most`` objects, one behind the other.
-    """
+    """Gauss-Legendre rules of 1, 2, ... nodes, exact up to ``most`` objects."""
     rules = [np.polynomial.legendre.leggauss(number) for number in range(1, (most + 1) // 2 + 1)]
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
@@ -330,10 +306,7 @@ def _room(places, model, num_pixels):
 
 @parallel_kernel(cost=HEAVY, error_model="numpy")
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
-    """Returns log densities ``(N, C)`` of images ``(N, D, F)`` under states.
-
-    States are places ``(N, C, H)``, -1 for absent objects, and depth ranks.
-    """
+    """Log densities ``(N, C)`` of images under states ``(N, C, H)`` and depth ranks."""
     num_data, num_candidates = places.shape[:2]
     num_blocks = min(num_data, _MAX_BLOCKS)
     constant = 0.5 * images.shape[1] * images.shape[2] * np.log(2 * np.pi)
@@ -355,10 +328,7 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
 
 @parallel_kernel(cost=HEAVY, error_model="numpy")
 def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
-    """Returns log densities of the pixels ``(N, C, D)``.
-
-    The other arguments are those of :func:`_log_prob`, which sums them.
-    """
+    """Log densities ``(N, C, D)`` of the pixels, which :func:`_log_prob` sums."""
     num_data, num_candidates = places.shape[:2]
     num_blocks = min(num_data, _MAX_BLOCKS)
     constant = 0.5 * images.shape[2] * np.log(2 * np.pi)
@@ -398,10 +368,7 @@ def _add_ratios(count, model, memory, state, local, space, out):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _correction(count, model, memory, state, local, space):
-    """Returns a state's log density beyond that of its single objects.
-
-    The difference comes from shared pixels.
-    """
+    """A state's log density beyond that of its single objects."""
     # Arrays are taken out of their tuples here, once: doing so costs more than the work on a pixel.
     masks, nodes, weights = model[1], model[4], model[5]
     height, width, extent = model[3][0], model[3][1], model[3][3]
@@ -451,10 +418,7 @@ def _collect(weight, count, model, memory, state, local, space, held, owned, swi
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_image(image, model, memory, held, owned, switched, own, sums, bits, counts):
-    """Adds the slots of one image to object sums and empties them.
-
-    ``own`` gets the objects' share.
-    """
+    """Adds the slots of one image to object sums and empties them."""
     masks, shape = model[1], model[3]
     for s in range(memory[1][0]):
         key = memory[1][s + 1]
@@ -539,10 +503,7 @@ def scan_at(
 
 
 def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> tuple[Any, ...]:
-    """Prepares colours and objects for compiled scans.
-
-    There are three planes of colours, padded by the reach of templates.
-    """
+    """Colours, in three padded planes, and objects for compiled scans."""
     height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
     root, missing = (2 * scene.variance.double()).sqrt(), 3 - images.shape[-1]
     colours = torch.nn.functional.pad((scene.features.double() / root).float(), (0, missing))
@@ -570,17 +531,11 @@ def _add_entry(first, second, third, energy, colour, logit, floor, out):
 
 @parallel_kernel(cost=HEAVY)
 def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
-    """Log likelihood ratios of each object alone at each place.
+    """Log likelihood ratios of each object alone at each place, in ``out``.
 
-    Args:
-        planes: three colour planes over their noise deviation times root two, padded on the right and below and flattened, ``(N, 3, P)``.
-        energy: minus the log density of what else the pixels may show, ``(N, P)``.
-        colours: template colours on the same scale, ``(H, T, 3)``.
-        logits: log-odds of the masks and what else does not depend on the image, ``(H, T)``.
-        floors: log probability that a mask is off, ``(H, T)``.
-        shape: width of the template, and of the padded image.
-        is_used: entries that take part, ``(H, T)``.
-        out: result, ``(N, H, rows, columns)``.
+    ``planes (N, 3, P)`` are colours over the noise deviation times root two, padded and flattened, ``energy (N, P)`` minus the log density
+    of what else the pixels may show. Templates have ``colours (H, T, 3)``, ``logits`` and ``floors`` (log probability that a mask is off).
+    ``shape`` is the width of the template and of the padded image.
     """
     num_data, num_objects, rows, columns = out.shape
     # Rows run on into the padding, so that one loop goes over all places; what it adds there is dropped.
@@ -601,10 +556,7 @@ def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
 
 @parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def _scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
-    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only.
-
-    ``columns`` places make a row. The result ``out`` is ``(N, K, P)``.
-    """
+    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only."""
     for n in prange(len(objects)):
         for k in range(objects.shape[1]):
             h = objects[n, k]

@@ -1,9 +1,8 @@
-"""Compiled CPU kernels for linear spike-and-slab likelihoods.
+"""Compiled CPU kernels for linear spike-and-slab likelihoods, in float64.
 
-Factors are those of the active latents of a state alone. Independent slabs take one factor. Correlated ones take two:
-they are written as ``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``. Such factors take no
-square roots, and divide by nothing but what tells slabs apart. All is done to whole rows, of so many entries as fill registers. As in
-:mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads.
+Factors are those of the active latents of a state alone. Independent slabs take one factor. Correlated ones take two: they are written as
+``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``. Such factors take no square roots, and divide
+by nothing but what tells slabs apart. All is done to whole rows, of so many entries as fill registers.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _VECTOR, _INTEGER = ir.VectorType(ir.DoubleType(), _LANES), ir.IntType(32)
 
 @intrinsic
 def _add_lanes(typing_context, factor, source, row, start, target, other, column):
-    """Adds a multiple of a register of a row to another matrix.
-
-    Offsets from the rows' starts are given.
-    """
+    """Adds a multiple of a register of a row to another matrix."""
 
     def generate(context, builder, signature, arguments):
         factor, source, row, start, target, other, column = arguments
@@ -81,22 +77,14 @@ def _clear_lanes(typing_context, matrix, row, column):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def add_row(factor, source, row, target, other, first, size, start=0):
-    """Adds a multiple of a row to a row of another matrix.
-
-    It starts at about the first entry and covers whole registers.
-
-    The row that is added begins at ``start``.
-    """
+    """Adds a multiple of a row to a row of another matrix."""
     for column in range(first // _LANES * _LANES, size, _LANES):
         _add_lanes(factor, source, row, start, target, other, column)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def add_square(factor, source, row, start, count, target):
-    """Adds a multiple of a row's outer product to a matrix.
-
-    The lower triangle is complete, and some of the rest is written, too.
-    """
+    """Adds a multiple of a row's outer product to a lower triangle."""
     for a in range(count):
         add_row(factor * source[row, start + a], source, row, target, a, 0, padded(a + 1), start)
 
@@ -112,20 +100,14 @@ def row_square(matrix, row, first, last):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def clear_row(matrix, row, first, size):
-    """Sets entries of a row to zero, in whole registers.
-
-    It starts with the register of the first entry.
-    """
+    """Sets entries of a row to zero, in whole registers."""
     for column in range(first // _LANES * _LANES, size, _LANES):
         _clear_lanes(matrix, row, column)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def gather_square(table, active, count, size, out):
-    """Copies a table's rows and columns of the active latents.
-
-    The rows are padded.
-    """
+    """Copies a table's padded rows and columns of the active latents."""
     for a in range(count):
         h = active[a]
         clear_row(out, a, count, size)
@@ -144,10 +126,7 @@ def gather_above(table, active, count, size, out):
 
 
 def gram_matrix(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the dictionary by latents, observed entries, and Gram matrix.
-
-    The entries have no rows if all are observed. The Gram matrix is empty if it differs by row.
-    """
+    """The dictionary by latents, observed entries, and Gram matrix, or empty ones."""
     scaled = scaled.detach().double()
     if observed is None:
         return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
@@ -164,10 +143,7 @@ def _dot(one, other, size):
 
 @njit(cache=True, nogil=True)
 def row_gram_matrix(scaled, observed, used, num_used, near, table):
-    """Computes the Gram matrix over observed entries.
-
-    It goes into ``table``, for the latents in use only.
-    """
+    """Computes the Gram matrix over observed entries, for the latents in use."""
     for a in range(num_used):
         row, source = near[a], scaled[used[a]]
         for d in range(len(observed)):
@@ -194,17 +170,10 @@ _LARGE = 1e150
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Returns the log density ``(N, C)`` up to a state-independent constant.
+    """Log densities ``(N, C)``, up to constants, with slabs integrated out.
 
-    It is float64.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        linear: products of the data with the dictionary over the noise variance, ``(N, H)``.
-        scaled: dictionary over the noise deviation, ``(D, H)``.
-        observed: which entries are observed ``(N, D)``, or ``None`` for all.
-        mean: means of the slabs, ``(H,)``.
-        deviation: standard deviations of the slabs, ``(H,)``.
+    ``linear (N, H)`` are products of data and dictionary over the noise variance, ``scaled (D, H)`` is the dictionary over the noise
+    deviation, ``observed (N, D)`` may be ``None``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     _log_prob(as_words(words), as_array(linear), *gram_matrix(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
@@ -235,9 +204,7 @@ def moments(
 
 @njit(cache=True, nogil=True)
 def _factorize(linear, table, mean, deviation, active, count, factor, solution):
-    """Collapses the slabs of the active latents.
-
-    They are ``mean + deviation * e`` with standard normal ``e``.
+    """Collapses the slabs ``mean + deviation * e`` of the active latents.
 
     Leaves in ``factor`` the Cholesky factor ``L`` of the posterior precision of ``e``, ``M = I + T G T`` with ``T = diag(deviation)``. In
     ``solution`` it leaves the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the
@@ -301,10 +268,7 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
 
 @njit(cache=True, nogil=True)
 def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
-    """Adds a state's weighted first and second moments of the slabs.
-
-    Second moments are a lower triangle. ``factor`` and ``solution`` are overwritten.
-    """
+    """Adds a state's weighted moments of the slabs, a lower triangle."""
     invert(factor, count)
     for a in range(count):
         # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
@@ -360,19 +324,13 @@ NUM_VECTORS = 4
 
 @njit(cache=True, nogil=True)
 def row_sizes(most):
-    """Returns row sizes for at most so many active latents.
-
-    A column beyond them is included.
-    """
+    """Row sizes for at most so many active latents and a column."""
     return padded(most + 1)
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
-    """Computes ``R'`` and ``D`` of the active latents' covariance.
-
-    ``R'`` is above the diagonal of ``prior``, ``R`` below that of ``lower``, ``D`` in vectors.
-    """
+    """Computes ``R'`` and ``D`` of the active latents' covariance."""
     gather_above(covariance, active, count, size, prior)
     for a in range(count):
         clear_row(lower, a, 0, size)
@@ -422,10 +380,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def eliminate(joint, count, size, vectors):
-    """Eliminates what is below the pivots of ``M``.
-
-    Rows have so many entries. It returns the rest of the log density.
-    """
+    """Eliminates what is below the pivots; returns the log density's rest."""
     energy, product = 0.0, 1.0
     for p in range(count):
         # The precision exceeds that of the prior, so a pivot below it is a rounding error.
@@ -509,10 +464,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def transpose_roots(joint, count, size, roots):
-    """Computes the columns of ``T' F^-1/2``.
-
-    Their outer products sum up to the posterior's covariance.
-    """
+    """The columns of ``T' F^-1/2``, whose outer products sum to the covariance."""
     for p in range(count):
         scale = 1.0 / np.sqrt(joint[p, p])
         for a in range(count):
@@ -521,11 +473,10 @@ def transpose_roots(joint, count, size, roots):
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
-    """Returns expected log densities of slabs under another prior.
+    """Expected log densities of slabs under another prior, without constants.
 
-    Their posterior has these roots; constants are missing, and ``rows`` are scratch.
-
-    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the roots, and times how far the means are apart.
+    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the posterior's roots, and times how far the means are
+    apart.
     """
     gather_above(covariance, active, count, size, rows)
     for a in range(count):
@@ -605,12 +556,7 @@ def expected_log_prior(
 
 
 def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Allocates matrices and vectors for active latents, for each block.
-
-    Counting references to a kernel's own takes long.
-
-    The wider the states, the fewer blocks, see :func:`.count_blocks`.
-    """
+    """Allocates matrices and vectors for active latents, for each block."""
     most = most_active(words)
     size = row_sizes(most)
     num_blocks = count_blocks(num_data, accumulator_size, 8 * most * size)
@@ -618,10 +564,7 @@ def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[n
 
 
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """Returns zeros that begin at a cache line.
-
-    Registers across two lines take twice as long to read.
-    """
+    """Zeros that begin at a cache line, as registers read fastest."""
     size = math.prod(shape)
     numbers = np.zeros(size + _LINE)
     start = -(numbers.ctypes.data // numbers.itemsize) % _LINE

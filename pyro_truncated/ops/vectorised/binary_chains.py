@@ -1,6 +1,4 @@
-"""Messages along binary chains on sets of packed states.
-
-They are computed in plain torch, with a loop over steps, vectorised over sequences and states.
+"""Messages along binary chains in plain torch, with a loop over steps.
 
 A step whose kind of transition is negative lies beyond the end of its sequence: its first member has all the weight.
 """
@@ -24,10 +22,7 @@ class _Steps:
         self.log_prob = log_prob
 
     def bits(self, t: int, size: int | None = None) -> Tensor:
-        """Returns values ``(N, S, M)`` of the first members of a step.
-
-        The step before the first holds the state zero.
-        """
+        """Values ``(N, S, M)`` of the first members of a step."""
         if t < 0:
             return self.words.new_zeros(len(self.words), 1, self.log_prob.shape[1]).double()
         return unpack_bits(self.words[:, t, :size], self.log_prob.shape[1], torch.float64)
@@ -42,10 +37,7 @@ class _Steps:
 
 
 def _pairs(terms: PairTerms, previous: Tensor, current: Tensor, has_forbidden: bool) -> Tensor:
-    """Returns log probabilities ``(N, S', S)`` of transitions.
-
-    They lead between states ``(N, S', M)`` and ``(N, S, M)``, with terms of each row.
-    """
+    """Log transition probabilities ``(N, S', S)`` between states ``(N, S', M)`` and ``(N, S, M)``."""
     alone = (previous @ terms.previous.unsqueeze(-1)) + (current @ terms.current.unsqueeze(-1)).mT
     result = terms.constant.view(-1, 1, 1) + alone + (previous * terms.both.unsqueeze(1)) @ current.mT
     if has_forbidden:
@@ -58,19 +50,13 @@ def _pairs(terms: PairTerms, previous: Tensor, current: Tensor, has_forbidden: b
 
 
 def _normalize(message: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns messages without their log sum, and that sum.
-
-    Impossible messages stay.
-    """
+    """Messages without their log sum, and that sum; impossible messages stay."""
     total = message.logsumexp(-1)
     return torch.where(total.unsqueeze(-1) > -torch.inf, message - total.unsqueeze(-1), message), total
 
 
 def _replace_ended(message: Tensor, is_part: Tensor) -> Tensor:
-    """Returns messages with those of ended sequences replaced.
-
-    Sequences that do not have the step have all weight on the first member.
-    """
+    """Messages with all weight on the first member where sequences have ended."""
     first = torch.full_like(message, -torch.inf)
     first[..., 0] = 0.0
     return torch.where(is_part.unsqueeze(-1), message, first)
@@ -139,10 +125,7 @@ def select(
 
 
 def _best_distinct(score: Tensor, words: Tensor, size: int) -> Tensor:
-    """Returns positions ``(N, size)`` of the best distinct states.
-
-    Where there are too few, -1 fills up; where all are impossible the first ones are chosen.
-    """
+    """Positions ``(N, size)`` of the best distinct states, filled up with -1."""
     score, order = score.sort(dim=1, descending=True, stable=True)
     ordered = words.gather(1, order.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
     score = score.masked_fill(find_duplicates(ordered), -torch.inf)
@@ -156,10 +139,7 @@ def _best_distinct(score: Tensor, words: Tensor, size: int) -> Tensor:
 def expected_pairs(
     words: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns weighted sums over all transitions of each kind.
-
-    They are their number ``(K,)`` and expected bits before, after and of both ``(K, M)``.
-    """
+    """Weighted numbers of transitions of each kind, and their bits ``(K, M)``."""
     steps, (num_kinds, num_latents) = _Steps(words, log_prob, kind), log_prob.shape[:2]
     number = forward.new_zeros(num_kinds)
     previous, current, both = forward.new_zeros(3, num_kinds, num_latents)
@@ -216,10 +196,7 @@ def draw_paths(words: Tensor, forward: Tensor, log_prob: Tensor, kind: Tensor, u
 
 
 def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
-    """Returns what states add to the sum over sets ``others``.
-
-    For states ``(N, T, C, W)`` these are logarithms ``(N, T, C)``, up to a constant of each step.
-    """
+    """Log masses ``(N, T, C)`` of states, up to a constant of each step."""
     steps, out = _Steps(others, log_prob, kind), torch.empty(unary.shape, dtype=torch.float64, device=unary.device)
     for t in range(kind.shape[1]):
         states = unpack_bits(words[:, t], log_prob.shape[1], torch.float64)
@@ -273,10 +250,7 @@ def flips(
 
 
 def _ratio(on: Tensor, chances: Tensor, value: Tensor) -> Tensor:
-    """Returns by how much sums over a neighbour's values grow.
-
-    A latent's value ``(R, S, M)`` is changed, with transitions ``(R, M, 2, 2)``.
-    """
+    """By how much sums grow where a latent's value changes."""
 
     def of(row: Tensor) -> Tensor:
         off_to_on = torch.where(row[..., 0] > 0, row[..., 1] / row[..., 0], 0.0).unsqueeze(1)

@@ -1,7 +1,4 @@
-"""The functions of :mod:`pyro_truncated.ops.evolution` in plain torch.
-
-Selection takes lexicographic sorts instead of hash sets.
-"""
+"""The functions of :mod:`pyro_truncated.ops.evolution` in plain torch."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def find_duplicates(words: Tensor) -> Tensor:
 
 
 def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
-    """Returns the best ``size`` distinct states, and a failure code.
-
-    It is the smallest number of distinct states of a row with too few of them (else -1).
-    """
+    """The best ``size`` distinct states, and a row's too small number or -1."""
     are_enough = size <= words.shape[1]
     words = torch.cat([words, extra_words], 1)
     log_joint = torch.cat([log_joint, extra_log_joint], 1)
@@ -60,10 +54,9 @@ def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: 
 
 
 def _fitness(log_joint: Tensor, by_fitness: bool) -> Tensor:
-    """Returns selection weights.
+    """Selection weights: the offset fitness, or one.
 
-    They are the offset fitness, or one. They are tiny without fitness, and even less for impossible
-    states.
+    They are tiny without fitness, and even less for impossible states.
     """
     possible = log_joint > -math.inf
     if not by_fitness:
@@ -112,10 +105,7 @@ def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor,
 
 
 def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tensor) -> Tensor:
-    """Returns flips in states ``(n, C, W)``.
-
-    All random words ``(n, C, .)`` that can be needed are given.
-    """
+    """Flips in states ``(n, C, W)`` by random words ``(n, C, .)``."""
     device = words.device
     on, moves, change, off = draws.split([flips.num_on, 2 * flips.num_other, 2, -(-fields.num_bits // 2)], -1)
     bits = fields.on(device, "binary_bits")
@@ -157,10 +147,7 @@ def _powers(device: torch.device) -> Tensor:
 
 
 def _gaps(draws: Tensor, log_stay: Tensor, number: int) -> Tensor:
-    """Returns positions ``(..., J)`` of changes with geometric gaps.
-
-    Positions behind the last latent mean no change.
-    """
+    """Positions ``(..., J)`` of changes with geometric gaps."""
     gap = (-random.uniform(draws)).log1p() / log_stay
     gap = torch.where(log_stay < 0, gap, number).clamp(max=number)
     return (gap.long() + 1).cumsum(-1) - 1
@@ -187,20 +174,14 @@ def _move(words: Tensor, fields: Fields, log_stay: float, draws: Tensor) -> Tens
 
 
 def changed_by(words: Tensor, fields: Fields, draws: Tensor) -> Tensor:
-    """Returns bits ``(n, C, W)`` that move one latent of each state.
-
-    Two random words each choose the latent and the value.
-    """
+    """Bits ``(n, C, W)`` that move one latent, by two random words each."""
     latent, value = draws.split(1, -1)
     word, bits = _moves(words, fields, "mutable", random.below(latent, len(fields.mutable)), value)
     return torch.zeros_like(words).scatter_(-1, word, bits)
 
 
 def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns words and bits ``(n, C, J)`` that move latents.
-
-    Each latent gets another of its values, all equally probable.
-    """
+    """Words and bits ``(n, C, J)`` that move latents to other values."""
     word, shift, cardinality = fields.on(words.device, f"rows of {kind}")[:, place]
     if fields.is_binary:
         return word, torch.ones_like(shift) << shift
@@ -211,10 +192,7 @@ def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tenso
 
 
 def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.initial_states`.
-
-    ``others`` are the states of several active latents if these are few, else empty.
-    """
+    """See :func:`pyro_truncated.ops.initial_states`."""
     streams = random.stream(seed, rows)
     num_singletons = min(len(singletons), num_states - 1)
     num_others = num_states - 1 - num_singletons
@@ -227,10 +205,7 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
 
 
 def _subsets(choices: Tensor, size: int, streams: Tensor) -> Tensor:
-    """Returns random distinct rows of ``choices``, ``(N, size, W)``.
-
-    It is a partial shuffle for every data point. If all of them fit, they are in order.
-    """
+    """Random distinct rows of ``choices``, ``(N, size, W)``, or all in order."""
     if size == len(choices):
         return choices.expand(len(streams), -1, -1)
     draws, order = random.numbers(streams, size), torch.arange(len(choices), device="cpu").repeat(len(streams), 1)
@@ -240,10 +215,7 @@ def _subsets(choices: Tensor, size: int, streams: Tensor) -> Tensor:
 
 
 def _add_sparse(words: Tensor, number: int, fields: Fields, streams: Tensor) -> Tensor:
-    """Adds new states with two and a Poisson number more changes.
-
-    Its mean is between 0 and 2 and belongs to the data point.
-    """
+    """Adds new states with two and a Poisson number more changes."""
     num_data, num_first, num_words = words.shape
     streams = streams.unsqueeze(1) + random.STEP
     walks = random.mix(streams + torch.arange(num_first, num_first + number, device="cpu") * random.STEP)

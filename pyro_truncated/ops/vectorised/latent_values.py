@@ -37,10 +37,7 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def first_beyond(words: Tensor, beyond: int) -> int:
-    """Returns the first state whose last word has given bits.
-
-    States are counted through all rows; -1 if there is none.
-    """
+    """The first state whose last word has given bits, or -1."""
     found = (words[..., -1] & beyond).flatten().nonzero()
     return int(found[0]) if len(found) else -1
 
@@ -90,13 +87,7 @@ def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:
 def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yields blocks of candidates: their places and states ``(N, c, H)``.
 
-    There is at least one block, empty if need be.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        width: a block holds a few tensors ``(N, c, max(H, width))``.
-        dtype: of the states.
+    A block holds a few tensors ``(N, c, max(H, width))``.
     """
     # Of the size of a block's states that are held at once: bits on the way, states, a product with
     # them, and a product of both.
@@ -107,9 +98,7 @@ def state_blocks(words: Tensor, num_latents: int, width: int, dtype: torch.dtype
 
 
 class ActiveLatents(NamedTuple):
-    """The active latents of a block of states.
-
-    The block has some states for every data point ``(N, c)``, or any of them, ``(M, 1)``.
+    """The active latents of a block of states, ``(N, c)`` or ``(M, 1)``.
 
     Attributes:
         where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
@@ -139,10 +128,7 @@ class ActiveLatents(NamedTuple):
         return values[self.data.unsqueeze(-1), self.latents]
 
     def pairs(self, matrix: Tensor) -> Tensor:
-        """Returns entries of pairs of active latents, ``(n, c, K, K)``.
-
-        The matrix is ``(1, H, H)``, or one for every data point.
-        """
+        """Entries of pairs of active latents, ``(n, c, K, K)``."""
         latents = self.latents.unsqueeze(-1), self.latents.unsqueeze(-2)
         return matrix[0][latents] if len(matrix) == 1 else matrix[self.data[..., None, None], *latents]
 
@@ -152,10 +138,7 @@ class ActiveLatents(NamedTuple):
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
     def add_pairs_(self, total: Tensor, values: Tensor, num_latents: int) -> None:
-        """Adds numbers ``(n, c, K, K)`` of pairs of active latents.
-
-        They are summed over states to ``(N, H H)``, or also over data to ``(1, H H)``.
-        """
+        """Adds numbers ``(n, c, K, K)`` of pairs to ``(N, H H)`` or ``(1, H H)``."""
         place = self.latents.unsqueeze(-1) * num_latents + self.latents.unsqueeze(-2)
         place = place if len(total) == 1 else self.data[..., None, None] * num_latents**2 + place
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
@@ -164,17 +147,11 @@ class ActiveLatents(NamedTuple):
 def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
     """Yields blocks of states with their active latents.
 
-    There is at least one, empty if need be.
+    If it fits the budget, all states have room for as many latents as the largest has, and nothing waits for their number. Else they are
+    taken by their number.
 
-    If it fits the budget, all states have room for as many latents as the largest has. Then nothing
-    waits for their number where it is known roughly. Else they are taken by their number, as most
-    have far fewer, and factors take the cube of it.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        num_matrices: how many matrices ``(K, K)`` of every state the temporaries hold.
-        is_final: whether others will be made of these states: then it is asked how many latents they have exactly.
+    The temporaries hold ``num_matrices`` matrices ``(K, K)`` of every state. If ``is_final`` others will be made of these states: then it
+    is asked how many latents they have exactly.
     """
     known = most_active(words)
     asked = _request_max_active(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
@@ -203,15 +180,7 @@ def _pad(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> Act
 
 
 def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
-    """Yields blocks of states with similar numbers of active latents.
-
-    They fit the budget. Their numbers are waited for.
-
-    Args:
-        words: packed states, ``(N, C, W)``.
-        num_latents: number of binary latents ``H``.
-        numbers: how many numbers the temporaries hold of a state with so many places.
-    """
+    """Yields blocks of states with similar numbers of active latents."""
     flat = words.reshape(-1, 1, words.shape[-1])
     parts = flat.split(rows_per_block(16 * num_latents))
     number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])
@@ -227,18 +196,12 @@ def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) ->
 
 
 def _bounds() -> list[int]:
-    """Yields numbers of places, growing by at most half each time.
-
-    Little of a matrix is then left empty.
-    """
+    """Yields numbers of places, growing by at most half each time."""
     return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
 
 
 def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns active latents, used places, and their numbers.
-
-    They are ``(n, c, most)``, a mask of the same shape, and ``(n, c, 1)``.
-    """
+    """Active latents ``(n, c, most)``, which are used, and their numbers ``(n, c, 1)``."""
     bits = unpack_bits(words, num_latents, torch.bool)
     number = bits.sum(-1, keepdim=True)
     # Idle latents all go to one place more, which is left out.

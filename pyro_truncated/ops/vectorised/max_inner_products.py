@@ -25,10 +25,7 @@ def max_inner_products_in_groups(
     visited: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`.
-
-    It makes one table of all functions of the evaluated groups.
-    """
+    """See :func:`pyro_truncated.ops.max_inner_products.max_inner_products_in_groups`."""
     sizes = torch.bincount(group, minlength=num_groups).tolist()
     members, width, looked_at = group.argsort(stable=True), max(sizes), visited.shape[1]
     starts = torch.tensor([0, *itertools.accumulate(sizes)], device=visited.device)

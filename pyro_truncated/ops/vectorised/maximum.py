@@ -1,7 +1,4 @@
-"""Superpositions by maximum in plain torch, for any device.
-
-Where the terms of all latents do not fit the memory budget, those of the active latents alone are looked at.
-"""
+"""Superpositions by maximum in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`.
-
-    Wins and sums are ``(D, H + 1)``, the last where no latent is above zero.
-    """
+    """See :func:`pyro_truncated.ops.maximum_statistics`."""
     is_small = are_few(words, weight.numel() + len(weight))
     return (_full_statistics if is_small else _statistics_by_number)(words, weights.double(), value.double(), weight.double())
 
@@ -86,10 +80,7 @@ def _statistics_by_number(words: Tensor, weights: Tensor, value: Tensor, weight:
 
 
 def _terms(block: ActiveLatents, weight: Tensor) -> Tensor:
-    """Returns contributions of active latents, ``(n, c, K, D)``.
-
-    They are zero in places that are not taken.
-    """
+    """Contributions of active latents, ``(n, c, K, D)``, zero in unused places."""
     return weight.mT[block.latents] * block.is_taken.unsqueeze(-1)
 
 
@@ -127,23 +118,10 @@ def slab_gibbs(
     rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sweeps over each data point's selected causes, in random orders.
+    """Sweeps over each data point's selected causes ``(N, K)``, in random orders.
 
-    Args:
-        value: data, ``(N, D)``.
-        weight: dictionary, ``(D, H)``.
-        precision: inverse noise variances, ``(D,)``.
-        prior: prior log odds of the selected causes, and means and standard deviations of their slabs, ``(N, K)`` each.
-        selected: the selected causes, ``(N, K)``.
-        start: their coefficients, ``(N, K)``.
-        burn_in: sweeps before the first one kept.
-        sweeps: sweeps kept.
-        rows: positions of the data points among all data, ``(N,)``.
-        seed: of the random numbers.
-
-    Returns:
-        Coefficients after every sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact conditional probabilities of
-        being on, ``(N, K)``.
+    ``prior`` are log odds, slab means and deviations, ``(N, K)`` each. Returns coefficients after every sweep kept, ``(N, sweeps, K)``, and
+    the mean of the exact conditional probabilities of being on, ``(N, K)``.
     """
     coefficients, data, number = start.clone(), torch.arange(len(value), device=value.device), selected.shape[1]
     (log_odds, mean, deviation), elements = prior, weight.mT[selected]
@@ -174,10 +152,7 @@ def slab_gibbs(
 
 
 def log_likelihood(value: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
-    """Returns log densities ``(*batch)`` of observed entries around their mean.
-
-    Data are ``(*batch, D)``.
-    """
+    """Log densities ``(*batch)`` of observed entries of data ``(*batch, D)``."""
     normal = torch.distributions.Normal(mean, precision.rsqrt(), validate_args=False)
     return torch.where(value.isnan(), 0.0, normal.log_prob(value.nan_to_num(0.0))).sum(-1)
 

@@ -1,8 +1,4 @@
-"""Products of Gaussian bumps beside constants in plain torch.
-
-It is the reference of the compiled kernels in tests; see
-:mod:`pyro_truncated.ops.mixture_products`.
-"""
+"""Products of Gaussian bumps beside constants in plain torch."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ def products(factors: Factors, num_sharp: int, summed: bool) -> Tensor:
 
 
 def gradients(factors: Factors, num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns gradients of ``sum(weight * products)`` in all seven factors.
-
-    A weight ``(P,)`` stands for all rows.
-    """
+    """Returns gradients of ``sum(weight * products)`` in all seven factors."""
     del num_sharp
     found = tuple(torch.zeros_like(factor) for factor in factors)
     weight = weight.reshape(-1, weight.shape[-1])
@@ -45,10 +38,7 @@ def gradients(factors: Factors, num_sharp: int, weight: Tensor) -> tuple[Tensor,
 
 
 def _blocks(factors: Factors) -> Iterator[tuple[slice, slice, Factors]]:
-    """Yields rows and columns within the budget, with their factors.
-
-    Temporaries are ``(Q, rows, columns)``.
-    """
+    """Yields rows and columns within the budget, with their factors."""
     (num_rows, num_dims), num_columns = factors[0].shape, factors[4].shape[1]
     entries = rows_per_block(8 * factors[0].element_size() * max(1, num_dims))
     width = min(num_columns, entries)

@@ -19,10 +19,7 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
 
 
 def flip_energy(words: Tensor, alone: Tensor, others: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.flip_energy`.
-
-    A latent's own terms ``(N, H)`` and pair terms ``(H, H)`` are given.
-    """
+    """See :func:`pyro_truncated.ops.flip_energy`."""
     blocks = []
     for rows in row_slices(max(1, len(words)), 32 * len(others)):
         states = unpack_bits(words[rows], len(others), torch.float64)

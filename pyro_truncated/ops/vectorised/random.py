@@ -1,9 +1,7 @@
-"""Counter-based random numbers in plain torch.
+"""Counter-based random numbers in plain torch, on any device.
 
-They equal those of :mod:`pyro_truncated.ops.compiled.random` bit by bit, on any device.
-
-They are 64-bit words in signed integers. Sums and products wrap around as those of unsigned ones
-do, and a mask removes the sign bits of a shift.
+They equal those of :mod:`pyro_truncated.ops.compiled.random`, bit by bit: 64-bit words in signed integers, whose sums and products wrap
+around.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ def drawn(seed: int, rows: Tensor, count: int) -> Tensor:
 
 
 def several(rows: Tensor, seeds: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Returns data points' streams by several seeds, and first words.
-
-    The counts say how many words of each; all are drawn together.
-    """
+    """Data points' streams by several seeds, and ``counts`` first words of each."""
     keys = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(rows.device, non_blocking=True)
     streams = mix(_scramble(rows).unsqueeze(1) + keys)
     owner, steps = _places(tuple(counts), rows.device)
@@ -83,10 +78,7 @@ def stream_states(streams: Tensor, count: int) -> Tensor:
 
 
 def strides(streams: Tensor, number: int, size: int) -> Tensor:
-    """Returns streams ``(N, number)``, each ``size`` steps after the previous.
-
-    The first is the given one.
-    """
+    """Streams ``(N, number)``, each ``size`` steps after the previous."""
     return streams.unsqueeze(-1) + torch.arange(number, device=streams.device) * _to_signed((size * STEP) % 2**64)
 
 
@@ -96,12 +88,7 @@ def numbers(streams: Tensor, count: int) -> Tensor:
 
 
 def blocks(streams: Tensor, count: int) -> Iterator[slice]:
-    """Yields slices of data points whose random words fit the budget.
-
-    Each needs so many words, and results of them.
-
-    On the CPU they about fit its caches, which every operation on larger blocks would have to fill anew.
-    """
+    """Yields slices of data points whose random words fit cache and budget."""
     # Where flips of 280 000 states of 20 latents took the least time on the CPU; a quarter or four
     # times of it is hardly worse.
     budget = min(current_budget(), 2**24) if streams.is_cpu else None
@@ -127,10 +114,9 @@ def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
 
 
 def shuffle_step(order: Tensor, i: int, words: Tensor) -> Tensor:
-    """Makes one step of a shuffle of rows ``(N, K)``.
+    """Swaps entry ``i`` of rows ``(N, K)`` with a random later one.
 
-    Random words ``(N, 1)`` choose what moves to place ``i``, in place. The chosen entries are
-    returned.
+    The entries that came there are returned.
     """
     place = i + below(words, order.shape[1] - i)
     here, there = order[:, i : i + 1].clone(), order.gather(1, place)

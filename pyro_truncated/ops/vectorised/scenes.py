@@ -89,10 +89,7 @@ def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, 
 def _layers(
     places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, canvas: Canvas
 ) -> tuple[Tensor, Tensor]:
-    """Returns mask probabilities and log density ratios, ``(N, C, H, D)``.
-
-    Ratios are those of object and background, pixel by pixel; zero off the objects.
-    """
+    """Mask probabilities and log density ratios, ``(N, C, H, D)``."""
     present = (places >= 0).unsqueeze(-1)
     under = canvas.pixels_on(places.device)[places.clamp(min=0).long()]
     row = torch.arange(len(images), device=images.device)[:, None, None, None]
@@ -102,10 +99,7 @@ def _layers(
 
 
 def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns prior probabilities of owners, ``(N, C, H, D)`` and ``(N, C, D)``.
-
-    The latter are those that no object owns a pixel.
-    """
+    """Prior probabilities of owners, ``(N, C, H, D)``, and of none, ``(N, C, D)``."""
     off = 1 - alpha
     if rank is not None:
         return alpha * _front(off, rank, torch.cumprod, 1.0), off.prod(2)
@@ -117,10 +111,7 @@ def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _switched_on(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tensor | None) -> Tensor:
-    """Returns posterior probabilities that masks are on.
-
-    ``ratio`` is that of the object's and the pixel's density.
-    """
+    """Posterior probabilities that masks are on."""
     responsibility = share * ratio
     if rank is not None:
         return responsibility + alpha * _front(responsibility, rank, torch.cumsum, 0.0)
@@ -148,10 +139,7 @@ def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Ten
 
 
 def _rule(num_objects: int) -> list[tuple[float, float]]:
-    """Returns a Gauss-Legendre rule on the unit interval.
-
-    It is exact for so many objects.
-    """
+    """A Gauss-Legendre rule on the unit interval, exact for so many objects."""
     nodes, weights = np.polynomial.legendre.leggauss((num_objects + 1) // 2)
     return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
 

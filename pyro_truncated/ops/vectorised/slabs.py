@@ -1,7 +1,4 @@
-"""Spike-and-slab likelihoods in plain torch, for any device.
-
-Cholesky factors over the active latents of every state are taken in batches.
-"""
+"""Spike-and-slab likelihoods in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -64,9 +61,7 @@ _CORRELATED_MATRICES = 20
 
 
 class _CollapsedSlabs(NamedTuple):
-    r"""The result of integrating out the active latents' slabs.
-
-    They are :math:`z = \mu + T e`.
+    r"""The active latents' slabs :math:`z = \mu + T e`, integrated out.
 
     Attributes:
         energy: the log density up to terms that do not depend on the state, ``(N, c)``.
