@@ -298,11 +298,13 @@ class Batch:
 def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the states that count, up to a rounding error.
 
+    The error is that of float64 whatever the type: optimisers that scale gradients follow those of tiny weights, too.
+
     Args:
         population: the states.
         weights: ``(N, S)``, which add up to one for each data point.
     """
-    number = int((weights > torch.finfo(weights.dtype).eps / weights.shape[1]).sum(-1).max())
+    number = int((weights > torch.finfo(torch.float64).eps / weights.shape[1]).sum(-1).max())
     if number == population.num_states:
         return population.words, weights
     best = weights.topk(max(1, number), -1)
