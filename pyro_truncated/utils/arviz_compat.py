@@ -298,6 +298,6 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
 
 
 def converter_of(owner: Any) -> Callable[..., Any] | None:
-    """The function that is registered for an object's class or its bases, if any."""
+    """The function registered for an object's class or bases, if any."""
     found = convert_owner.dispatch(type(owner))
     return None if found is convert_owner.dispatch(object) else found
