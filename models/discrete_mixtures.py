@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, check_data, count_data
+from pyro_truncated.models.data_model import FLOOR, check_data, count_data
 from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.distributions import component_products, component_sums
 from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, DataModel, check_data
+from pyro_truncated.models.data_model import FLOOR, DataModel, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8

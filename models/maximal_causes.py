@@ -22,7 +22,7 @@ from pyro_truncated.distributions import (
     or_missing,
 )
 from pyro_truncated.extend import generator_device, names_arguments, shard_sum
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
 from pyro_truncated.models.superposed_causes import SparseCoding, SuperposedCauses
 
