@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import generator_device, names_arguments, some_rows, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, first_prior
+from pyro_truncated.models.data_model import check_data, first_prior
 from pyro_truncated.models.dictionary import LinearDictionary, shared_part
 from pyro_truncated.models.superposed_causes import SparseCoding
 from pyro_truncated.search import CombinedFlips

@@ -15,8 +15,8 @@ from torch.distributions import constraints
 from pyro_truncated import DisagreeingStartsWarning, Population, learn
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
+from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import data_scale
 
 # States that a network is fitted to a linear model in at a time, steps of Adam, their rate and what is left of it in the end, and the part

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.extend import read_conditions
-from pyro_truncated.models.binary_causes import FLOOR
+from pyro_truncated.models.data_model import FLOOR
 from pyro_truncated.models.linear_mixture import NEVER_USED, Shares
 
 

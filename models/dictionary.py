@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import raise_if, read_conditions
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
+from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
 
 _ROUNDING = 1e-12
 _LOOKED_AT, _LEAST_PART = 1000, 0.1

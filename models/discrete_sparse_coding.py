@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, cast_like, check_data, count_data
+from pyro_truncated.models.data_model import FLOOR, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import LinearDictionary, best_scale
 
 

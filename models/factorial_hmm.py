@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, check_real
+from pyro_truncated.models.data_model import FLOOR, check_real
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
 from pyro_truncated.extend import Renamed, UniqueModule, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import cast_like, check_real
+from pyro_truncated.models.data_model import cast_like, check_real
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):

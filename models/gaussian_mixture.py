@@ -14,8 +14,8 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
+from pyro_truncated.models.data_model import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.gaussians import (
     Agglomeration,
     Gaussians,
@@ -282,7 +282,7 @@ class GaussianMixture(LinearMixture):
         ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without responsibilities. ``products (K, D, D)`` of :math:`x_n
         x_n^\top`, over all components ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical.
         """
-        rows = population.rows_of(y).double() - self.center
+        rows = population.select_rows(y).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()

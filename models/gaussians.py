@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.extend import generator_device
-from pyro_truncated.models.binary_causes import random_rows
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
+from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
-from pyro.distributions import TorchDistribution
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
@@ -15,8 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population, Search, StateSpace
 from pyro_truncated.distributions import component_products, component_sums
 from pyro_truncated.extend import check_counts, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import FLOOR, DataModel, check_data
-from pyro_truncated.models.seeding import spread_rows
+from pyro_truncated.models.data_model import FLOOR, DataModel, check_data
 from pyro_truncated.search import MaxInnerProductIndex, SearchBatch
 
 NEVER_USED = 1e-8
@@ -84,73 +81,6 @@ class Shares:
 _SITE = "y"
 # Data points whose features exist at a time; where most components are not looked at more of them.
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _FEATURES = 2**14, 2**16, 2**21
-
-
-class ComponentTable(TorchDistribution):
-    """The distribution of a component, with a table of all log densities.
-
-    ``plain`` makes the usual distribution of components, ``table`` log densities ``(N, K)`` of values ``(N, D)``. Where nearly all
-    components are asked for, one product of matrices gives the table.
-    """
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(
-        self,
-        component: Tensor,
-        plain: Callable[[Tensor], TorchDistribution],
-        table: Callable[[Tensor], Tensor],
-        num_components: int,
-        support: Any,
-        num_observed: int,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.component, self._plain, self._table, self._num_components, self._support = component, plain, table, num_components, support
-        super().__init__(component.shape, torch.Size([num_observed]), validate_args=validate_args)
-
-    @constraints.dependent_property(event_dim=1)
-    def support(self) -> Any:
-        """The values that are possible."""
-        return constraints.independent(self._support, 1)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """The same distribution over a larger batch."""
-        kind: Any = type(self)
-        component = self.component.expand(torch.Size(batch_shape))
-        given = (self._plain, self._table, self._num_components, self._support, *self.event_shape)
-        larger: Self = kind(component, *given, validate_args=False)
-        larger._validate_args = self._validate_args
-        return larger
-
-    @property
-    def mean(self) -> Tensor:
-        """Means ``(*batch, D)``."""
-        found: Tensor = self._plain(self.component).mean
-        return found
-
-    @property
-    def variance(self) -> Tensor:
-        """Variances ``(*batch, D)``."""
-        found: Tensor = self._plain(self.component).variance
-        return found
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws values."""
-        drawn: Tensor = self._plain(self.component).sample(torch.Size(sample_shape))
-        return drawn
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Returns log densities of values ``(*batch, D)``."""
-        if self._validate_args:
-            self._validate_sample(value)
-        batch = value.shape[:-1]
-        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
-        row, component = torch.broadcast_tensors(row, self.component)
-        # A table of all components is made where this share of it is asked for.
-        if row.numel() < 0.25 * batch.numel() * self._num_components:
-            few: Tensor = self._plain(self.component).log_prob(value)
-            return few
-        return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
 
 
 class LinearMixture(DataModel):
@@ -278,72 +208,6 @@ class LinearMixture(DataModel):
             >>> losses = [svi.step(y) for _ in range(3)]
         """
         return LikeliestComponents(self, num_states)
-
-
-class MixtureOfMeans(LinearMixture):
-    r"""A mixture of components that are known by their means of rows.
-
-    Components start from clusters of the rows (k-means++ with local search). Shares are theirs; means are theirs with the mean of all data
-    as one more data point.
-    """
-
-    @abc.abstractmethod
-    def _rows(self, y: Tensor) -> Tensor:
-        """Rows ``(N, F)`` of data, in float64."""
-
-    @abc.abstractmethod
-    def _means(self) -> Tensor:
-        """Means ``(K, F)`` of the components, in float64."""
-
-    @abc.abstractmethod
-    def _take_means(self, means: Tensor, is_used: Tensor) -> None:
-        """Takes the means of components that are used, ``(K, 1)`` or all."""
-
-    def _places(self, rows: Tensor) -> Tensor:
-        """Where rows lie for clusters."""
-        return rows
-
-    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
-        rows = self._rows(y)
-        _, nearest = spread_rows(self._places(rows), self.num_components, generator)
-        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(rows)
-        total = rows.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, rows)
-        self._take_means(total / size.unsqueeze(-1), size.unsqueeze(-1) > 0)
-        self.weights = (size / size.sum()).to(self.weights)
-        self.knows_data.fill_(True)
-
-    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
-        r"""``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums`` of the rows, :math:`\sum_n r_{nk} x_n`, ``(K, F)``."""
-        shares = Shares(population, self.num_components, temperature)
-        return {"counts": shares.counts(), "sums": shares.sums(self._rows(population.rows_of(y)))}
-
-    @torch.no_grad()
-    def datum_statistics(self) -> dict[str, Tensor]:
-        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
-        weights = self.weights.double()
-        return {"counts": weights, "sums": weights.unsqueeze(-1) * self._means()}
-
-    @torch.no_grad()
-    def maximize(self, statistics: dict[str, Tensor]) -> None:
-        r"""Sets the parameters to the maximiser of the expected log joint.
-
-        Means are :math:`\sum_n r_{nk} x_n / \sum_n r_{nk}`, and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data stays.
-        """
-        counts = statistics["counts"].unsqueeze(-1)
-        self._take_means(statistics["sums"] / counts, counts > NEVER_USED)
-        self.weights = best_weights(statistics["counts"]).to(self.weights)
-
-    @torch.no_grad()
-    @takes_arrays
-    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Returns posterior means :math:`\sum_k r_{nk}\, \mu_k` of the rows, ``(N, F)``.
-
-        Args:
-            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
-            y: all data, ``(N, D)``.
-        """
-        mean: Tensor = Shares(population, self.num_components).means(self._means())
-        return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.weights.dtype)
 
 
 class LikeliestComponents(Search):

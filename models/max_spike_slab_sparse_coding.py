@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.extend import names_arguments, selected_rows, shard_sum, takes_arrays
-from pyro_truncated.models.binary_causes import NEVER_SEEN, activation, cast_like, check_data, count_data
+from pyro_truncated.models.data_model import NEVER_SEEN, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.superposed_causes import SparseCoding

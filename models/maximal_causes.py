@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from pyro.nn import PyroParam
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.extend import names_arguments, shard_sum
-from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
-from pyro_truncated.models.superposed_causes import SparseCoding
+from pyro_truncated.distributions import (
+    BernoulliMaximum,
+    ExponentialMaximum,
+    FamilyMaximum,
+    GammaMaximum,
+    MaximumSuperposition,
+    PoissonMaximum,
+    or_missing,
+)
+from pyro_truncated.extend import generator_device, names_arguments, shard_sum
+from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
+from pyro_truncated.models.superposed_causes import SparseCoding, SuperposedCauses
 
 
 class MaximalCauses(SparseCoding):
@@ -82,3 +97,261 @@ class MaximalCauses(SparseCoding):
         \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])
+
+
+_Limits = Callable[[Tensor, Tensor | slice], Tensor]
+_Losses = Callable[[Tensor, dict[str, Tensor]], Tensor]
+_Errors = Callable[[Tensor, Tensor], Tensor]
+_Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def raised_means(means: Tensor) -> Tensor:
+    """Means ``(D, H + 1)`` with hidden ones slightly above the background."""
+    background = means[:, -1:]
+    # Above what means are rounded to before they are compared, and far below what a free energy
+    # shows.
+    return torch.cat([means[:, :-1].maximum(background * (1 + 1e-9)), background], -1)
+
+
+def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
+    """Sums ``(D, H + 1)`` with some causes' given to the background, the last."""
+    given = (sums * is_left).sum(-1, keepdim=True)
+    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
+
+
+def with_returns(
+    means: Tensor,
+    apart: dict[str, Tensor],
+    claims: dict[str, Tensor],
+    expected_losses: _Losses,
+    expected_errors: _Errors,
+    within: _Limits,
+    total: _Total,
+) -> dict[str, Tensor]:
+    r"""Returns claims with hidden causes that recover where this lowers losses.
+
+    A mean below the background wins nothing, so that an average of what it wins leaves it there for ever. Data points that have the cause
+    and nothing stronger belong to the cause as well. If their mean is above that of all data that the background explains, two means
+    explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
+    the rest.
+
+    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`raised_means`, ``claims`` are those of
+    :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
+    """
+    is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
+    sums = dict(zip(parts, total(list(parts.values())), strict=True))
+    left = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
+    common = within(_per_win(left), slice(None))
+    asked = within(_per_win(sums), slice(None)).maximum(common)
+    gains = (expected_losses(common, sums) - expected_losses(asked, sums)).masked_fill(~is_hidden, 0.0)
+    most, first = gains.max(-1, keepdim=True)
+    may_gain = most.squeeze(-1) > 0
+    # On a device all dimensions are tried: to see which of them may gain would be to wait for it.
+    where = may_gain.nonzero().squeeze(-1) if means.is_cpu else torch.arange(len(means), device=means.device)
+    if not len(where):
+        return claims
+    is_left = is_hidden.scatter(-1, first, False)[where]
+    left = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
+    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]), where)
+    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(tried, where)
+    is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
+    changed = {"wins": wins, "claims": wins * tried}
+    taken = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
+    taken["errors"] = torch.where(is_lower, errors, claims["errors"][where])
+    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in taken.items()}}
+
+
+def _per_win(sums: dict[str, Tensor]) -> Tensor:
+    return sums["won"] / sums["wins"].clamp(min=NEVER_SEEN)
+
+
+_FAMILIES: dict[str, type[FamilyMaximum]] = {
+    "poisson": PoissonMaximum,
+    "bernoulli": BernoulliMaximum,
+    "exponential": ExponentialMaximum,
+    "gamma": GammaMaximum,
+}
+_SUPPORTS = {
+    "poisson": constraints.nonnegative_integer,
+    "bernoulli": constraints.boolean,
+    "exponential": constraints.nonnegative,
+    "gamma": constraints.positive,
+}
+_MAX_CONCENTRATION = 1e6
+_ROUNDING = 1e-13
+
+
+class ExponentialFamilyMaximalCauses(SuperposedCauses):
+    r"""Maximal causes of observations from an exponential family.
+
+    .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \qquad m_d = \max(b_d, \max_h s_h W_{dh}), \qquad y_d \sim p(y_d;\; m_d),
+
+    where :math:`m_d` is the mean of a Poisson, Bernoulli, exponential or gamma distribution, and the background :math:`b` that of a
+    dimension without a cause. Entries of the data that are NaN are missing.
+
+    The M-step of the dictionary averages the data that each cause wins. As the winners depend on the dictionary, the step is halved in
+    dimensions where the expected log joint would fall. A mean below the background recovers where data of its cause ask for more. So with
+    the full batch the free energy never decreases.
+
+    Example:
+        >>> y = torch.poisson(5 * linear_bars(50, 3, mean_active=2.0).data.clamp(min=0))
+        >>> model = ExponentialFamilyMaximalCauses(9, 6, family="poisson").initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=32), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(3)]
+
+    Args:
+        num_observed: observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        family: ``"poisson"`` for counts, ``"bernoulli"`` for zeros and ones, ``"exponential"`` for numbers that are not negative,
+            ``"gamma"`` for positive numbers, whose concentration is learned.
+        shared_prior: whether all latents share one :math:`\pi`.
+        dtype: type of the parameters. Default: torch's.
+
+    Attributes:
+        weight: means :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square, and probabilities below ``1 - 1e-6``.
+        background: means :math:`b` without a cause, ``(D,)``, within the same limits.
+        prior: activation probability :math:`\pi`, a scalar or ``(H,)``.
+        concentration: shape :math:`k` of gamma distributions, whose deviation is :math:`m / \sqrt k`, a scalar; other families have none.
+
+    Raises:
+        ValueError: if a size is no positive integer, or for an unknown family.
+
+    Reference:
+        Mousavi, Drefs, Hirschberger and Lücke, "Generic Unsupervised Optimization for a Latent Variable Model with Exponential Family
+        Observables", JMLR 2023. The background and the concentration of gamma distributions are learned here, and steps are shortened.
+    """
+
+    # Who wins is decided under the parameters at the time.
+    statistics_depend_on_parameters = True
+    # The step is chosen where the data are at hand, for all of a batch at once.
+    statistics_are_additive = False
+    statistics_span_processes = True
+
+    weight: Tensor
+    prior: Tensor
+    background: Tensor
+    concentration: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        family: str = "poisson",
+        shared_prior: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if family not in _FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(map(repr, _FAMILIES))}; got {family!r}")
+        self_constraint = constraints.unit_interval if family == "bernoulli" else constraints.positive
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, weight=self_constraint, dtype=dtype)
+        self.family, self.superposition = family, _FAMILIES[family]
+        self.background = PyroParam(torch.full((num_observed,), 0.2, dtype=dtype), self_constraint)  # type: ignore[assignment]
+        if family == "gamma":
+            self.concentration = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+
+    @property
+    def data_support(self) -> constraints.Constraint:
+        """What the family can observe, or NaN."""
+        return or_missing(_SUPPORTS[self.family])
+
+    def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
+        return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
+
+    def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
+        y = y.double()
+        rows = random_rows(y, self.num_latents, generator)
+        noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
+        mean = y.nanmean(0).nan_to_num(0.0)
+        least = weight_floor({"squares": y.square().nansum(0), "observed": (~y.isnan()).sum(0)}).squeeze(-1)
+        floor = 0.05 * mean.maximum(least)
+        self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
+        self.background = self._within(0.5 * mean, floor).to(self.background)
+        self._start_prior()
+        if self.family == "gamma":
+            self.concentration = torch.ones_like(self.concentration)
+
+    def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
+        r"""Those of :meth:`.FamilyMaximum.statistics`, with ``claims`` in the place of ``won``.
+
+        They are the wins times the means ``(D, H + 1)`` of causes and background that these data ask for. The step there is chosen here,
+        where the data are at hand; and means below the background recover, one of a dimension at a time. Also ``errors``, the expected
+        losses under them, ``(D,)``. For gamma distributions they are those of concentration one, and ``logs`` are the sums of the
+        logarithms of the data.
+        """
+        rows, own = population.select_rows(y), dataclasses.replace(population, indices=None)
+        means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
+
+        def make_likelihood(means: Tensor) -> Any:
+            return self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
+
+        def expected_losses(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
+            won, lost = _losses(likelihood, means, sums)
+            return lost - won
+
+        def expected_errors(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+            """Expected losses under other means."""
+            return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
+
+        likelihood, raised = make_likelihood(means), raised_means(means)
+        apart = make_likelihood(raised).statistics(own, rows, temperature)
+        statistics = {**apart, **{name: assign_to_background(apart[name], raised > means) for name in ("wins", "won")}}
+        won, lost = _losses(likelihood, means, statistics)
+        statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
+        total = shard_sum(y)
+        names = ("won", "wins", "squares", "observed")
+        won, wins, squares, observed = total([statistics[name] for name in names])
+        floor = weight_floor({"squares": squares, "observed": observed})
+
+        def within(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+            return self._within(means, floor[dimensions])
+
+        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
+        claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
+        claims = with_returns(means, apart, claims, expected_losses, expected_errors, within, total)
+        if self.family == "gamma":
+            claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
+        return claims
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Raises the expected log joint.
+
+        :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, and :math:`b_d` that of the data that no latent
+        wins, or on the way there. :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The concentration of
+        gamma distributions solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
+        """
+        means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
+        self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
+        self._maximize_prior(statistics)
+        if self.family == "gamma":
+            excess = (statistics["errors"] - statistics["logs"]).sum() / statistics["observed"].sum() - 1
+            self.concentration = _best_concentration(excess).to(self.concentration)
+
+    def _means(self) -> Tensor:
+        return torch.cat([self.weight.double(), self.background.double().unsqueeze(-1)], -1)
+
+    def _within(self, means: Tensor, floor: Tensor | float) -> Tensor:
+        """Means above a floor, and probabilities off one and zero."""
+        means = means.clamp(min=floor)
+        if self.family != "bernoulli":
+            return means
+        # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
+        most = 1 - FLOOR
+        return torch.where(means > most - _ROUNDING, most, means.clamp(min=FLOOR))
+
+
+def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What every cause, and the background, explains, and what that costs, ``(D, H + 1)``."""
+    return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
+
+
+def _best_concentration(excess: Tensor, *, newton_steps: int = 8) -> Tensor:
+    r"""Solves :math:`\log k - \psi(k) = c` for :math:`k` by Newton's method in :math:`1 / k`."""
+    c = excess.double().clamp(min=0.5 / _MAX_CONCENTRATION)
+    k = (3 - c + ((c - 3).square() + 24 * c).sqrt()) / (12 * c)
+    for _ in range(newton_steps):
+        error = k.log() - torch.digamma(k) - c
+        k = 1 / (1 / k + error / (k.square() * (1 / k - torch.polygamma(1, k))))
+    best: Tensor = k.clamp(max=_MAX_CONCENTRATION)
+    return best

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.extend import generator_device, names_arguments
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN, random_rows
+from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 

@@ -25,7 +25,7 @@ from pyro_truncated.extend import (
     selected_rows,
     takes_arrays,
 )
-from pyro_truncated.models.binary_causes import activation, best_prior, cast_like, check_real, count_data, first_rows, random_rows
+from pyro_truncated.models.data_model import activation, best_prior, cast_like, check_real, count_data, first_rows, random_rows
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search

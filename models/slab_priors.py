@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.binary_causes import FLOOR, NEVER_SEEN
+from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN
 from pyro_truncated.models.dictionary import best_slabs, cholesky
 
 Statistics = dict[str, Tensor]

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import global_positions, names_arguments, selected_rows, shard_sum, takes_arrays
-from pyro_truncated.models.binary_causes import activation, count_data
+from pyro_truncated.models.data_model import activation, count_data
 from pyro_truncated.models.dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.superposed_causes import SparseCoding

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import Superposition, or_missing
 from pyro_truncated.extend import check_counts, selected_rows, takes_arrays
-from pyro_truncated.models.binary_causes import (
+from pyro_truncated.models.data_model import (
     DataModel,
     activation,
     best_prior,

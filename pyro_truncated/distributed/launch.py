@@ -69,7 +69,7 @@ class AllReduced(Described, PyroOptim):
         """Sums the gradients in the order of names and takes the step."""
         params = list(params)
         with world.failing_together():
-            if world.is_shared():
+            if world.size() > 1:
                 self._sum(params)
             self.optimizer(params, *args, **kwargs)
 

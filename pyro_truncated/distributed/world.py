@@ -34,11 +34,6 @@ class OtherProcessError(RuntimeError):
     """
 
 
-def is_shared() -> bool:
-    """Whether there is a process group of more than one process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def rank() -> int:
     """The number of this process, from zero; 0 without a process group.
 
@@ -46,7 +41,7 @@ def rank() -> int:
         >>> rank()  # the last of four says 3
         0
     """
-    return dist.get_rank() if is_shared() else 0
+    return dist.get_rank() if size() > 1 else 0
 
 
 def size() -> int:
@@ -56,7 +51,7 @@ def size() -> int:
         >>> size()  # under torchrun --nproc_per_node=4 it is 4
         1
     """
-    return dist.get_world_size() if is_shared() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def add(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -78,7 +73,7 @@ def add(tensors: Sequence[Tensor]) -> list[Tensor]:
         OtherProcessError: if another process has failed.
         ValueError: if the processes hold other shapes, which do not broadcast.
     """
-    if not is_shared() or not tensors:
+    if size() == 1 or not tensors:
         return list(tensors)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     flat = _flat(tensors)
@@ -105,7 +100,7 @@ def agree(value: T) -> T:
     Raises:
         OtherProcessError: if another process has failed.
     """
-    if not is_shared():
+    if size() == 1:
         return value
     if isinstance(value, (bool, int, float)) and abs(value) < 2**53:
         header = _exchange(_AGREE, 1, 0, torch.tensor([float(value)], dtype=torch.float64))
@@ -130,7 +125,7 @@ def gather(value: T) -> list[T]:
     Raises:
         OtherProcessError: if another process has failed.
     """
-    if not is_shared():
+    if size() == 1:
         return [value]
     packed = _pack(value)
     lengths = _exchange(_GATHER, len(packed), 0)[:, 1].long().tolist()
@@ -143,7 +138,7 @@ def gather(value: T) -> list[T]:
 
 def collect(value: T) -> list[T] | None:
     """Gathers picklable objects on the first process; others get ``None``."""
-    if not is_shared():
+    if size() == 1:
         return [value]
     packed = _pack(value)
     lengths = _exchange(_COLLECT, len(packed), 0)[:, 1].long().tolist()
@@ -157,7 +152,7 @@ def collect(value: T) -> list[T] | None:
 @contextmanager
 def failing_together() -> Iterator[None]:
     """A context whose error ends all processes at their next message."""
-    if not is_shared() or _is_watched.get():
+    if size() == 1 or _is_watched.get():
         yield
         return
     token = _is_watched.set(True)

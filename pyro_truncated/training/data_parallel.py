@@ -25,7 +25,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
     Arguments are shards, or the guide belongs to one. The others take the same steps.
     """
-    if not world.is_shared():
+    if world.size() == 1:
         return None
     portion = find_portion(arguments)
     if portion is None and isinstance(guide, AutoTruncated):

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -297,6 +297,7 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
     raise TypeError(f"no function is registered that converts a {type(owner).__name__} to ArviZ data (convert_owner.register)")
 
 
-def has_converter(owner: Any) -> bool:
-    """Whether a function is registered for an object's class or its bases."""
-    return convert_owner.dispatch(type(owner)) is not convert_owner.dispatch(object)
+def converter_of(owner: Any) -> Callable[..., Any] | None:
+    """The function registered for an object's class or bases, if any."""
+    found = convert_owner.dispatch(type(owner))
+    return None if found is convert_owner.dispatch(object) else found

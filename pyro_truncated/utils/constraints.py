@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import current_budget
-from pyro_truncated.utils.devices import cache_answer, cached_answer
+from pyro_truncated.utils.devices import answers_of, cached_answer
 
 
 class _Finite(constraints.Constraint):
@@ -137,7 +137,7 @@ def has_missing(value: Tensor) -> bool:
 def missing_where(value: Tensor, other: Tensor) -> Tensor:
     """Values computed from others, whose missing entries they share on devices."""
     if not value.is_cpu:
-        cache_answer(value, "has missing entries", has_missing(other))
+        answers_of(value)["has missing entries"] = has_missing(other)
     return value
 
 

@@ -44,45 +44,29 @@ def brought(state: Any, device: torch.device) -> Any:
     return state
 
 
-# By tensor (that of the memory, for views), which view of it, and what is asked. A changed tensor is another.
+# By tensor (that of the memory, for views), and which view of it. A changed tensor is another.
 _facts: Any = WeakIdKeyDictionary()
+
+
+def answers_of(value: Tensor) -> dict[str, bool]:
+    """What is known of a tensor's entries, by question.
+
+    It is kept on a device. On the CPU memory may be shared with arrays that change unseen, and inference tensors change unseen, too.
+    """
+    if value.is_cpu or value.is_inference():
+        return {}
+    owner = value if value._base is None else value._base
+    version, views = _facts.get(owner, (None, {}))
+    if version != value._version:
+        views = {}
+        _facts[owner] = value._version, views
+    answers: dict[str, bool] = views.setdefault((value.dtype, value.shape, value.stride(), value.storage_offset()), {})
+    return answers
 
 
 def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
     """The answer about a tensor's entries, kept on a device."""
-    if not _is_remembered(value):
-        return bool(find_out())
-    answers, key = _answers(value), _key(value, question)
-    if key not in answers:
-        answers[key] = bool(find_out())
-    return answers[key]
-
-
-def is_cached(value: Tensor, question: str) -> bool:
-    """Whether the cached answer to a question about a tensor is yes."""
-    return _is_remembered(value) and _answers(value).get(_key(value, question), False)
-
-
-def cache_answer(value: Tensor, question: str, answer: bool) -> None:
-    """Caches the answer to a question about a tensor, where possible."""
-    if _is_remembered(value):
-        _answers(value)[_key(value, question)] = answer
-
-
-def _is_remembered(value: Tensor) -> bool:
-    # Whether an inference tensor has been changed since cannot be told.
-    return not value.is_cpu and not value.is_inference()
-
-
-def _answers(value: Tensor) -> dict[Any, bool]:
-    owner = value if value._base is None else value._base
-    version, answers = _facts.get(owner, (None, {}))
-    if version != value._version:
-        answers = {}
-        _facts[owner] = value._version, answers
-    known: dict[Any, bool] = answers
-    return known
-
-
-def _key(value: Tensor, question: str) -> Any:
-    return question, value.dtype, value.shape, value.stride(), value.storage_offset()
+    answers = answers_of(value)
+    if question not in answers:
+        answers[question] = bool(find_out())
+    return answers[question]

@@ -32,7 +32,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
-from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
+from pyro_truncated.utils.arviz_compat import converter_of, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -600,12 +600,12 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
     """What :func:`to_arviz` returns of data that one process holds."""
-    owner, data = (model, (guide, *args)) if has_converter(model) else (getattr(guide, "__self__", None), args)
-    if has_converter(owner):
+    owner, data = (model, (guide, *args)) if converter_of(model) else (getattr(guide, "__self__", None), args)
+    if converter := converter_of(owner):
         if given := [name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None]:
             raise TypeError(f"{type(owner).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}")
         counts = {"num_samples": settings.num_samples, "num_chains": settings.num_chains}
-        return convert_owner(owner, *data, **counts, seed=settings.seed, **kwargs)
+        return converter(owner, *data, **counts, seed=settings.seed, **kwargs)
     several = isinstance(guide, list | tuple)
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)

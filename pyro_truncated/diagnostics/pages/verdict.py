@@ -136,7 +136,7 @@ def _text(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(trust.Judged):
     """What :func:`diagnose` found.
 
     Example:
@@ -163,11 +163,6 @@ class Verdict:
     numbers: dict[str, str]
     page: Path | None = None
     is_truncated: bool = True
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether nothing was found wrong with the truncation or the guide."""
-        return not self.findings
 
     @property
     def what(self) -> str:

@@ -54,6 +54,17 @@ class Finding:
         return f"{self.problem} {self.advice}"
 
 
+class Judged:
+    """A result of checks that is trusted unless something was found wrong."""
+
+    findings: Sequence[Finding]
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.findings
+
+
 def warn_findings(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:

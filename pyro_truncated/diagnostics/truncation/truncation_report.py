@@ -64,7 +64,7 @@ class NodeReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductReport:
+class ProductReport(trust.Judged):
     r"""What :func:`check_truncation` measured of a posterior on a product of sets.
 
     Joint states with exactly one node outside its set are disjoint events, so that
@@ -90,11 +90,6 @@ class ProductReport:
     exact: Tensor | None
     nodes: Sequence[NodeReport]
     findings: Sequence[Finding] = ()
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether nothing was found wrong."""
-        return not self.findings
 
     @property
     def covered_mass(self) -> Tensor:
@@ -265,7 +260,7 @@ def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TruncationReport:
+class TruncationReport(trust.Judged):
     """What :func:`check_truncation` measured, for each of ``N`` data points.
 
     Example:
@@ -297,11 +292,6 @@ class TruncationReport:
     evidence: Evidence | None
     exact: ExactComparison | None
     findings: Sequence[Finding] = ()
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether no check found anything wrong."""
-        return not self.findings
 
     @property
     def nats_outside(self) -> Tensor:
