@@ -198,7 +198,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         losses under them, ``(D,)``. For gamma distributions they are those of concentration one, and ``logs`` are the sums of the
         logarithms of the data.
         """
-        rows, own = population.rows_of(y), dataclasses.replace(population, indices=None)
+        rows, own = population.select_rows(y), dataclasses.replace(population, indices=None)
         means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
         def make_likelihood(means: Tensor) -> Any:

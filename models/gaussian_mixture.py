@@ -282,7 +282,7 @@ class GaussianMixture(LinearMixture):
         ``counts (K,)``; ``sums (K, D)`` of :math:`x_n`; ``squares (D,)``, without responsibilities. ``products (K, D, D)`` of :math:`x_n
         x_n^\top`, over all components ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical.
         """
-        rows = population.rows_of(y).double() - self.center
+        rows = population.select_rows(y).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()

@@ -315,7 +315,7 @@ class MixtureOfMeans(LinearMixture):
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
         r"""``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums`` of the rows, :math:`\sum_n r_{nk} x_n`, ``(K, F)``."""
         shares = Shares(population, self.num_components, temperature)
-        return {"counts": shares.counts(), "sums": shares.sums(self._rows(population.rows_of(y)))}
+        return {"counts": shares.counts(), "sums": shares.sums(self._rows(population.select_rows(y)))}
 
     @torch.no_grad()
     def datum_statistics(self) -> dict[str, Tensor]:
