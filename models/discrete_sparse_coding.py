@@ -120,9 +120,9 @@ class DiscreteSparseCoding(LinearDictionary):
 
         Let :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
         :math:`c_d = \sum_n y_{nd} \langle x \rangle`. Then :math:`W_d = A_d^{-1} c_d`, with an offset see
-        :func:`.best_dictionary_and_offset`. :math:`\sigma^2` is the mean expected squared residual of the observed entries. :math:`\pi_k`
-        is the mean of :math:`q_n(s_h = k)` over the data points, and over latents and magnitudes that share it. Elements of latents that
-        are never active stay as they are.
+        :func:`.best_dictionary_and_offset`. The noise :math:`\sigma^2` is the mean expected squared residual of the observed entries. The
+        prior :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data points, and over latents and magnitudes that share it.
+        Elements of latents that are never active stay as they are.
         """
         weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)

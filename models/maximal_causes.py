@@ -93,8 +93,8 @@ class MaximalCauses(SparseCoding):
         r"""Raises the expected log joint.
 
         :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, or on the way there (see
-        :meth:`sufficient_statistics`). :math:`\sigma^2` is the mean expected squared residual of the observed entries, and :math:`\pi =
-        \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
+        :meth:`sufficient_statistics`). The noise :math:`\sigma^2` is the mean expected squared residual of the observed entries. The prior
+        is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
         self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])
 

@@ -18,7 +18,7 @@ class NoisyOr(SuperposedCauses):
     r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
 
     Entries of the data that are NaN are missing. The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`,
-    :math:`y_d = \mathrm{OR}_h\, t_{dh}`, with the posterior :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is
+    :math:`y_d = \mathrm{OR}_h\, t_{dh}`. Their posterior is :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is
     exact EM, with minibatches an online EM.
 
     Example:

@@ -437,9 +437,9 @@ class OcclusiveComponents(UniqueModule):
         Let :math:`r_{hi}` be posterior probabilities that object ``h`` owns the pixel under its
         entry ``i``, and :math:`r_0` that nothing does, summed over data points and states. Then
         :math:`w_{hi} = \sum r_{hi} y / \sum r_{hi}`, :math:`\sigma^2 = \sum r_{hi} \|y - w_{hi}\|^2
-        / (F \sum r_{hi})`, likewise :math:`B` and :math:`\sigma_B^2`. :math:`\alpha_{hi}` is the
-        mean posterior probability that the mask is on where the object is present, :math:`\pi_h`
-        that it is present. What has no data keeps its value.
+        / (F \sum r_{hi})`, likewise :math:`B` and :math:`\sigma_B^2`. The mask :math:`\alpha_{hi}` is the
+        mean posterior probability that it is on where the object is present. The prior :math:`\pi_h`
+        is that of presence. What has no data keeps its value.
         """
         owned, rest = statistics["owned"], statistics["background"]
         features = _means(owned, self.features.double().flatten(1, 2))

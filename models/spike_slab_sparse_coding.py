@@ -159,7 +159,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         Sums are over the data points with :math:`y_{nd}` observed. Let :math:`A_d = \sum_n \langle s s^\top \rangle`, :math:`c_d = \sum_n
         y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`. Then :math:`W_d = A_d^{-1} c_d`, and :math:`\sigma^2` is the
         mean expected squared residual of the observed entries. Element-wise, :math:`\pi = n / N`, :math:`\mu = \sum_n \langle s \rangle /
-        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`; for a full covariance see :class:`.CorrelatedSlabs`, with an offset
+        n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`. For a full covariance see :class:`.CorrelatedSlabs`, with an offset
         :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm, slab means made non-negative, and the
         ``statistics`` brought to the same units.
         """

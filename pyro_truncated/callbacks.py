@@ -173,8 +173,8 @@ class RestartUnused:
         is_closed_form: bool = isinstance(model, ClosedFormModel)
         if is_closed_form and ClosedForm.driving(model) is not training.svi.optim:
             raise TypeError(
-                f"RestartUnused needs a {type(model).__name__} that is trained by ClosedForm, whose statistics tell activity: "
-                f"pass ClosedForm(model), the last one made for the model, to SVI; got {type(training.svi.optim).__name__}"
+                f"RestartUnused needs a {type(model).__name__} trained by ClosedForm; got {type(training.svi.optim).__name__}. "
+                "Pass the last ClosedForm(model) that was made for the model to SVI."
             )
 
     def __call__(self, training: Training) -> dict[str, float]:

@@ -194,6 +194,6 @@ def _assert_equal(together: Tensor, single: Tensor) -> None:
         row, column = wrong[0].tolist()
         raise AssertionError(
             f"the log joints of {len(wrong)} of {single.numel()} states differ from those of plain runs of the model (first: data point "
-            f"{row} of the batch, {float(together[row, column]):.6g} instead of {float(single[row, column]):.6g}). "
-            "The model must treat a new left-most dimension of its discrete sites as a batch and must not be random elsewhere."
+            f"{row}, {float(together[row, column]):.6g} instead of {float(single[row, column]):.6g}). "
+            "The model must take a new left-most dimension of its discrete sites for a batch, and be random nowhere else."
         )

@@ -574,7 +574,7 @@ def test_models_that_do_not_vectorise_are_told_how():
 
     with pytest.raises(RuntimeError) as error:
         train(model, AutoTruncated(model, 16, vectorize=True), vector_data())
-    assert any("run on many states at once: 's' of shape (16, 8, 4)" in note for note in error.value.__notes__)
+    assert any("many states at once, in a new left-most dimension: 's' of shape (16, 8, 4)" in note for note in error.value.__notes__)
 
 
 def test_check_guide_finds_models_that_vectorise_wrongly():

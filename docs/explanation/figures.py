@@ -61,24 +61,22 @@ def operators() -> None:
 
 def restarts() -> None:
     """The loop of learn: restarts, their pool with moves, and the training."""
-    figure, (axis,) = axes(height=1.6)
-    steps = [
-        "profile\nof the model",
-        "initialisation",
-        "short run,\nannealed",
-        "pool,\nmoves",
-        "stop rule",
-        "training\non all data",
-    ]
-    box = {"boxstyle": "round,pad=0.5", "fc": "white", "ec": BLUE}
-    for position, text in enumerate(steps):
-        axis.text(position, 0, text, ha="center", va="center", fontsize=8, bbox=box)
-        if position:
-            axis.annotate("", (position - 0.38, 0), (position - 0.62, 0), arrowprops={"arrowstyle": "->", "color": ORANGE})
-    back = {"arrowstyle": "->", "color": ORANGE, "connectionstyle": "arc3,rad=-0.25"}
-    axis.annotate("", (1, -0.25), (4, -0.25), arrowprops=back)
-    axis.text(2.5, -0.95, "another restart, until two agree", ha="center", fontsize=8)
-    axis.set(xlim=(-0.6, 5.6), ylim=(-1.1, 0.5))
+    figure, (axis,) = axes(width=4.6, height=1.7)
+    steps = {
+        "profile\nof the model": (0, 1),
+        "initialisation": (1, 1),
+        "short run,\nannealed": (2, 1),
+        "pool,\nmoves": (2, 0),
+        "stop rule": (1, 0),
+        "training\non all data": (0, 0),
+    }
+    for text, place in steps.items():
+        axis.text(*place, text, ha="center", va="center", fontsize=9, bbox={"boxstyle": "round,pad=0.5", "fc": "white", "ec": BLUE})
+    arrows = [((0.38, 1), (0.58, 1)), ((1.42, 1), (1.62, 1)), ((2, 0.65), (2, 0.35)), ((1.7, 0), (1.36, 0)), ((0.66, 0), (0.38, 0))]
+    for start, end in [*arrows, ((1, 0.28), (1, 0.76))]:
+        axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": ORANGE})
+    axis.text(0.95, 0.5, "until two agree", ha="right", va="center", fontsize=9)
+    axis.set(xlim=(-0.5, 2.5), ylim=(-0.4, 1.4))
     axis.set_axis_off()
     figure.savefig(FOLDER / "learn-loop.png", dpi=110)
 

@@ -57,9 +57,8 @@ def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None
     if torch.allclose(scales, first.expand_as(scales)) and not bool(torch.isclose(first.cpu(), once).any()):
         _warn(
             f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "
-            f"set, too, by {frame.full_size / frame.size:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of "
-            "the plate need the same weights, open poutine.scale(scale=split.weights(num_data)) around all of them before the distribution "
-            "is made."
+            f"set, too, by {frame.full_size / frame.size:g}. Pass num_data={frame.full_size} to the distribution, or put "
+            "poutine.scale(scale=split.weights(num_data)) around all sites of the plate."
         )
 
 

@@ -105,8 +105,8 @@ def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
     if f"{prefix}words" not in state_dict:
         return None
     return (
-        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
-        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
+        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself. Rename 'words', 'log_joint' and "
+        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew."
     )
 
 

@@ -32,8 +32,8 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 
 NO_WHOLE_STATES = (
-    "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
-    "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
+    "each node of the model's factor graph has a set of states, and there is no list of whole states. Use marginals(), mode() "
+    "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)."
 )
 
 

@@ -99,7 +99,7 @@ def find_product(
         if ProductScorer(call, product).takes_sets():
             return product
     note_once(
-        f"the model's factor graph has {len(graph.nodes)} nodes, but the model does not take sets of states in dimensions left of its "
+        f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "
         "plates: populations hold whole states. Index shapes from the right (x.sum(-1, keepdim=True), x[..., 0], Vindex)."
     )
     return None
@@ -149,8 +149,8 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
         return portion
     if not layout.full_sizes or layout.full_sizes[0] != portion.size:
         raise NotImplementedError(
-            f"the rows of a shard must be the data points of the model's (left-most) data plate; the shard has {portion.size} rows, the "
-            f"plates {list(layout.plates)} have the sizes {list(layout.full_sizes)}"
+            f"the rows of a shard must be the data points of the model's left-most plate; got {portion.size} rows for "
+            f"{list(layout.plates)} of the sizes {list(layout.full_sizes)}"
         )
     return portion.times(layout.num_data // portion.size)
 

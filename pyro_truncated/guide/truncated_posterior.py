@@ -159,8 +159,8 @@ def _clique_weights(batch: ProductBatch, sets: Sequence[Tensor], nodes: tuple[in
     bucket = tree.find_bucket(nodes)
     if not set(nodes) <= {bucket, *tree.separators[bucket]}:
         raise NotImplementedError(
-            f"no density joins the sites '{names[0]}' and '{names[1]}', so their joint marginals are not at hand: estimate them from "
-            "guide.sample_posterior(num_samples), or make the guide with AutoTruncated(..., whole_states=True)"
+            f"no density joins the sites '{names[0]}' and '{names[1]}', so their joint marginals are not at hand. Estimate them from "
+            "guide.sample_posterior(num_samples), or make the guide with AutoTruncated(..., whole_states=True)."
         )
     shape = [1] * tree.num_dims
     for node in nodes:
@@ -181,7 +181,7 @@ def _check_sites(layout: SiteLayout, first: str, second: str) -> None:
         if frames[0][dim] != frames[1][dim]:
             raise NotImplementedError(
                 f"the plates '{frames[0][dim]}' of '{first}' and '{frames[1][dim]}' of '{second}' have the same dim={dim}, so pairs of "
-                "their members have no place: give one of them another dim, or estimate from guide.sample_posterior(num_samples)"
+                "their members have no place. Give one of them another dim, or estimate from guide.sample_posterior(num_samples)."
             )
 
 

@@ -103,7 +103,7 @@ class WholeModelGuide(AutoGuide):
         """
         if self._model is None:
             raise RuntimeError(
-                "pickling a guide leaves its model behind. Its populations can still be read, but to use it with a model make a new "
+                "pickling a guide leaves its model behind. Its populations can be read; to use it, make a new "
                 "AutoTruncated(model, ...) and load the state_dict() of this one."
             )
         model: Callable[..., Any] = self._model[0]

@@ -364,8 +364,8 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
     size = sum(math.comb(num_selected, k) for k in range(limit + 1))
     if size > _MAX_STATES:
         raise ValueError(
-            f"{num_selected} selected latents with up to {limit} of them active make {size} states per data point, over {_MAX_STATES}; "
-            "select fewer (num_selected) or lower max_active"
+            f"{num_selected} selected latents with up to {limit} of them active make {size} states for a data point, above {_MAX_STATES}. "
+            "Select fewer (num_selected) or lower max_active."
         )
     parent, last = _table(num_selected, limit, chosen.device)
     out = chosen.new_zeros(len(chosen), size, chosen.shape[2])

@@ -172,9 +172,8 @@ class CandidateRuns:
                 raise
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.probe.layout.sites)
             error.add_note(
-                f"This happened when the model was run on many states at once: {shapes}. AutoTruncated puts them in a new left-most "
-                "dimension, as parallel enumeration does: address dimensions from the right (sum(-1), s @ W.mT, Vindex), or score "
-                "one state after the other: AutoTruncated(..., vectorize=False)."
+                f"This happened when the model ran on many states at once, in a new left-most dimension: {shapes}. Address dimensions "
+                "from the right (sum(-1), s @ W.mT, Vindex), or score one state after the other: AutoTruncated(..., vectorize=False)."
             )
             raise
 

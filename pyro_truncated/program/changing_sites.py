@@ -36,8 +36,8 @@ class ChangingSitesError(NotImplementedError):
         else:
             problem = f"the sites {sorted(sites)} are sampled in some runs only. "
         super().__init__(
-            f"{problem}Sample the same sites for every state: mask an observation (poutine.mask) where it shall not count, and let a "
-            "latent have no influence where it is not needed."
+            f"{problem}Sample the same sites for every state: mask observations that shall not count (poutine.mask), and let "
+            "a latent that is not needed have no influence."
         )
 
 

@@ -85,8 +85,8 @@ def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], depende
                         break
                 raise ValueError(
                     f"site '{node['name']}' ({family(node['fn'])}) has batch shape {shape}, dimension {dim} of which lies in no plate. "
-                    f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent, data points for "
-                    f"example; if they belong together, write .to_event({-dim})"
+                    f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent; "
+                    f"if they belong together, write .to_event({-dim})"
                 )
 
 
@@ -128,8 +128,8 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
         if frame.name in data_plates:
             if is_subsampled(frame) and not _is_common(node, frame.dim):
                 raise ValueError(
-                    f"the number of values of site '{node['name']}' may differ between data points, and only a subsample has been seen; "
-                    "call the guide (the whole list, if it is in one) once with arguments for which the model takes all data"
+                    f"the number of values of site '{node['name']}' may differ between data points, and only a subsample has been seen. "
+                    "Call the guide, or its whole list, once with arguments for which the model takes all data."
                 )
             full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
     return tuple(int(v) for v in full.reshape(shape).flatten())
@@ -211,8 +211,8 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(
-            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, so "
-            "its largest value cannot be found: they take too many joint values, or continuous ones. "
+            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, "
+            "whose values are too many to try, or continuous. "
             f"Give a bound: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
     return value_bounds(node["fn"])[0].min(), torch.tensor(limit)

@@ -119,8 +119,8 @@ class Probe:
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. First call "
-                "guide.setup(*args), or the guide list, with arguments for which the model observes none of its latents; for draws of data "
-                "use Predictive(poutine.uncondition(model), guide=guide)(*args)"
+                "guide.setup(*args) with arguments for which the model observes no latent; for draws of data use "
+                "Predictive(poutine.uncondition(model), guide=guide)"
             )
         if all(self._is_observed(name) for name in self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})

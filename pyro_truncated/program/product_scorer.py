@@ -111,8 +111,8 @@ class ProductScorer(Probe):
         self._refuse_shared_subsamples()
         if self.is_vectorized:
             raise NotImplementedError(
-                "sets of states for each node take one draw of the other latents at a time: use num_particles without vectorize_particles, "
-                "and Predictive without parallel=True, or AutoTruncated(..., whole_states=True)"
+                "sets of states for each node take one draw of the other latents at a time. Leave out vectorize_particles and "
+                "parallel=True of Predictive, or make the guide with AutoTruncated(..., whole_states=True)."
             )
 
         if self._first_sets is not None:

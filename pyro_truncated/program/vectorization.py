@@ -131,7 +131,7 @@ def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor]
     if name:
         warnings.warn(
             f"site '{name}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
-            "its sample sites (dropout in training mode, torch.randn). Call .eval() of modules with dropout, and draw noise by "
+            "sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by "
             "pyro.sample.",
             UserWarning,
             stacklevel=2,

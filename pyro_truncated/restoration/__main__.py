@@ -113,8 +113,8 @@ _CLUSTER_STEPS, _NUM_SPREADS = 10, 4.0
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
-    "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
-    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255, and NaN is missing; colours have 8 bits"
+    "the damaged picture, grey or colour, in any format that Pillow reads. White is 255; in grey pictures of 16 bits, and of 32 if a "
+    "pixel exceeds 255, it is 65535. Scale what has 10, 12 or 14 bits. In real numbers NaN is missing"
 )
 
 
@@ -174,8 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyro_truncated.restoration",
         description="Takes noise off a picture, or fills in what is missing, from the picture alone.",
-        epilog="A megapixel takes a quarter of an hour to more than an hour of a processor core, longest in colour; with --stride 2 "
-        "a fifth of it, and a little more noise is left. Pictures of more than half a million numbers are restored in parts.",
+        epilog="A megapixel takes a quarter of an hour to more than an hour of a processor core, longest in colour. With --stride 2 "
+        "it takes a fifth of that, and a little more noise is left. Pictures of more than half a million numbers are restored in parts.",
     )
     parser.add_argument("image", type=Path, help=_IMAGE)
     parser.add_argument(
@@ -369,8 +369,7 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
     # Icons have certain sizes, and Pillow makes others fit without a word.
     if found not in (size, None):
         raise ValueError(
-            f"--output must end with the name of a format that keeps the size of the picture, {size}, such as .png; got {path}, "
-            f"in which it would become {found}"
+            f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, which makes it {found}"
         )
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")

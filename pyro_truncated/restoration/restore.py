@@ -316,7 +316,7 @@ def _checked_mask(mask: Any) -> Tensor:
         least, most = float(levels.min()), float(levels.max())
         raise ValueError(
             f"mask must be True where entries are observed, or 0 and one other number; got {len(levels)} numbers from {least:g} "
-            f"to {most:g}: compare them, as by mask > {(least + most) / 2:g}"
+            f"to {most:g}. Compare them, as by mask > {(least + most) / 2:g}."
         )
     return found.bool()
 

@@ -521,11 +521,11 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
         total = len(next(iter(every.values())))
         every |= {_SEARCH + name: value for name, value in collect_rows(content["search"]).items()}
-        portion = _of_populations(portion, total, path)
+        portion = _population_portion(portion, total, path)
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
         total = held["total"]
-        portion = _of_populations(portion or Portion(0, total, total), total, path)
+        portion = _population_portion(portion or Portion(0, total, total), total, path)
         rows = {name: read_rows(rows_folder(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
@@ -550,7 +550,7 @@ def _pad(values: Tensor, size: int) -> Tensor:
     return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 
 
-def _of_populations(portion: Portion, total: int, path: Path) -> Portion:
+def _population_portion(portion: Portion, total: int, path: Path) -> Portion:
     if total % portion.total:
         raise ValueError(f"{path} was written by a run of {total} data points, this one has {portion.total}")
     return portion.times(total // portion.total)

@@ -561,6 +561,6 @@ def _check_reparametrised(nodes: Mapping[str, Any]) -> None:
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:
             raise NotImplementedError(
                 f"site '{name}' of the guide ({type(fn).__name__}) is not reparametrised, and has no gradient, as this model does not "
-                "take many states at once (see the VectorizationWarning). Use a reparametrised distribution (Normal, LogNormal, ...), "
+                "take many states at once. Use a reparametrised distribution (Normal, LogNormal, ...), "
                 "or let the model vectorise."
             )

@@ -22,8 +22,8 @@ def temperature_at(temperature: Temperature, step: int) -> float:
 def cooling(start: float, steps: int, share: float = 0.6) -> Callable[[int], float]:
     r"""A temperature that falls linearly to one: :math:`\tau_t = \max(1, \tau_0 + (1 - \tau_0) \, t / (\mathrm{share} \cdot T))`.
 
-    At a high temperature the posteriors of a :class:`~pyro_truncated.Truncated_ELBO` are nearly uniform over their populations, so causes
-    that would have ended in one component separate while it falls.
+    At a high temperature the posteriors of a :class:`~pyro_truncated.Truncated_ELBO` are nearly uniform over their populations.
+    Causes that would have ended in one component separate while it falls.
 
     Example:
         >>> temperature = cooling(8.0, 100)

@@ -263,11 +263,9 @@ def _is_held_by_others(parameter: Parameter, stored: Tensor) -> bool:
 
 def _complaint(names: Iterable[str]) -> str:
     return (
-        f"Pyro's parameter store holds other parameters {sorted(names)} than the model or the guide: those of another one, made earlier, "
-        "that calls its parameters the same. Pyro keeps parameters by name, so it would put those in the place of these, and train both as "
-        "one. If the earlier one is no longer needed, call pyro.clear_param_store() before making model and guide. Else give each names of "
-        'its own, by PyroModule.__init__(self, name="...") or, for an automatic guide, by a class of its own ("class Second(AutoNormal): '
-        'pass"), or run each under "with pyro.get_param_store().scope(state):".'
+        f"Pyro's parameter store holds other parameters {sorted(names)} than the model or the guide: those of an earlier one with the same "
+        "names. Call pyro.clear_param_store() before making model and guide; to keep both, give each its own names, as by "
+        'PyroModule.__init__(self, name="...").'
     )
 
 

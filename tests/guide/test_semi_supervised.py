@@ -183,7 +183,7 @@ def test_latents_that_the_set_up_did_not_show_are_refused():
     guide = AutoTruncated(features, 4)
     elbo = Truncated_ELBO(ExhaustiveSearch())
     elbo.loss_and_grads(features, guide, Y, LABELS)
-    with pytest.raises(ValueError, match=r"now has the latents \['z'\].*guide\.setup.*none of its latents.*poutine\.uncondition"):
+    with pytest.raises(ValueError, match=r"now has the latents \['z'\].*guide\.setup.*observes no latent.*poutine\.uncondition"):
         elbo.loss_and_grads(features, guide, Y)
 
 

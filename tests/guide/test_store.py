@@ -83,7 +83,7 @@ def test_populations_of_the_old_layout_are_refused_by_name(is_used):
     target = used(case, 4) if is_used else AutoTruncated(case.model, 4)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     with pytest.raises(
-        RuntimeError, match=r"'words' is of an earlier version.*rename 'words', 'log_joint' and 'cardinalities' to 'populat"
+        RuntimeError, match=r"'words' is of an earlier version.*Rename 'words', 'log_joint' and 'cardinalities' to 'populat"
     ):
         target.load_state_dict(old_layout(guide.state_dict()))
     assert target.state_dict().keys() == before.keys()

@@ -205,7 +205,7 @@ def test_states_of_negligible_weight_change_a_gradient_by_rounding_only(dtype, t
 
     guide = AutoTruncated(model, 32)
     loss = Truncated_ELBO(EvolutionarySearch(), temperature=temperature).loss_and_grads(model, guide, y)
-    found, batch = gradients(), guide.batch_of(y)
+    found, batch = gradients(), guide.make_batch(y)
     states = guide.population().states(dtype)
     assert loss == pytest.approx(-float(batch.free_energy().detach()), rel=1e-5)
     nodes = {name: value.clone() for name, value in pyro.get_param_store().items()}

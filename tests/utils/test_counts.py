@@ -143,5 +143,5 @@ def test_one_total_count_with_logits_of_each_data_point_in_minibatches(event):
     whole.setup(3)
     assert losses(AutoTruncated(model, 16 if event else 4)) == pytest.approx(losses(whole), rel=1e-6)
     if not event:
-        with pytest.raises(ValueError, match=r"may differ between data points, .* call the guide \(the whole list, if it is in one\) once"):
+        with pytest.raises(ValueError, match=r"may differ between data points, .* Call the guide, or its whole list, once"):
             AutoTruncated(model, 2)(torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]), 2)

@@ -49,7 +49,7 @@ guide = AutoTruncated(model, num_states=16)
 svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Truncated_ELBO())
 losses = [svi.step(y) for _ in range(60)]
 print(guide)
-print("noise, made with 30:", float(pyro.param("noise")))
+print("noise, made with 30:", float(pyro.param("noise").detach()))
 
 # %%
 # Who is on

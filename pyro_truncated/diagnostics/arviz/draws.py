@@ -656,7 +656,7 @@ class _Accumulator:
     def _marginal_likelihood(self, log_joint: LogJoint, population: Population) -> Tensor | None:
         r"""Each data point's log likelihood given the other latents.
 
-        It is the free energy less the log prior of the point's own latents that another guide draws: for those of a ``conditional`` the
+        It is the free energy less the log prior of the point's own latents that another guide draws. For those of a ``conditional`` the
         free energy holds :math:`\log p - \log q` already. Leaves are left out of the sum.
         """
         local = [name for name in log_joint.layout.other_latents if name in self.local]

@@ -58,8 +58,8 @@ def scored_populations(
     part = truncated_part(guide)
     if is_on_product(guide, args, kwargs):
         raise NotImplementedError(
-            "the guide has a set of states for each node of the model's factor graph, not a list of whole states: call "
-            "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)"
+            "the guide has a set of states for each node of the model's factor graph, not a list of whole states. Call "
+            "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)."
         )
     call = Call(part.model, args, kwargs)
     others = {**part.other_values(call, median=True), **(values or {})}

@@ -178,7 +178,7 @@ def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[
         found.append(
             Finding(
                 f"The estimated evidence of {none:.0%} of the data points is not reliable: no draw outside their populations, nor from the "
-                "prior, has positive probability, so that nothing is known of what they miss.",
+                "prior, has positive probability.",
                 "Write hard constraints as soft ones first (a large negative number in place of -inf), or enumerate the possible states.",
             )
         )

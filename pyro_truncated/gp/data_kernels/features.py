@@ -293,7 +293,7 @@ class HashedCounts:
         if len(indices) != len(data) or int(indptr[-1]) != len(indices):
             raise ValueError(f"indptr ends at {int(indptr[-1])}, but there are {len(indices)} indices and {len(data)} counts")
         if bool((data <= 0).any()):
-            raise ValueError("data must be positive counts")
+            raise ValueError(f"data must be positive counts; got {float(data.min()):g}")
         num = len(indptr) - 1
         rows = torch.repeat_interleave(torch.arange(num), indptr.long().diff())
         return HashedCounts.of(num, rows, mix(indices.long()), data)
@@ -311,7 +311,9 @@ class HashedCounts:
             told = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
             raise TypeError(f"features must be a matrix (n, F) of real counts; got {told}")
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
-            raise ValueError("features must be counts, finite and not negative")
+            raise ValueError(
+                f"features must be counts, finite and not negative; got {float(features.min()):g} to {float(features.max()):g}"
+            )
         rows, columns = features.nonzero(as_tuple=True)
         return HashedCounts.of(len(features), rows, mix(columns), features[rows, columns])
 
@@ -343,7 +345,7 @@ class HashedCounts:
         """
         repeats = self.counts.round().long()
         if not bool(torch.equal(repeats.double(), self.counts)):
-            raise ValueError("counts must be integers")
+            raise ValueError(f"counts must be integers; got {float(self.counts[repeats != self.counts][0]):g}")
         start = torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
         level = torch.arange(int(repeats.sum()), device=self.rows.device) - start
         keys = mix(torch.repeat_interleave(self.keys, repeats) + level * _GOLDEN)
@@ -424,7 +426,8 @@ class Graphs:
 
     def __post_init__(self) -> None:
         if self.edges.numel() and not bool((self.graph[self.edges[0]] == self.graph[self.edges[1]]).all()):
-            raise ValueError("edges must join nodes of the same graph")
+            first, second = self.edges[:, self.graph[self.edges[0]] != self.graph[self.edges[1]]][:, 0].tolist()
+            raise ValueError(f"edges must join nodes of the same graph; got an edge from node {first} to node {second}")
 
     @staticmethod
     def from_molecules(arrays: Mapping[str, Any], labels: str = "atom") -> Graphs:
@@ -589,7 +592,7 @@ class CountKernel(FixedKernel):
         self.normalization, self._num_features = normalization, width
         vocabulary, norms = features.keys.unique(), features.squared_norms
         if not bool(norms.sum().isfinite()):
-            raise ValueError("features must be counts whose squares have a finite sum")
+            raise ValueError(f"features must be counts whose squares have a finite sum; got counts up to {float(features.counts.max()):g}")
         start = torch.searchsorted(features.rows, torch.arange(len(features) + 1, device=features.rows.device))
         parts = {"_vocabulary": vocabulary, "_norms": norms, "_matrix": features.matrix(vocabulary), "_start": start}
         for name, tensor in {**parts, "_scale": norms.mean().clamp(min=1e-30)}.items():

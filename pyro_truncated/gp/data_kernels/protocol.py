@@ -264,7 +264,8 @@ class PrecomputedKernel(DataKernel):
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
             raise ValueError(f"matrix must be square and finite; got shape {tuple(matrix.shape)}")
         if not torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6 * float(matrix.abs().max())):
-            raise ValueError("matrix must be symmetric: it holds the covariances of all objects with all objects")
+            difference = float((matrix - matrix.mT).abs().max())
+            raise ValueError(f"matrix must be symmetric; got entries that differ from their transposed by up to {difference:g}")
         train = torch.arange(len(matrix), device=matrix.device) if train is None else train
         super().__init__(len(train))
         self.register_buffer("matrix", matrix, persistent=False)

@@ -132,7 +132,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
             raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
         is_seen = ~targets.isnan()
         if not bool((is_seen.sum(0) > 1).all()):
-            raise ValueError("every output of y must be observed at two inputs or more")
+            raise ValueError(
+                f"every output of y must be observed at two inputs or more; got outputs with {is_seen.sum(0).tolist()} observations"
+            )
         if int(is_seen.sum()) > EXACT_UP_TO:
             raise ValueError(f"an exact regression has at most {EXACT_UP_TO} observed entries; got {int(is_seen.sum())}")
         if not NOISE_FLOOR < noise < math.inf:
