@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,8 +13,59 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Exhaus
 from pyro_truncated import models as library
 from pyro_truncated.states.population import States
 from tests import zoo
+from tests.faults import more_calls
+from tests.faults.calls import CALLS
 
 SEARCH = EvolutionarySearch(parents=2, children=2)
+# What takes an integer and does not say so yet: numbers of plots and of conversions. None is added.
+UNNAMED = {
+    "check_truncation": {"num_parents"},
+    "compare_with_enumeration": {"max_states", "memory_budget"},
+    "denoise": {"side"},
+    "inpaint": {"side"},
+    "loo_pit": {"seed"},
+    "plot_covered_mass": {"worst"},
+    "plot_marginals": {"rows"},
+    "plot_predictive_check": {"draws"},
+    "to_arviz": {"num_samples", "num_chains", "num_predictive", "seed", "memory_budget"},
+}
+# What may be zero: steps that are not taken, seeds, and what then means all or none.
+FROM_ZERO = {
+    "ActiveSetGaussianProcess": {"num_active"},
+    "Analytic_ELBO": {"warm_up"},
+    "GatedDecoder": {"width"},
+    "GibbsEM": {"burn_in"},
+    "LeaveOneOutRegression.fit": {"steps"},
+    "SASDecoder": {"num_active"},
+    "SASDecoder.infer": {"steps"},
+    "SASDecoder.initialize": {"steps"},
+    "Sampling": {"seed"},
+    "SubsetGPRegression.fit": {"max_epochs"},
+    "UniformSplits": {"num_active"},
+    "check_truncation": {"num_samples"},
+    "fit_minibatches": {"steps"},
+    "gplvm.fit": {"removal_steps", "rounds", "steps", "warm_up"},
+    "latents_to_arviz": {"seed"},
+    "maximize_bound": {"steps"},
+}
+
+
+def values_that_do_not_fit(name, argument, value):
+    """What is no integer, no number, and none of the words that an argument may be, by its value in a call that works."""
+    if type(value) is int and argument not in UNNAMED.get(name, ()):
+        return [2.5, True, "2", -1, *([0] if argument not in FROM_ZERO.get(name, ()) else [])]
+    return {float: [math.nan, "2"], str: ["no such"]}.get(type(value), [])
+
+
+# A step's arguments are those of the model.
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"SVI.step"}))
+def test_integers_numbers_and_words_that_do_not_fit_are_refused_by_name(name):
+    assert more_calls.__name__
+    for argument, good in CALLS[name]()[1].items():
+        for value in values_that_do_not_fit(name, argument, good):
+            function, arguments = CALLS[name]()
+            with pytest.raises((ValueError, TypeError), match=argument):
+                function(**(arguments | {argument: value}))
 
 
 def step(model, *args, num_states=2, search=SEARCH, **options):

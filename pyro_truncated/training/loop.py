@@ -153,8 +153,6 @@ def fit(
     check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint)
     steps = check_count("steps", steps)
     patience = None if patience is None else check_count("patience", patience)
-    if math.isnan(tolerance):
-        raise ValueError("tolerance must be a number; got nan")
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)

@@ -10,6 +10,7 @@ from pyro_truncated.utils.arguments import check_count, names_arguments
 Temperature = float | Callable[[int], float]
 
 
+@names_arguments
 def temperature_at(temperature: Temperature, step: int) -> float:
     """The temperature of a step."""
     value = temperature(step) if callable(temperature) else temperature

@@ -6,6 +6,7 @@ import collections.abc
 import functools
 import inspect
 import linecache
+import math
 import numbers
 import operator
 import re
@@ -104,12 +105,18 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
-    """Refuses arguments of other kinds than annotated, before any work."""
+    """Refuses arguments of other kinds than annotated, before any work.
+
+    Raises:
+        TypeError: naming the first of them.
+        ValueError: if that is NaN.
+    """
     signature = inspect.signature(function)
     for name, value in given.items():
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
-            raise TypeError(f"{name} must be {_kind(hint)}; got {_describe(value)}")
+            kind = ValueError if isinstance(value, float) and math.isnan(value) else TypeError
+            raise kind(f"{name} must be {_kind(hint)}; got {_describe(value)}")
 
 
 def _complaint(
@@ -127,7 +134,7 @@ def _complaint(
         return None
     try:
         check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
-    except TypeError as complaint:
+    except (TypeError, ValueError) as complaint:
         return complaint
     told = ", ".join(f"{name}: {_describe(value)}" for name, value in given.items())
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -183,8 +190,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (Tensor, np.ndarray)) and not (isinstance(value, Tensor) and value.is_complex())
     if hint is float:
         if isinstance(value, Tensor):
-            return value.numel() == 1 and not value.is_complex()
-        return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
+            return value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
+        return not isinstance(value, bool) and isinstance(value, (numbers.Real, np.generic)) and bool(value == value)
     if hint is int:
         return (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))) or (isinstance(value, Tensor) and value.dim() == 0)
     if origin is collections.abc.Callable:

@@ -186,6 +186,18 @@ def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_anoth
 
 
 @pytest.mark.slow
+def test_a_function_is_compiled_anew_once_its_own_file_says_something_else_not_once_it_is_newer(monkeypatch, tmp_path):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
+    path, results = tmp_path / "own.py", []
+    for factor in (2, 2, 3, 2):
+        path.write_text(source := f"@njit(cache=True)\ndef function(x):\n    return {factor} * x\n")
+        os.utime(path, (1e9 + len(results), 1e9 + len(results)))
+        exec(compile(source, path, "exec"), {"njit": njit}, found := {})
+        results.append((found["function"](5), sum(found["function"].stats.cache_hits.values())))
+    assert results == [(10, 0), (10, 1), (15, 0), (10, 0)]
+
+
+@pytest.mark.slow
 def test_a_function_is_compiled_anew_once_an_intrinsic_that_it_calls_has_changed(monkeypatch, tmp_path):
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
     source = (

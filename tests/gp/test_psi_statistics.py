@@ -299,10 +299,6 @@ def test_impossible_arguments_are_named():
         SpikeSlabInputs(inputs.loc, inputs.variance, torch.rand(3, dtype=DOUBLE))
     with pytest.raises(ValueError, match="same shape"):
         SpikeSlabInputs(inputs.loc, inputs.variance[:1])
-    with pytest.raises(ValueError, match="degree must be a positive integer; got nan"):
-        Quadrature(float("nan"))
-    with pytest.raises(ValueError, match="num_samples must be a positive integer; got 0"):
-        Sampling(0)
     with pytest.raises(ValueError, match="one weight per dimension"):
         LinearARD(2, torch.ones(3))
     with pytest.raises(ValueError, match=r"four factors \(N, Q\)"):

@@ -85,8 +85,6 @@ def test_options_that_exclude_each_other_are_refused():
     for options in ({"size": 5}, {"projected": True}):
         with pytest.raises(ValueError, match="leave size and projected out"):
             decoder.condition_(x, num_neighbors=5, **options)
-    with pytest.raises(ValueError, match="num_neighbors must be a positive integer; got 0"):
-        decoder.condition_(x, num_neighbors=0)
 
 
 def test_minibatches_have_a_thousand_points_by_default():

@@ -347,8 +347,4 @@ def test_impossible_arguments_are_named():
         posterior.infer({1: views[0]})
     with pytest.raises(ValueError, match="collapsed=False"):
         natural_step(model, views)
-    with pytest.raises(ValueError, match="num_samples must be a positive integer"):
-        latents_to_arviz(model, views, num_samples=0)
-    with pytest.raises(ValueError, match="num_starts must be a positive integer"):
-        fit(model, views, num_starts=0)
     assert dataclasses.is_dataclass(posterior.infer(views, steps=1))

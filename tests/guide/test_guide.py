@@ -515,8 +515,6 @@ def test_no_discrete_site_and_unused_guide():
         run(lambda y: pyro.sample("x", dist.Normal(0.0, 1.0)), torch.zeros(1))
     with pytest.raises(RuntimeError, match=r"call it .* once with the model's arguments"):
         AutoTruncated(zoo.binary().model).weights()
-    with pytest.raises(ValueError, match="num_states must be a positive integer; got 0"):
-        AutoTruncated(zoo.binary().model, num_states=0)
 
 
 def test_never_scored_populations_have_no_weights():

@@ -150,9 +150,15 @@ def test_differences_are_a_sparse_ternary_code() -> None:
     assert 0.1 < float(deviation) < 0.4
 
 
-def test_it_generates() -> None:
+def test_it_generates_sums_of_the_columns_of_causes() -> None:
     model = FactorialHMM(3, 2)
-    assert model(num_steps=7).shape == (1, 7, 3)
+    model.weight, model.scale = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]]), torch.tensor(1e-3)
+    y = model(num_steps=40).detach()
+    assert y.shape == (1, 40, 3)
+    sums = torch.tensor(list(itertools.product((0.0, 1.0), repeat=2))) @ model.weight.detach().mT
+    nearest = torch.cdist(y[0], sums).min(1)
+    assert float(nearest.values.max()) < 0.01
+    assert len(nearest.indices.unique()) > 1
 
 
 def test_arguments_are_checked() -> None:

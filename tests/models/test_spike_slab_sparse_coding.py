@@ -282,10 +282,12 @@ def test_generates_and_subsamples() -> None:
     model = make_model()
     y = make_data(model, with_missing=False)
     assert y.shape == (NUM_DATA, NUM_OBSERVED)
-    trace = pyro.poutine.trace(model).get_trace(y, batch_size=8)
-    assert trace.nodes["s"]["value"].shape == (8, NUM_LATENTS)
-    trace = pyro.poutine.trace(model.with_slabs).get_trace(y, batch_size=8)
-    assert trace.nodes["z"]["value"].shape == (8, NUM_LATENTS)
+    for program, latent in ((model, "s"), (model.with_slabs, "z")):
+        trace = pyro.poutine.trace(program).get_trace(y, batch_size=8)
+        assert trace.nodes[latent]["value"].shape == (8, NUM_LATENTS)
+        # Each data point of the minibatch stands for as many.
+        assert float(trace.nodes["y"]["scale"]) == pytest.approx(NUM_DATA / 8)
+        assert any(torch.equal(trace.nodes["y"]["value"][0], row) for row in y)
 
 
 def test_slabs_from_their_exact_conditional_leave_bound_and_gradient_exact() -> None:

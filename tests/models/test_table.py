@@ -226,8 +226,11 @@ def test_one_data_point(name: str) -> None:
         assert math.isfinite(svi.evaluate_loss(y[:1]))
         if row.is_closed_form and isinstance(optimizer, ClosedForm):
             optimizer.release()
-    assert len(guide.infer(y[1:2], search, 1).weights()) == 1
+    new = guide.infer(y[1:2], search, 1).population().free_energy()
     assert model(num_data=1).shape == (1, D)
+    evidence = row.log_joint(model, y[1:2]).logsumexp(-1)
+    assert new.shape == evidence.shape
+    assert bool((new <= evidence + 1e-4 * (1 + evidence.abs())).all())
     # A batch of one.
     pyro.clear_param_store()
     model = row.make(torch.float32)

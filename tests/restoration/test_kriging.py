@@ -232,4 +232,4 @@ def test_noise_that_single_precision_loses_is_restored_in_double(share):
     image = 1e4 * waves(16)
     damaged = with_holes(image, share, 15)
     restored = denoise(damaged, noise=0.01, side=4, rounds=1, generator=generator(16), progress=False).image
-    assert bool(restored.isfinite().all())
+    assert float((restored - image)[~damaged.isnan()].abs().max()) < 0.1

@@ -16,6 +16,7 @@ from pyro_truncated import (
     AutoTruncated,
     ClosedForm,
     EvolutionarySearch,
+    ExhaustiveSearch,
     GPSelect,
     Population,
     Preselection,
@@ -329,8 +330,10 @@ def test_inference_for_new_data() -> None:
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
     for _ in range(3):
         svi.step(y[:60])
-    new = guide.infer(y[60:], search, 1)
-    assert new.population().words.shape == (40, 20, 1)
+    found = guide.infer(y[60:], search, 1).population()
+    evidence = guide.infer(y[60:], ExhaustiveSearch(), 1, num_states=2**8).population().free_energy()
+    assert found.words.shape == (40, 20, 1)
+    assert bool((found.free_energy() <= evidence + 1e-9).all())
     svi.step(y[:60])
 
 

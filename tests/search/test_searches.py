@@ -275,8 +275,6 @@ class TestSampled:
             assert SampledSearch(7, prior_share=share).propose(toy.batch(10)).num_states == 7
 
     def test_bad_options(self) -> None:
-        with pytest.raises(ValueError, match="num_samples must be a positive integer; got 0"):
-            SampledSearch(0)
         with pytest.raises(ValueError, match=r"prior_share must lie in \[0, 1\]; got 2"):
             SampledSearch(3, prior_share=2)
 

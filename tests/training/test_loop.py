@@ -91,16 +91,8 @@ def test_early_stopping_compares_averages():
 def test_bad_arguments_are_refused(y):
     with pytest.raises(TypeError, match=r"svi must be a pyro\.infer\.SVI; got function"):
         fit(plain, y, steps=1)
-    with pytest.raises(ValueError, match="steps must be a positive integer; got 0"):
-        fit(fresh("plain", y), y, steps=0)
-    with pytest.raises(ValueError, match=r"steps must be a positive integer; got 2\.5"):
-        fit(fresh("plain", y), y, steps=2.5)
-    with pytest.raises(ValueError, match="tolerance must be a number; got nan"):
-        fit(fresh("plain", y), y, steps=2, patience=1, tolerance=math.nan)
     with pytest.raises(TypeError, match="callbacks must be a sequence of functions"):
         fit(fresh("plain", y), y, steps=2, callbacks=print)
-    with pytest.raises(ValueError, match="restarts must be a positive integer"):
-        fit_restarts(lambda restart: fresh("plain", y), y, restarts=0, steps=1)
 
 
 @pytest.mark.slow

@@ -13,52 +13,6 @@ from pyro_truncated import models as library
 from pyro_truncated.scenes.occlusion import OccludedScene
 from pyro_truncated.utils.arguments import check_count
 from tests import zoo
-from tests.faults import more_calls
-from tests.faults.calls import CALLS
-
-# What takes an integer and does not say so yet: numbers of plots and of conversions. None is added.
-UNNAMED = {
-    "check_truncation": {"num_parents"},
-    "compare_with_enumeration": {"max_states", "memory_budget"},
-    "denoise": {"side"},
-    "inpaint": {"side"},
-    "loo_pit": {"seed"},
-    "plot_covered_mass": {"worst"},
-    "plot_marginals": {"rows"},
-    "plot_predictive_check": {"draws"},
-    "to_arviz": {"num_samples", "num_chains", "num_predictive", "seed", "memory_budget"},
-}
-# What may be zero: steps that are not taken, seeds, and what then means all or none.
-FROM_ZERO = {
-    "ActiveSetGaussianProcess": {"num_active"},
-    "Analytic_ELBO": {"warm_up"},
-    "GatedDecoder": {"width"},
-    "GibbsEM": {"burn_in"},
-    "LeaveOneOutRegression.fit": {"steps"},
-    "SASDecoder": {"num_active"},
-    "SASDecoder.infer": {"steps"},
-    "SASDecoder.initialize": {"steps"},
-    "Sampling": {"seed"},
-    "SubsetGPRegression.fit": {"max_epochs"},
-    "UniformSplits": {"num_active"},
-    "check_truncation": {"num_samples"},
-    "fit_minibatches": {"steps"},
-    "gplvm.fit": {"removal_steps", "rounds", "steps", "warm_up"},
-    "latents_to_arviz": {"seed"},
-    "maximize_bound": {"steps"},
-}
-
-
-# A step's arguments are those of the model.
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"SVI.step"}))
-def test_whatever_takes_an_integer_refuses_all_else_by_name(name):
-    assert more_calls.__name__
-    integers = {argument for argument, value in CALLS[name]()[1].items() if type(value) is int}
-    for argument in sorted(integers - UNNAMED.get(name, set())):
-        for value in (2.5, True, "2", -1, *([0] if argument not in FROM_ZERO.get(name, ()) else [])):
-            function, arguments = CALLS[name]()
-            with pytest.raises((ValueError, TypeError), match=argument):
-                function(**(arguments | {argument: value}))
 
 
 @pytest.mark.parametrize("two", [2, np.int64(2), np.uint8(2), np.int32(2), torch.tensor(2)])

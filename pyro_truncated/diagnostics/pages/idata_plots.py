@@ -23,6 +23,7 @@ from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, 
 from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
 from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
 from pyro_truncated.utils import arviz_compat as compat
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 
@@ -191,6 +192,7 @@ def _names(values: Any) -> list[str]:
     return labels
 
 
+@names_arguments
 def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
     """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
 
@@ -249,6 +251,9 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     Returns:
         The axes.
     """
+    check_kinds(plot_loo_pit, level=level)
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1; got {level}")
     transforms = loo_pit(idata, name=name)
     chosen = list(features) if features is not None else list(range(transforms.shape[1]))
     seen = [column[np.isfinite(column)] for column in transforms[:, chosen].T]

@@ -23,7 +23,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import Renamed, check_count
+from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds
 from pyro_truncated.utils.arviz_compat import pareto_shapes
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -299,6 +299,7 @@ def estimate_evidence(
     """
     # Fewer do not tell how reliable the estimate is.
     num_samples = check_count("num_samples", num_samples, 25)
+    check_kinds(estimate_evidence, confidence=confidence)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
     if is_spread(args, kwargs):

@@ -22,7 +22,7 @@ from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.kernels import outside_programs
 from pyro_truncated.gp.subset.objectives import check_index
 from pyro_truncated.gp.subset.subset_search import InducingSubset, SubsetSearch
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.parameter_store import UniqueModule, empty_store, spare_random_numbers
 
@@ -96,6 +96,7 @@ class SubsetModel(UniqueModule, Parameterized):
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
         num_inducing = check_count("num_inducing", num_inducing)
+        check_kinds(SubsetModel.__init__, jitter=jitter)
         if num_inducing > n:
             raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         index = torch.randperm(n)[:num_inducing].to(y.device) if index is None else check_index(index, n)

@@ -675,13 +675,13 @@ class InducingSubset:
         matrix = _matrix(y)
         if len(matrix) != self.kernel.num_data:
             raise ValueError(f"y must have one target for each of the {self.kernel.num_data} inputs X; got {len(matrix)}")
+        check_kinds(InducingSubset.__init__, noise=noise, generator=generator)
         self.problem = SubsetProblem(self.kernel, matrix, float(noise), objective)
         check_data_kernel(self.kernel)
         num_inducing = check_count("num_inducing", num_inducing)
         if num_inducing > self.problem.num_data:
             raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
         self.num_inducing = num_inducing
-        check_kinds(InducingSubset.__init__, generator=generator)
         self.search = make_search(algorithm)
         self.generator = generator
         self.history: list[tuple[float, int, float]] = []

@@ -18,7 +18,7 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
@@ -140,6 +140,7 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
         The bound, never below that of the start.
     """
     steps = check_count("steps", steps, least=0)
+    check_kinds(maximize_bound, tolerance=tolerance)
     size = float(sum(v.numel() for v in model.check_data(y)))
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
     with torch.no_grad():
@@ -393,6 +394,7 @@ def fit(
     numbers = {"steps": steps, "warm_up": warm_up, "rounds": rounds, "removal_steps": removal_steps}
     steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
     num_starts = check_count("num_starts", num_starts)
+    check_kinds(fit, tolerance=tolerance)
     reached: list[float] = []
     best: tuple[list[Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.

@@ -19,7 +19,7 @@ from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.devices import generator_device
 
@@ -189,6 +189,7 @@ def fit_minibatches(
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
     if not 0 < learning_rate <= _MAX_LEARNING_RATE:
         raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
+    check_kinds(fit_minibatches, switches_from=switches_from)
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []

@@ -55,17 +55,18 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, lat
 class _Cache(FunctionCache):
     """A disk cache that may fail, and knows all source files.
 
-    Numba compiles a function anew once its own file says something else. The functions that it calls may be from other files, so those
-    count as well.
+    Numba compiles a function anew once its own file has another date. Here the contents of files count, those of functions that it calls
+    included. So a checkout or an installation finds what another one has compiled.
     """
 
     def __init__(self, function: Callable[..., Any], later: bool) -> None:
         super().__init__(function)
         self._later = later
         own = function.__code__.co_filename
-        others = _sources(function.__globals__, {own: ""})
+        # A file may have changed since another function was read from it.
+        others = _sources(function.__globals__, {own: _digest.__wrapped__(own)})
         # The order of the files and where they are say nothing about the code.
-        stamp = self._impl.locator.get_source_stamp(), sorted(others.values())
+        stamp = sorted(others.values())
         self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, context: Any) -> Any:

@@ -163,8 +163,6 @@ def test_memory_budget_changes_nothing(generator):
 def test_bad_arguments_are_refused():
     case = zoo.binary()
     guide = AutoTruncated(case.model, 2)
-    with pytest.raises(ValueError, match="num_parents must be a positive integer; got 0"):
-        covered_mass(guide, *case.args, num_parents=0)
     with pytest.raises(ValueError, match="steps must be a positive integer; got 0"):
         population_growth(guide, *case.args, steps=0)
     with pytest.raises(TypeError, match="guide must be an AutoTruncated, or an AutoGuideList that holds one; got function"):
