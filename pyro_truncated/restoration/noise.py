@@ -524,9 +524,9 @@ def gain_of(counts: Tensor) -> float:
 
 
 def _gain(counts: Tensor) -> float | None:
-    """Returns the least distance of values if all are its multiples, or ``None``.
+    """Returns the least distance of values if all are multiples.
 
-    Of other whole numbers, or of few different ones, it is one.
+    Else it is ``None``. Of other whole numbers, or of few different ones, it is one.
     """
     values = counts[~counts.isnan()].double()
     is_whole = bool((values == values.round()).all())

@@ -379,7 +379,7 @@ class CandidateLatents:
         return self._mix(log_joint / T, own, own.log_joint(x, noise) / T[:, 0], T * own.spread((~x.isnan()).double(), noise))
 
     def _scale_of(self, is_hidden: Tensor) -> float:
-        """Returns the factor of variances for data points of which these entries are hidden.
+        """Returns the factor of variances where these entries are hidden.
 
         Training points are hidden alike, each as one of the data points.
         """
@@ -489,9 +489,9 @@ class CandidateLatents:
         return temperature, noise
 
     def _closest_others(self, x: Tensor, rows: Tensor, *, neighbors: int = 100) -> tuple[NearestSet | None, Tensor]:
-        """Returns what predicts from the closest complete training points, and where these rows are there.
+        """Returns what predicts from the closest complete training points.
 
-        The first is ``None`` where few of the data are complete.
+        It is ``None`` where few of the data are complete. The second is where these rows are among them.
         """
         complete = ~x.isnan().any(1)
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
