@@ -438,6 +438,8 @@ OFFSET = 3 / 8
 MAX_MEAN_IN_TABLE, TABLE_SIZE = 1000.0, 4001
 # Largest relative distance of values from multiples of one number, the gain.
 GAIN_RTOL = 1e-3
+# Whole numbers of which fewer differ may be multiples of one number by chance.
+FEW_LEVELS = 5
 # Noise of stabilised counts is one; outside of these the values are no counts.
 MIN_STABLE, MAX_STABLE = 0.7, 1.5
 # Counts from which their stabilised noise is one to a few percent.
@@ -508,7 +510,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 def estimate_gain(counts: Tensor) -> float:
     """Returns the number that counts were multiplied with.
 
-    It is one of whole numbers; else the least distance of values that are all its multiples, or one.
+    It is the least distance of values that are all its multiples, or one.
 
     Raises:
         ValueError: for negative values.
@@ -522,17 +524,20 @@ def estimate_gain(counts: Tensor) -> float:
 
 
 def _gain(counts: Tensor) -> float | None:
-    """Returns the gain of counts: one for whole numbers, or ``None``.
+    """Returns the least distance of values if all are multiples.
 
-    Otherwise it is the least distance of values that are all its multiples.
+    Else it is ``None``. Of other whole numbers, or of few different ones, it is one.
     """
     values = counts[~counts.isnan()].double()
-    if bool((values == values.round()).all()):
-        return 1.0
+    is_whole = bool((values == values.round()).all())
     levels = torch.cat([values.new_zeros(1), values]).unique()
+    if is_whole and len(levels) < FEW_LEVELS:
+        return 1.0
     gain = float(levels.diff().min())
     multiples = levels / gain
-    return gain if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()) else None
+    if bool(((multiples - multiples.round()).abs() <= GAIN_RTOL).all()):
+        return gain
+    return 1.0 if is_whole else None
 
 
 def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:

@@ -37,10 +37,15 @@ def test_what_no_count_reaches_becomes_zero():
     assert float(unbiased_inverse(torch.tensor(0.3))) == 0.0
 
 
-@pytest.mark.parametrize("gain", [1.0, 8.5, 0.01])
+@pytest.mark.parametrize("gain", [1.0, 7.0, 8.5, 0.01])
 def test_the_gain_of_counts_is_found(gain):
     counts = torch.poisson(spots(), generator=generator())
     assert estimate_gain(gain * counts) == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("levels", [[0.0], [5.0], [0.0, 2.0], [4.0, 8.0], [3.0, 100.0, 211.0, 217.0, 240.0]])
+def test_the_gain_of_few_or_unlike_whole_numbers_is_one(levels):
+    assert gain_of(torch.tensor(levels).repeat(10)) == 1.0
 
 
 @pytest.mark.slow

@@ -103,6 +103,18 @@ def test_categories_that_are_missing_are_named(missing):
             TruncatedMixture(2, family="categorical").fit(table)
 
 
+def test_categories_of_pandas_are_their_values():
+    random = np.random.default_rng(0)
+    table = pd.DataFrame({"a": random.choice(["x", "y"], 30), "b": random.choice([3, 7], 30)})
+    quick = {"n_components": 2, "family": "categorical", "n_init": 1, "max_iter": 3, "random_state": 0}
+    expected, found = (TruncatedMixture(**quick).fit(data) for data in (table, table.astype("category")))
+    for values, of_table in zip(found.categories_, expected.categories_, strict=True):
+        np.testing.assert_array_equal(values, of_table)
+    np.testing.assert_array_equal(found.predict(table.astype("category")), expected.predict(table))
+    with pytest.raises(ValueError, match="a category of their own, such as 'missing'"):
+        TruncatedMixture(**quick).fit(table.where(table.b == 3, None).astype("category"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [float, str, bool])
 def test_latent_classes_of_binary_and_categorical_columns(kind):

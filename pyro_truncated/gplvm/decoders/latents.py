@@ -491,7 +491,7 @@ class CandidateLatents:
     def _closest_others(self, x: Tensor, rows: Tensor, *, neighbors: int = 100) -> tuple[NearestSet | None, Tensor]:
         """Returns a predictor from the closest complete points, and where rows are.
 
-        The first is ``None`` where few of the data are complete.
+        It is ``None`` where few of the data are complete. The second is where these rows are among them.
         """
         complete = ~x.isnan().any(1)
         own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
