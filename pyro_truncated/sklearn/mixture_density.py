@@ -24,7 +24,7 @@ from pyro_truncated.sklearn.estimators import apart, mixture_posteriors, validat
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
-from pyro_truncated.utils.arrays import package_of
+from pyro_truncated.utils.arrays import find_package
 
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
@@ -254,7 +254,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         """Positions of the values among the categories of their columns."""
         options = {"ensure_all_finite": False, "ensure_min_samples": 2 if reset else 1}
         # Categories of pandas would become numbers.
-        table = X.astype(object) if package_of(X) == "pandas" else X
+        table = X.astype(object) if find_package(X) == "pandas" else X
         data = validated_data(self, table, reset=reset, dtype=None, **options).astype(object)
         if data.dtype == object and _missing(data).any():
             raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")

@@ -45,7 +45,7 @@ def test_the_gain_of_counts_is_found(gain):
 
 @pytest.mark.parametrize("levels", [[0.0], [5.0], [0.0, 2.0], [4.0, 8.0], [3.0, 100.0, 211.0, 217.0, 240.0]])
 def test_the_gain_of_few_or_unlike_whole_numbers_is_one(levels):
-    assert gain_of(torch.tensor(levels).repeat(10)) == 1.0
+    assert estimate_gain(torch.tensor(levels).repeat(10)) == 1.0
 
 
 @pytest.mark.slow
