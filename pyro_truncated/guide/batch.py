@@ -304,6 +304,8 @@ def _without_negligible(population: Population, weights: Tensor) -> tuple[Tensor
         population: the states.
         weights: ``(N, S)``, which add up to one for each data point.
     """
+    if ops.is_vectorised(weights):  # to ask a device how many they are would wait for it
+        return population.words, weights
     number = int((weights > torch.finfo(torch.float64).eps / weights.shape[1]).sum(-1).max())
     if number == population.num_states:
         return population.words, weights

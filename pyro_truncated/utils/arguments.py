@@ -115,7 +115,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
     for name, value in given.items():
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
-            kind = ValueError if isinstance(value, float) and math.isnan(value) else TypeError
+            kind = ValueError if isinstance(value, float) and math.isnan(value) and hint is not bool else TypeError
             raise kind(f"{name} must be {_kind(hint)}; got {_describe(value)}")
 
 

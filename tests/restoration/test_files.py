@@ -169,7 +169,7 @@ def test_grey_pictures_keep_transparency_where_the_format_has_it_for_colours(tmp
 def test_help_says_what_is_white(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "65535 is white" in " ".join(capsys.readouterr().out.split())
+    assert "it is 65535" in " ".join(capsys.readouterr().out.split())
 
 
 def drawn_mask(size=(20, 18)):

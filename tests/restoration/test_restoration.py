@@ -254,7 +254,7 @@ def test_what_cannot_be_restored_is_refused(image, options, named):
 @pytest.mark.parametrize(
     ("mask", "named"),
     [
-        (np.array([[0, 3, 252], [255, 255, 255], [255, 255, 255]], np.uint8), "4 numbers from 0 to 255: compare them, as by mask > 127.5"),
+        (np.array([[0, 3, 252], [255, 255, 255], [255, 255, 255]], np.uint8), "4 numbers from 0 to 255. Compare them, as by mask > 127.5"),
         (np.array([[1, 2, 2]] * 3), "2 numbers from 1 to 2"),
         (np.array([[1.0, np.nan, 1.0]] * 3), "NaN"),
         (np.ma.masked_equal(np.array([[1, 0, 1]] * 3), 0), "NaN"),
