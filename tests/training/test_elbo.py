@@ -259,7 +259,9 @@ def test_bad_search_guide_and_temperature():
         Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, lambda y: None, *case.args)
     guide = AutoTruncated(case.model, num_states=8)
     # At infinity the posterior over states of probability zero would be no number.
-    for temperature in (0.5, math.nan, math.inf, lambda step: math.inf):
+    with pytest.raises(ValueError, match="temperature must be a number or callable; got nan"):
+        Truncated_ELBO(ExhaustiveSearch(), temperature=math.nan)
+    for temperature in (0.5, math.inf, lambda step: math.nan, lambda step: math.inf):
         with pytest.raises(ValueError, match="temperature must be at least 1, and finite"):
             Truncated_ELBO(ExhaustiveSearch(), temperature=temperature).loss_and_grads(case.model, guide, *case.args)
 
