@@ -253,33 +253,21 @@ class Batch:
 
         The gradient is a weighted sum, so the graphs of all states need never exist together.
         """
-        population, scorer = self.population() if self.scored is None else self.scored, self.scorer
-        blocks = list(scorer.gradient_blocks(population.num_states))
-        outside = self.outside()
+        scorer, outside = self.scorer, self.outside()
         _accumulate(-outside / particles)
-        factor, known = self.scale / particles, []
-        if self.scored is None and all(states == slice(None) for _, states in blocks):
-            # A block has all states of its data points: it is scored once for weights and gradient.
-            for rows, _ in blocks:
-                scores = scorer.score(population.words[rows], rows)
-                known.append(scores.detach())
-                self._accumulate_scores(scores, factor * (known[-1] / temperature).softmax(-1), len(blocks))
-            return self._loss_(torch.cat(known), population.words, outside)
         with torch.no_grad():
-            log_joint = self.rescored().log_joint if self.scored is None else self.scored.log_joint
-            words, weights = _without_negligible(population, (log_joint / temperature).softmax(-1))
+            population = self.rescored() if self.scored is None else self.scored
+            words, weights = _without_negligible(population, (population.log_joint / temperature).softmax(-1))
+            weights = (self.scale / particles) * weights
         blocks = list(scorer.gradient_blocks(words.shape[1]))
         for rows, states in blocks:
-            self._accumulate_scores(scorer.score(words[rows, states], rows), factor * weights[rows, states], len(blocks))
-        return self._loss_(log_joint, population.words, outside)
-
-    @staticmethod
-    def _accumulate_scores(scores: Tensor, weights: Tensor, num_blocks: int) -> None:
-        # States of probability zero have weight zero but an infinite score.
-        _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
-        if num_blocks > 1:
-            # The graphs of all blocks never exist together.
-            ops.flush_checks()
+            scores, shares = scorer.score(words[rows, states], rows), weights[rows, states]
+            # States of probability zero have weight zero but an infinite score.
+            _accumulate(-torch.where(shares > 0, shares * scores, 0.0).sum())
+            if len(blocks) > 1:
+                # The graphs of all blocks never exist together.
+                ops.flush_checks()
+        return self._loss_(population.log_joint, population.words, outside)
 
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
         words = self.population().words

@@ -140,22 +140,23 @@ class LearnConfig:
         if self.initializer is not None and not callable(self.initializer):
             raise TypeError(f"initializer must be called as initializer(model, y, generator); got {self.initializer!r}")
         moves: Any = self.moves
-        if not isinstance(moves, (tuple, list)) or not all(
-            callable(getattr(move, "propose", None)) and hasattr(move, "name") for move in moves
-        ):
-            raise TypeError(
-                f"moves must be a tuple of objects with name and propose(best), see pyro_truncated.multistart.Move; got {moves!r}"
-            )
+        if not isinstance(moves, (tuple, list)) or not all(hasattr(move, "propose") and hasattr(move, "name") for move in moves):
+            raise TypeError(f"moves must be a tuple of pyro_truncated.multistart.Move, with name and propose(best); got {moves!r}")
         object.__setattr__(self, "moves", tuple(moves))
         for field in dataclasses.fields(self):
-            value: Any = getattr(self, field.name)
-            if field.name in ("initializer", "moves") or (value is None and field.default is None):
-                continue
-            if isinstance(field.default, int):
-                check_count(field.name, value, 0 if field.name in _MAY_BE_ZERO else 1)
-            elif isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{field.name} must be a number; got {value!r}")
-            elif not 0 <= value < math.inf:
-                raise ValueError(f"{field.name} must not be negative, and finite; got {value!r}")
-            elif value < {"lr": 1e-300, "temperature": 1.0}.get(field.name, 0.0):
-                raise ValueError(f"{field.name} must be {'positive' if field.name == 'lr' else 'at least 1'}; got {value!r}")
+            value = getattr(self, field.name)
+            if field.name not in ("initializer", "moves") and not (value is None and field.default is None):
+                _check_number(field, value)
+        if self.lr == 0.0:
+            raise ValueError("lr must be positive; got 0")
+        if self.temperature is not None and self.temperature < 1.0:
+            raise ValueError(f"temperature must be at least 1; got {self.temperature!r}")
+
+
+def _check_number(field: dataclasses.Field[Any], value: Any) -> None:
+    if isinstance(field.default, int):
+        check_count(field.name, value, 0 if field.name in _MAY_BE_ZERO else 1)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{field.name} must be a number; got {value!r}")
+    elif not 0 <= value < math.inf:
+        raise ValueError(f"{field.name} must not be negative, and finite; got {value!r}")

@@ -12,9 +12,9 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from pyro_truncated import LearnConfig
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learning import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
