@@ -82,6 +82,20 @@ def test_noisy_or_statistics_are_expected_causes(kind: str, space: StateSpace, m
     torch.testing.assert_close(leak_ratio, share.sum((0, 1)), rtol=1e-11, atol=1e-11)
 
 
+def test_an_unlikely_state_counts_where_only_the_leak_explains_it(kind: str) -> None:
+    # The first state has a weight that rounding loses in sums, but divided by the leak it is the larger part of the ratio.
+    words = StateSpace([2]).pack(torch.tensor([[[0.0], [1.0]]]))
+    weights, weight, leak = (
+        torch.tensor([[1e-26, 1.0]], dtype=torch.float64),
+        torch.tensor([[0.5]]),
+        torch.tensor([1e-30], dtype=torch.float64),
+    )
+    first, ratio, leak_ratio = ops.noisy_or_statistics(words, weights, torch.ones(1, 1), torch.log1p(-weight.double()), torch.log1p(-leak))
+    torch.testing.assert_close(first, torch.ones(1, 1).double(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(ratio, torch.tensor([[2.0]]).double(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(leak_ratio, torch.tensor([1e4 + 2.0]).double(), rtol=1e-12, atol=0)
+
+
 def test_wrong_inputs_are_refused() -> None:
     words = torch.zeros(3, 2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="0, 1 or, where missing, NaN"):

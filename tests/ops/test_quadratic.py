@@ -69,6 +69,15 @@ def test_moments_are_weighted_sums(kind: str, space: StateSpace, per_datum: bool
     torch.testing.assert_close(second, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_latent_of_unlikely_states_keeps_its_moments(kind: str) -> None:
+    # Weights fall to 1e-20: each state has a latent of its own, whose moments are relative to themselves.
+    space, exponents = StateSpace([2] * 20), torch.arange(20).double()
+    words, weights = space.pack(torch.eye(20)).unsqueeze(0), (10.0**-exponents).unsqueeze(0)
+    first, second = ops.moments(words, weights, 20)
+    torch.testing.assert_close(first, weights, rtol=1e-12, atol=0)
+    torch.testing.assert_close(second, torch.diag(weights[0]), rtol=1e-12, atol=0)
+
+
 def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     import numba
 

@@ -14,7 +14,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit, parallel_kernel
-from pyro_truncated.ops.compiled.iterate_active import trailing_zeros
+from pyro_truncated.ops.compiled.iterate_active import count_ones, trailing_zeros
 from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
 from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.packed_states import Fields
@@ -367,17 +367,6 @@ def _flip_random(words, fields, rows, seed, out):
             change_latent(out[n, c], fields[0, h], fields[1, h], fields[2, h], state)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _count_ones(words, mask):
-    count = 0
-    for w in range(len(words)):
-        bits = np.uint64(words[w] & mask[w])
-        while bits:
-            bits &= bits - np.uint64(1)
-            count += 1
-    return count
-
-
 @njit(cache=True, nogil=True)
 def _switch_off(words, mask, threshold, state, out):
     """Switches active binary latents off; returns whether anything changed.
@@ -453,8 +442,10 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
             row += part
             state = row
             parent, child = words[n, c], out[n, c]
-            child[:] = parent
-            active = _count_ones(parent, mask)
+            active = 0
+            for w in range(num_words):
+                child[w] = parent[w]
+                active += count_ones(parent[w] & mask[w])
             changed = _switch_on(parent, binary, log_stay_off[active], num_on, state, child)
             state += np.uint64(num_on) * STEP
             changed |= _move(others, log_stay_other, num_other, state, child)

@@ -47,6 +47,16 @@ def trailing_zeros(typing_context, word):
     return types.int64(types.int64), generate
 
 
+@intrinsic
+def count_ones(typing_context, word):
+    """The number of one bits of an int64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.int64), generate
+
+
 @njit(cache=True, nogil=True)
 def active_latents(words, n, c, active):
     """Writes a state's active latents, in ascending order; returns their number."""
@@ -78,10 +88,7 @@ def most_active(words):
         for c in range(words.shape[1]):
             count = 0
             for w in range(words.shape[2]):
-                word = words[n, c, w]
-                while word != 0:
-                    word &= word - 1
-                    count += 1
+                count += count_ones(words[n, c, w])
             most = max(most, count)
     return most
 

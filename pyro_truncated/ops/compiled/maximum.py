@@ -19,6 +19,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     count_blocks,
     ever_active,
     gather,
+    least_weight,
     padded,
     where_observed,
 )
@@ -183,9 +184,11 @@ def _maximum_statistics(words, weights, value, weight, total, prediction, wins, 
         active = np.empty(64 * num_words, np.int64)
         top, winner = np.empty(num_observed), np.empty(num_observed, np.int64)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            least = least_weight(weights[n])
             for c in range(num_candidates):
                 share = weights[n, c]
-                if share == 0.0:
+                # Infinite weights and NaN go on.
+                if abs(share) <= least:
                     continue
                 count = active_latents(words, n if num_rows > 1 else 0, c, active)
                 _winner(weight, active, count, num_observed, top, winner)

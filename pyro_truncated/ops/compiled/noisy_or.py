@@ -17,6 +17,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     count_blocks,
     ever_active,
     gather,
+    least_weight,
     padded,
 )
 
@@ -150,8 +151,11 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
             used[num_used] = num_latents
             for a in range(num_used + 1):
                 near_ratio[used[a], :size] = 0.0
+            # What a state adds to the ratios is at most its weight over the smallest leak; the likeliest one adds at least its weight.
+            least = least_weight(weights[n]) * near_leak[:size].min() if size > 0 else least_weight(weights[n])
             for c in range(num_candidates):
-                if weights[n, c] == 0.0:
+                # Infinite weights and NaN go on.
+                if abs(weights[n, c]) <= least:
                     continue
                 num_active = active_latents(words, row, c, active)
                 _noisy_or(near_leak, near_weight, active, num_active, size, probability)

@@ -21,7 +21,9 @@ from pyro_truncated.ops.compiled.iterate_active import (
     count_blocks,
     ever_active,
     gather,
+    least_weight,
     padded,
+    trailing_zeros,
     where_observed,
 )
 
@@ -60,18 +62,26 @@ def _pair_energy(words, linear, folded, out):
     total = linear.shape[0] * num_candidates
     for block in prange(MAX_BLOCKS):
         active = np.empty(64 * num_words, np.int64)
-        for i in range(total * block // MAX_BLOCKS, total * (block + 1) // MAX_BLOCKS):
-            n = i // num_candidates
-            c = i - n * num_candidates
+        first, last = total * block // MAX_BLOCKS, total * (block + 1) // MAX_BLOCKS
+        for n in range(first // num_candidates, (last + num_candidates - 1) // num_candidates):
+            states = words[n if num_rows > 1 else 0]
+            field = linear[n]
             table = folded[n if folded.shape[0] > 1 else 0]
-            count = active_latents(words, n if num_rows > 1 else 0, c, active)
-            energy = 0.0
-            for a in range(count):
-                h = active[a]
-                energy += linear[n, h]
-                for b in range(a + 1):
-                    energy += table[h, active[b]]
-            out[n, c] = energy
+            for c in range(max(0, first - n * num_candidates), min(num_candidates, last - n * num_candidates)):
+                # Terms are added as latents are found: on sparse states a second pass would take as long as the first.
+                energy = 0.0
+                count = 0
+                for w in range(num_words):
+                    word = states[c, w]
+                    while word != 0:
+                        h = 64 * w + trailing_zeros(word)
+                        word &= word - 1
+                        active[count] = h
+                        count += 1
+                        energy += field[h]
+                        for b in range(count):
+                            energy += table[h, active[b]]
+                out[n, c] = energy
 
 
 @parallel_kernel()
@@ -96,9 +106,11 @@ def _moments(words, weights, first, second):
         active = np.empty(64 * num_words, np.int64)
         table = second[block]
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                if weight == 0.0:
+                # Infinite weights and NaN go on.
+                if abs(weight) <= least:
                     continue
                 count = active_latents(words, n if num_rows > 1 else 0, c, active)
                 for a in range(count):
@@ -187,9 +199,10 @@ def _square_error_gradients(words, grad, value, weight, precision, grad_value, s
                 mask[d] = 0.0 if np.isnan(value[n, d]) else 1.0
                 start[d] = 0.0 if np.isnan(value[n, d]) else value[n, d]
                 total[d] = 0.0
+            least = least_weight(grad[n])
             for c in range(num_candidates):
                 g = grad[n, c]
-                if g == 0.0:
+                if abs(g) <= least:
                     continue
                 num_active = active_latents(words, n if num_rows > 1 else 0, c, active)
                 _residual(start, weight, active, num_active, num_observed, residual)
