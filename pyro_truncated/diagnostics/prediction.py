@@ -23,7 +23,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arguments import check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 
@@ -514,6 +514,7 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
     Raises:
         ValueError: if a group is missing or the site is not clear.
     """
+    seed = check_count("seed", seed, 0)
     group = new_data_group(idata)
     if group is None:
         raise ValueError("the data have no group marginal_predictive; call to_arviz with num_predictive > 0")

@@ -46,7 +46,7 @@ from pyro_truncated.restoration.patch_model import (
 )
 from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, restore_with_stacked_sides
 from pyro_truncated.restoration.windows import Patches
-from pyro_truncated.utils.arguments import check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import ArrayResult, as_data
 
 # Of the last round, of which it is found out which of them suit the image.
@@ -173,6 +173,7 @@ def denoise(
     image = checked(image)
     if rounds is None:
         rounds = _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
+    side = None if side is None else check_count("side", side)
     rounds, passes, num_states, batch_size = check_counts(rounds=rounds, passes=passes, num_states=num_states, batch_size=batch_size)
     if num_components is not None:
         (num_components,) = check_counts(num_components=num_components)

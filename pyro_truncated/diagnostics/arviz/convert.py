@@ -31,6 +31,7 @@ from pyro_truncated.diagnostics.truncation.coverage import gathered
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
+from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
 from pyro_truncated.utils.arviz_compat import converter_of, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
@@ -554,6 +555,8 @@ def to_arviz(
         ValueError: if the model subsamples, latents have no guide, guides do not go together, or dims or coords do not fit.
     """
     several = isinstance(guide, list | tuple)
+    seed = None if seed is None else check_count("seed", seed, 0)
+    memory_budget = check_count("memory_budget", memory_budget)
     num_chains, num_predictive = _counts(num_samples, num_chains, num_predictive, several)
     settings = _Settings(
         num_samples, num_chains, num_predictive, dims, coords, seed, training, checks, stores, conditional_log_likelihood, memory_budget
@@ -590,11 +593,10 @@ class _Settings:
 
 def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None, several: bool) -> tuple[int, int]:
     """Numbers of chains and of predictive draws per chain, checked."""
-    predictive = num_samples if num_predictive is None else num_predictive
-    if num_samples < 1 or predictive < 0:
-        raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {predictive}")
-    if num_chains is not None and (num_chains < 1 or (several and num_chains != 1)):
-        raise ValueError(f"num_chains must be at least 1, and of several guides each is one chain; got {num_chains}")
+    check_count("num_samples", num_samples)
+    predictive = num_samples if num_predictive is None else check_count("num_predictive", num_predictive, 0)
+    if num_chains is not None and check_count("num_chains", num_chains) != 1 and several:
+        raise ValueError(f"num_chains must be 1 for several guides, each of which is a chain; got {num_chains}")
     return num_chains or (1 if several else 4), min(predictive, num_samples)
 
 

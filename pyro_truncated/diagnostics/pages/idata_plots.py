@@ -23,7 +23,7 @@ from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, 
 from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
 from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
 from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 
@@ -74,6 +74,7 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     Returns:
         The axes.
     """
+    worst = check_count("worst", worst, 0)
     bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
     values, names = bound.values.ravel(), _names(bound)
     order = values.argsort()
@@ -174,6 +175,7 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     Returns:
         The axes.
     """
+    rows = check_count("rows", rows)
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.figure.colorbar(picture, ax=ax, label="probability to be active")
@@ -207,6 +209,7 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
         name: observed site; needed if there are several.
         draws: number of data sets.
     """
+    draws = check_count("draws", draws)
     compat.draw_predictive_check(idata, group, name or observed_name(idata, group), ax, draws)
     return tidy(ax)
 

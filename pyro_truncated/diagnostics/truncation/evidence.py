@@ -23,7 +23,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, check_kinds
 from pyro_truncated.utils.arviz_compat import pareto_shapes
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -110,6 +110,7 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
     Raises:
         ValueError: if the space has more than ``max_states`` states, or their log joints exceed the memory budget.
     """
+    max_states, memory_budget = check_counts(max_states=max_states, memory_budget=memory_budget)
     _, log_joint, population = scored_populations(guide, args, kwargs)
     space = population.space
     if space.size > max_states:

@@ -408,6 +408,7 @@ def check_truncation(
     Warns:
         TruncationWarning: saying what is wrong and what to change.
     """
+    num_parents = None if num_parents is None else check_count("num_parents", num_parents)
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
         return broadcast_answer(functools.partial(check_truncation, **settings), guide, args, kwargs)

@@ -381,7 +381,7 @@ def test_training_records(model: Callable[..., None], data: Tensor) -> None:
 
 def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> None:
     guide = fitted(model, data)
-    with pytest.raises(ValueError, match="num_samples must be at least 1"):
+    with pytest.raises(ValueError, match="num_samples must be a positive integer; got 0"):
         to_arviz(model, guide, data, num_samples=0)
     with pytest.raises(ValueError, match=r"dims names the sites \['z'\]"):
         to_arviz(model, guide, data, num_samples=1, dims={"z": ["a"]})
