@@ -22,6 +22,7 @@ from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout, ChainScorer
 from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.factor_graph import build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents, warn_about_running_statistics
 from pyro_truncated.program.known_levels import find_idle
@@ -93,6 +94,8 @@ def find_product(
     if len(graph.nodes) == 1:
         return None
     product = ProductLayout(graph, layout)
+    for own in product.node_layouts:
+        refuse_partial_plates(own.sites.values(), own.plates)
     exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
     layout.idle_where_masked -= exact
     with spare_random_numbers(), torch.no_grad():

@@ -178,9 +178,8 @@ class WholeModelGuide(AutoGuide):
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
             is_whole = self.whole_states or self._holds_whole_states
             self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
-            for own in [self._layout] if self._product is None else self._product.node_layouts:
-                for site in own.sites.values():
-                    refuse_partial_plates(site, own.plates)
+            if self._product is None:
+                refuse_partial_plates(self._layout.sites.values(), self._layout.plates)
             # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
             with torch.no_grad():
                 try:

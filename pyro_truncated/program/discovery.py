@@ -40,20 +40,21 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> None:
-    """Checks that a discrete site is in no subsampled inner plate.
+def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection[str]) -> None:
+    """Checks that discrete sites are in no subsampled inner plate.
 
     Only data plates may be subsampled.
 
     Raises:
         NotImplementedError: naming the site and the plate.
     """
-    for frame in site.frames:
-        if frame.name not in data_plates and is_subsampled(frame) and frame.vectorized:
-            raise NotImplementedError(
-                f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
-                "its members share a posterior, so all are needed"
-            )
+    for site in sites:
+        for frame in site.frames:
+            if frame.name not in data_plates and is_subsampled(frame) and frame.vectorized:
+                raise NotImplementedError(
+                    f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
+                    "its members share a posterior, so all are needed"
+                )
 
 
 def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:

@@ -130,6 +130,8 @@ class _Builder:
         self._scopes, self._places, self._sizes, self._num_states = scopes, places, sizes, num_states
         self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
         self._order = {site: place for place, site in enumerate(sizes)}
+        # By site, plates whose members are one decision.
+        self._coupled: dict[str, frozenset[Plate]] = dict.fromkeys(sizes, frozenset())
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
@@ -192,12 +194,30 @@ class _Builder:
         while (wide := self._widest(component)) is not None:
             if not self._merge_at_one_place(wide):
                 break
-        if self._eliminate(component) is None:
+        if not self._decide_members_together(component):
             for group in self._decisions():
                 if group <= component:
                     self._merge(group)
+            self._decide_members_together(component)
         if len(self._current(component)) == 1 or self._eliminate(component) is None:
             self._keep_whole(component)
+
+    def _decide_members_together(self, component: frozenset[str]) -> bool:
+        """Makes all members of some plates one decision, if cliques are else too large.
+
+        Returns whether cliques are small. Given all members of one of two plates that cross, those of the other are independent.
+        """
+        plates = set().union(*(self._places[site] for site in component)) - self._plates(component)
+
+        def log_states(plate: Plate) -> float:
+            return sum(plate[2] * math.log(self._sizes[site]) for site in component if plate in self._places[site])
+
+        fewest = sorted(plates, key=lambda plate: (log_states(plate), plate))
+        for chosen in [[], *([plate] for plate in fewest), *(fewest[:number] for number in range(2, len(fewest) + 1)), []]:
+            self._coupled |= dict.fromkeys(component, frozenset(chosen))
+            if self._eliminate(component) is not None:
+                return True
+        return False
 
     def _eliminate(self, component: frozenset[str]) -> dict[Any, set[Any]] | None:
         members = self._current(component)
@@ -244,7 +264,7 @@ class _Builder:
     # --- nodes as they are now ---
 
     def _plates(self, node: frozenset[str]) -> frozenset[Plate]:
-        return frozenset(set.intersection(*(self._places[site] for site in node)))
+        return frozenset(set.intersection(*(self._places[site] - self._coupled[site] for site in node)))
 
     def _node_size(self, node: frozenset[str]) -> int:
         """Returns how many states a node has.

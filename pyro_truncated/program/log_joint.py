@@ -101,6 +101,7 @@ class LogJoint(Probe):
         scoring: Scoring = "together",
     ) -> None:
         super().__init__(call, layout, values)
+        self._check_common_scale(layout.sites)
         self.conditional = conditional
         self.memory_budget = budget_on(self.device) if memory_budget is None else memory_budget
         self.scoring = scoring

@@ -6,7 +6,7 @@ It tells which data points are selected, what is observed of them, and their sca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -85,8 +85,9 @@ class Probe:
         self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
         self.device: torch.device = first["value"].device
         self.scale: float | Tensor = first["scale"]
-        if torch.as_tensor(self.scale).numel() != 1 or float(self.scale) <= 0:
-            raise ValueError(f"discrete sites must have one positive scale for all data points (poutine.scale); got {self.scale}")
+        for scale in {self.nodes[name]["scale"] for name in layout.sites}:
+            if torch.as_tensor(scale).numel() != 1 or float(scale) <= 0:
+                raise ValueError(f"discrete sites must have one positive scale for all data points (poutine.scale); got {scale}")
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
@@ -105,6 +106,20 @@ class Probe:
         Nothing outside sees it, except parameters.
         """
         return self.call.run(values)
+
+    def _check_common_scale(self, sites: Iterable[str]) -> None:
+        """Refuses latents of one posterior that are scaled differently.
+
+        The sum over their joint states has one scale.
+        """
+        scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed}
+        first, scale = next(iter(scales.items()), ("", 1.0))
+        for name, other in scales.items():
+            if other is not scale and bool(torch.as_tensor(other != scale).any()):
+                raise ValueError(
+                    f"the latents '{first}' and '{name}' share a posterior, but have the scales {scale} and {other}. "
+                    "Give both the same poutine.scale."
+                )
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]

@@ -100,6 +100,7 @@ class ProductScorer(Probe):
 
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
+        ValueError: if latents of one component have different scales.
     """
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
@@ -109,6 +110,8 @@ class ProductScorer(Probe):
         super().__init__(call, product.layout, values)
         self._frames = {f.name: f for name in product.layout.sites for f in self.nodes[name]["cond_indep_stack"] if f.vectorized}
         self._refuse_shared_subsamples()
+        for component in product.graph.components:
+            self._check_common_scale(site for node in component for site in product.graph.nodes[node].sites)
         if self.is_vectorized:
             raise NotImplementedError(
                 "sets of states for each node take one draw of the other latents at a time. Leave out vectorize_particles and "

@@ -274,3 +274,58 @@ def seen_at_some_places() -> Structured:
     y = torch.randn(2, 3)
     y[0, 1] = y[1, 2] = torch.nan
     return Structured(model, (y,), full=3, nodes=2)
+
+
+@structured
+def users_and_items() -> Structured:
+    """A class for each user and each item: given all users' classes, those of the items are independent."""
+
+    def model(ratings, seen):
+        mean = pyro.param("mean", lambda: torch.randn(2, 3))
+        users, items = pyro.plate("users", 3, dim=-2), pyro.plate("items", 3, dim=-1)
+        with users:
+            user = pyro.sample("user", dist.Bernoulli(0.4)).long()
+        with items:
+            item = pyro.sample("item", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        with users, items, poutine.mask(mask=seen):
+            pyro.sample("rating", dist.Normal(Vindex(mean)[user, item], 1.0), obs=ratings)
+
+    return Structured(model, (torch.randn(3, 3), torch.rand(3, 3) < 0.7), full=8, truncated=7, nodes=2)
+
+
+@structured
+def three_crossed_plates() -> Structured:
+    """Users rate items on occasions: given all users and occasions, items are independent."""
+
+    def model(ratings):
+        mean = pyro.param("mean", lambda: torch.randn(2, 2, 2))
+        users, times, items = pyro.plate("users", 2, dim=-3), pyro.plate("times", 3, dim=-2), pyro.plate("items", 4, dim=-1)
+        with users:
+            user = pyro.sample("user", dist.Bernoulli(0.4)).long()
+        with times:
+            time = pyro.sample("time", dist.Bernoulli(0.5)).long()
+        with items:
+            item = pyro.sample("item", dist.Bernoulli(0.6)).long()
+        with users, times, items:
+            pyro.sample("rating", dist.Normal(Vindex(mean)[user, time, item], 1.0), obs=ratings)
+
+    return Structured(model, (torch.randn(2, 3, 4),), full=8, nodes=3)
+
+
+@structured
+def chains_that_share_subjects() -> Structured:
+    """A chain of states for each channel, and a class for each subject that moves all observations of it."""
+
+    def model(y):
+        effect = pyro.param("effect", torch.tensor(0.7))
+        subjects, channels = pyro.plate("subjects", 2, dim=-2), pyro.plate("channels", 3, dim=-1)
+        with subjects:
+            subject = pyro.sample("subject", dist.Bernoulli(0.4))
+        z = torch.zeros(())
+        for t in range(len(y)):
+            with channels:
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(0.2 + 0.5 * z))
+            with subjects, channels:
+                pyro.sample(f"y_{t}", dist.Normal(z - effect * subject, 1.0), obs=y[t])
+
+    return Structured(model, (torch.randn(3, 2, 3),), full=4, nodes=4)

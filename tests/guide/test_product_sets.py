@@ -35,6 +35,7 @@ SOME = [
     "minibatch_of_outer_plate",
     "scaled_chain",
     "one_hot_and_counts",
+    "users_and_items",
 ]
 TRANSITION = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.8, 0.1], [0.05, 0.25, 0.7]])
 
@@ -134,6 +135,35 @@ def test_a_subsampled_plate_below_a_shared_latent_is_refused_by_name():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_states", [2, 4])
+def test_latents_of_one_posterior_with_different_scales_are_refused_by_name(num_states):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            with poutine.scale(scale=0.5):
+                z = pyro.sample("z", dist.Bernoulli(0.2))
+            w = pyro.sample("w", dist.Bernoulli(0.2 + 0.5 * z))
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="the latents 'z' and 'w' share a posterior, but have the scales"):
+        Truncated_ELBO().loss(model, AutoTruncated(model, num_states), torch.zeros(3))
+
+
+def test_components_may_have_scales_of_their_own():
+    def mixture(name, y):
+        with pyro.plate(f"data_{name}", len(y)):
+            z = pyro.sample(f"z_{name}", dist.Bernoulli(0.3))
+            pyro.sample(f"y_{name}", dist.Normal(z, 1.0), obs=y)
+
+    def model(x, y):
+        with poutine.scale(scale=2.0):
+            mixture("x", x)
+        mixture("y", y)
+
+    x, y = torch.randn(3), torch.randn(2)
+    expected = 2 * exact_loss(lambda: mixture("x", x)) + exact_loss(lambda: mixture("y", y))
+    assert Truncated_ELBO().loss(model, AutoTruncated(model, 2), x, y) == pytest.approx(expected, abs=1e-5)
+
+
 def test_minibatches_of_sequences_keep_their_own_rows():
     def model(y):
         with pyro.plate("data", len(y), subsample_size=2) as index:
