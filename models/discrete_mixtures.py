@@ -336,7 +336,7 @@ class PoissonMixture(MixtureOfMeans):
 
 
 def _log_factorials(counts: Tensor) -> Tensor:
-    r"""Returns :math:`\log n!`, on the CPU from a table if the counts are small."""
+    r"""Returns :math:`\log n!`, on the CPU from a table of small counts."""
     if counts.is_cpu and counts.numel():
         least, most = counts.aminmax()
         if bool(least >= 0) and bool(most < counts.numel()) and bool((counts == counts.floor()).all()):
