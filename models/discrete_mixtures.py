@@ -23,6 +23,9 @@ from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shar
 from pyro_truncated.models.seeding import grouped, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
+# Share of all components from which one product of matrices costs less than log densities one by one.
+_MIN_SHARE_OF_TABLE = 1 / 16
+
 
 class ComponentTable(TorchDistribution):
     """The distribution of a component, with a table of all log densities.
@@ -84,8 +87,7 @@ class ComponentTable(TorchDistribution):
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)
-        # A table of all components is made where this share of it is asked for.
-        if row.numel() < 0.25 * batch.numel() * self._num_components:
+        if row.numel() < _MIN_SHARE_OF_TABLE * batch.numel() * self._num_components:
             few: Tensor = self._plain(self.component).log_prob(value)
             return few
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]
@@ -318,7 +320,7 @@ class PoissonMixture(MixtureOfMeans):
     def _log_densities(rate: Tensor, y: Tensor) -> Tensor:
         """Log probabilities ``(N, K)`` of counts ``(N, D)``, in float64 as terms cancel."""
         counts, exact = y.double(), rate.double()
-        found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - (counts + 1).lgamma().sum(1, keepdim=True)
+        found = torch.addmm(exact.sum(1), counts, exact.log().mT, beta=-1) - _log_factorials(counts).sum(1, keepdim=True)
         return found.to(torch.promote_types(rate.dtype, y.dtype))
 
     def linear_features(self, y: Tensor) -> Tensor:
@@ -331,6 +333,15 @@ class PoissonMixture(MixtureOfMeans):
         constant = self.weights.log() - self.rate.sum(1)
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
         return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
+
+
+def _log_factorials(counts: Tensor) -> Tensor:
+    r"""Returns :math:`\log n!`, on the CPU from a table of small counts."""
+    if counts.is_cpu and counts.numel():
+        least, most = counts.aminmax()
+        if bool(least >= 0) and bool(most < counts.numel()) and bool((counts == counts.floor()).all()):
+            return torch.arange(1, int(most) + 2, dtype=counts.dtype).lgamma()[counts.long()]
+    return (counts + 1).lgamma()
 
 
 def _least_loss(features: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.multistart.convergence import fixed, train
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
-from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.profile import check_one_array, profile_model
 from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import check_counts, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
 
 
 @names_arguments
@@ -78,7 +77,7 @@ def best_start(
     is_sampled: bool = isinstance(model, GibbsModel)
     if is_sampled and not isinstance(search, Preselection):
         raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
-    part = drawn_rows(as_tensors(y), num_data, generator)
+    part = drawn_rows(check_one_array(y), num_data, generator)
     profile = profile_model(model, part, search, num_states=num_states, generator=generator)
     reached: list[float] = []
     with undriven(model):

@@ -20,12 +20,11 @@ from pyro_truncated.multistart.convergence import finish
 from pyro_truncated.multistart.learn_report import LearnReport
 from pyro_truncated.multistart.model_parameters import load_snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
-from pyro_truncated.multistart.profile import Profile, profile_model, starting
+from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model, starting
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, names_arguments
-from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 
@@ -117,7 +116,7 @@ def learn(
     num_states = None if num_states is None else check_count("num_states", num_states)
     restarts = None if restarts is None else check_count("restarts", restarts)
     settings: dict[str, Any] = {"max_restarts": restarts, "max_count": max_count, "generator": generator, "config": config}
-    profile = profile_model(model, as_tensors(y), search, num_states=num_states, **settings)
+    profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     restart = profile.for_restarts()
     with undriven(model), progress_bar(progress, unit="step") as bar:

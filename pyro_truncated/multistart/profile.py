@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import cooling
+from pyro_truncated.utils.arrays import as_data, holds_arrays, is_array
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -285,12 +285,25 @@ def profile_model(
     return profile.replace(num_states=num_states, temperature=falling, tolerance=tolerance)
 
 
+_SIDE_BY_SIDE = (
+    "A model of several arrays takes them side by side: learn(lambda rows: model(rows[:, :p], rows[:, p:]), torch.cat([x, y], 1))"
+)
+
+
+def check_one_array(y: Any) -> Tensor:
+    """Returns data as a tensor.
+
+    Raises:
+        TypeError: for several arrays, and what is none.
+    """
+    if isinstance(y, (tuple, Mapping)) and holds_arrays(tuple(y.values()) if isinstance(y, Mapping) else y):
+        raise TypeError(f"y must be one array of data; got a {type(y).__name__} of {len(y)}. {_SIDE_BY_SIDE}")
+    return as_data("y", y)
+
+
 def _check_search(search: Any, is_sampled: bool) -> None:
-    if isinstance(search, (Tensor, np.ndarray)):
-        raise TypeError(
-            "learn takes one array of data, and the argument after it is a search. A model of several takes them side by side: "
-            "learn(lambda rows: model(rows[:, :p], rows[:, p:]), torch.cat([x, y], 1))"
-        )
+    if isinstance(search, Tensor) or is_array(search):
+        raise TypeError(f"learn takes one array of data, and the argument after it is a search. {_SIDE_BY_SIDE}")
     if search is not None and not isinstance(search, Preselection if is_sampled else Search):
         raise TypeError(
             "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "

@@ -126,6 +126,9 @@ def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
 def _impossible(fn: Any, value: Tensor) -> Tensor | None:
     if not isinstance(fn, _OBSERVED) or _has_own_density(fn):
         return None
+    if isinstance(fn, _WITH_FORMULA):
+        exact = _entry_log_prob(fn, value)
+        return torch.zeros((), dtype=torch.int64, device=value.device) if exact is None else (exact == -math.inf).long()
     if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
         return (_Probability.of(vars(fn)["_categorical"]).is_zero & (value > 0)).sum(-1)
     probability = _Probability.of(fn)
@@ -281,7 +284,9 @@ def _either(fn: Any, value: Tensor) -> Tensor | None:
 _WRAPPERS = (MaskedDistribution, ExpandedDistribution, distributions.Independent)
 # Counts have more than one way to come about, so that their least probabilities are larger.
 _OF_ONE_TRIAL = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
-_OBSERVED = (*_OF_ONE_TRIAL, distributions.Binomial, distributions.NegativeBinomial, distributions.Multinomial)
+# Of these an observation is impossible where the formula says so.
+_WITH_FORMULA = (distributions.Geometric, distributions.MixtureSameFamily, ZeroInflatedDistribution, MaskedMixture)
+_OBSERVED = (*_OF_ONE_TRIAL, *_WITH_FORMULA, distributions.Binomial, distributions.NegativeBinomial, distributions.Multinomial)
 _FORMULAS: dict[Any, _Formula] = {
     distributions.Bernoulli: _bernoulli,
     distributions.Categorical: _categorical,

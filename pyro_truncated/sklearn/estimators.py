@@ -21,7 +21,7 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.arrays import as_plain_array
+from pyro_truncated.utils.arrays import as_data, as_plain_array, holds_arrays
 from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
@@ -37,17 +37,22 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
     Raises:
         ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
     """
-    return validate_data(estimator, _with_nan(X), y=as_plain_array(y), **options)
+    return validate_data(estimator, _with_nan("X", X), y=_with_nan("y", y), **options)
 
 
 def validated_array(X: Any, **options: Any) -> Any:
     """Returns an array as scikit-learn checks it, NaN where missing."""
-    return check_array(_with_nan(X), **options)
+    return check_array(_with_nan("X", X), **options)
 
 
-def _with_nan(X: Any) -> Any:
+def _with_nan(name: str, values: Any) -> Any:
     # Tables stay as they are: scikit-learn reads the names of their columns, and takes their nulls for NaN.
-    return X if hasattr(X, "columns") else as_plain_array(X)
+    if hasattr(values, "columns"):
+        return values
+    if isinstance(values, Tensor) or holds_arrays(values):
+        tensor = as_data(name, values).detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return as_plain_array(values, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,12 @@ None of these packages but NumPy is imported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import decimal
 import functools
+import inspect
+import itertools
+import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -65,30 +68,61 @@ def labelled_axes(value: Any) -> tuple[Axis, ...]:
     return tuple(Axis(*_label(index.name, index)) for index in value.axes)
 
 
-def as_numpy(value: Any) -> np.ndarray:
-    """The numbers of another package's array, NaN where null or ``_FillValue``."""
-    if find_package(value) != "pandas":
-        array = _plain(value)
-        others = [] if array.dtype.kind in "biuf" else [array.dtype.name]
-    else:
-        columns = value.dtypes.items() if value.ndim == 2 else [(getattr(value, "name", None), value.dtype)]
-        types = {str(name): dtype for name, dtype in columns}
-        others = [f"{name} ({dtype})" for name, dtype in types.items() if getattr(dtype, "kind", "O") not in "biuf"]
-        array = np.empty(0) if others else _numbers(value)
-    if others:
-        raise TypeError(f"a {type(value).__name__} of data must hold numbers; got also {', '.join(others)}")
-    return array
+def as_numpy(value: Any, name: str | None = None) -> np.ndarray:
+    """The numbers of another package's array, NaN where null or ``_FillValue``.
+
+    Args:
+        value: the array.
+        name: the argument that it is, for the error.
+
+    Raises:
+        TypeError: for columns of anything else.
+    """
+    array = _numbers(value)
+    if array.dtype.kind in "biuf":
+        return array
+    others = [f"{label} ({kind})" for label, kind, column in _columns(value) if _numbers(column).dtype.kind not in "biuf"]
+    subject = f"a {type(value).__name__} of data" if name is None else f"{name}, a {type(value).__name__},"
+    raise TypeError(f"{subject} must hold numbers; got also {', '.join(others)}: leave them out, or encode them as numbers")
 
 
-def _plain(value: Any) -> np.ndarray:
-    """The numbers of an array that has one type."""
+def _numbers(value: Any) -> np.ndarray:
+    """The entries of an array, as numbers if all of them are."""
     package = find_package(value)
     if package == "xarray":
         return _without_fill_values(value)
     if package == "Pillow" and value.mode in ("P", "PA"):
         # Else their numbers are places in a palette.
         value = value.convert("RGBA" if value.has_transparency_data else "RGB")
-    return np.asarray(value.to_numpy() if package == "polars" else value)
+    array = np.asarray(value.to_numpy() if package in ("pandas", "polars") else value)
+    if package == "pandas" and array.dtype == object:
+        types = value.dtypes if value.ndim == 2 else [value.dtype]
+        if all(getattr(dtype, "kind", "O") in "biuf" for dtype in types):
+            return np.asarray(value.to_numpy(dtype=float, na_value=np.nan))
+    return _from_objects(array)
+
+
+def _columns(value: Any) -> list[tuple[Any, Any, Any]]:
+    """The columns of a table with their names and types."""
+    if not _is(value, "pandas", "DataFrame") and not _is(value, "polars", "DataFrame"):
+        dtype = getattr(value, "dtype", "?")
+        return [(getattr(value, "name", None), dtype, value)]
+    columns = [value[label] if list(value.columns).count(label) == 1 else value.iloc[:, d] for d, label in enumerate(value.columns)]
+    return [(label, column.dtype, column) for label, column in zip(value.columns, columns, strict=True)]
+
+
+def _from_objects(array: np.ndarray) -> np.ndarray:
+    """Numbers and ``None`` among objects in double precision, NaN for ``None``."""
+    if array.dtype != object:
+        return array
+    entries = array.ravel().tolist()
+    if not all(_is_missing(entry) or isinstance(entry, (numbers.Real, decimal.Decimal, np.bool_)) for entry in entries):
+        return array
+    return np.array([np.nan if _is_missing(entry) else float(entry) for entry in entries]).reshape(array.shape)
+
+
+def _is_missing(entry: Any) -> bool:
+    return entry is None or type(entry).__name__ == "NAType"
 
 
 def _without_fill_values(array: Any) -> np.ndarray:
@@ -112,12 +146,6 @@ def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
 def _is(value: Any, package: str, *names: str) -> bool:
     module = sys.modules.get(package)
     return module is not None and any(isinstance(value, getattr(module, name, ())) for name in names)
-
-
-def _numbers(frame: Any) -> np.ndarray:
-    """Columns of one type as they are, others in double precision."""
-    array = np.asarray(frame.to_numpy())
-    return array if array.dtype.kind in "biuf" else np.asarray(frame.to_numpy(dtype=float, na_value=np.nan))
 
 
 def _label(name: Any, index: Any) -> tuple[str | None, np.ndarray | None]:
@@ -145,10 +173,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     """
     value = as_plain_array(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        tensor = torch.from_numpy(_torchable(value))
-        if like is None:
-            return tensor
-        return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+        return _moved(torch.from_numpy(_torchable(value)), like)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return type(value)(as_tensors(part, like) for part in value)
     if isinstance(value, Mapping) and any(map(is_array, value.values())):
@@ -156,38 +181,57 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     return value
 
 
-def as_plain_array(value: Any) -> Any:
-    """Arrays of any package as NumPy arrays, NaN where missing."""
+def _moved(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """A tensor on another one's device, floating point numbers in its type."""
+    if like is None:
+        return tensor
+    return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+
+
+def as_plain_array(value: Any, name: str | None = None) -> Any:
+    """Arrays of any package as NumPy arrays, NaN where missing.
+
+    Args:
+        value: an array; anything else stays as it is.
+        name: the argument that it is, for errors.
+    """
     if find_package(value):
-        value = as_numpy(value)
+        value = as_numpy(value, name)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
         return with_missing(value.data, is_masked) if is_masked.any() and value.dtype.kind in "biuf" else value.data
-    return value
+    return _from_objects(value) if isinstance(value, np.ndarray) else value
 
 
-def as_data(name: str, value: Any) -> Tensor:
-    """Returns the tensor of an argument: a tensor, array or list."""
+def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
+    """Returns the tensor of an argument: a tensor, array or list.
+
+    Lists hold numbers, ``None`` where one is missing, or arrays of one shape.
+    """
+    if isinstance(value, Tensor):
+        return value
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
-    found = value if isinstance(value, (list, tuple)) else as_tensors(value)
+    found = as_plain_array(value, name)
+    try:
+        if holds_arrays(found):
+            found = torch.stack([as_data(name, part) for part in found])
+        elif found is not None:
+            found = as_tensors(_from_objects(np.asarray(found)))
+    except (ValueError, RuntimeError) as error:
+        kind = f"a {type(value).__name__} of unlike lengths"
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}") from error
+    if isinstance(found, np.ndarray) and found.dtype.kind == "c":
+        raise TypeError(f"{name} must hold real numbers; got {found.dtype}")
     if not isinstance(found, Tensor):
-        try:
-            found = torch.stack([as_data(name, part) for part in value]) if _holds_array(value) else as_tensors(_with_none(value))
-        except (ValueError, RuntimeError):  # of unlike lengths
-            found = value
-    if not isinstance(found, Tensor):
-        kind = f"an array of {found.dtype}" if isinstance(found, np.ndarray) else f"a {type(value).__name__}"
+        kind = f"an array of {found.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
-    return found
+    return _moved(found, like)
 
 
-def _with_none(value: Any) -> np.ndarray:
-    """Returns numbers in lists as an array; ``None`` is NaN."""
-    array = np.asarray(value)
-    with contextlib.suppress(TypeError, ValueError):
-        return array.astype(float) if array.dtype == object and isinstance(value, (list, tuple)) else array
-    return array
+def holds_arrays(value: Any) -> bool:
+    """Whether a list holds arrays or tensors, at any depth."""
+    return isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) or is_array(part) or holds_arrays(part) for part in value)
 
 
 class ArrayResult:
@@ -217,14 +261,14 @@ def is_array(value: Any) -> bool:
 
 def _torchable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if torch cannot share its memory."""
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    native = array.astype(np.float64 if array.dtype == np.longdouble else array.dtype.newbyteorder("="), copy=False)
     return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     """Lets a method take NumPy arrays, DataFrames and DataArrays for tensors.
 
-    Floating point ones take the type of the parameters.
+    Lists are taken for arguments that are annotated as tensors. Floating point numbers take the type of the parameters.
 
     Example:
         >>> import numpy as np
@@ -235,23 +279,32 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
         >>> Centred(2, 1)(np.ones((3, 2))).dtype
         torch.float32
     """
+    parameters = inspect.signature(method).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
+    data = {parameter.name for parameter in parameters if parameter.annotation in _ANNOTATIONS_OF_DATA}
+
+    def taken(name: str | None, value: Any, like: Tensor | None) -> Any:
+        return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like)
 
     @functools.wraps(method)
     def converted(*args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the method with tensors in place of arrays."""
-        if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
+        if not any(_may_hold_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
         like = module_number(args[0] if args else kwargs.get("model"))
-        taken = [as_tensors(value, like) for value in args[1:]]
-        named = {name: as_tensors(value, like) for name, value in kwargs.items()}
-        return method(*args[:1], *taken, **named)  # type: ignore[arg-type]
+        positional = [taken(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
+        named = {name: taken(name, value, like) for name, value in kwargs.items()}
+        return method(*args[:1], *positional, **named)  # type: ignore[arg-type]
 
     return converted
 
 
-def _holds_array(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(map(is_array, parts))
+_LISTS = (list, tuple, memoryview)
+_ANNOTATIONS_OF_DATA = (Tensor, "Tensor", "Tensor | None")
+
+
+def _may_hold_array(value: Any) -> bool:
+    return not isinstance(value, Tensor) and (isinstance(value, (*_LISTS, Mapping)) or is_array(value))
 
 
 def module_number(module: Any) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.utils.checkpoint import checkpoint
 
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import current_budget
 from pyro_truncated.utils.devices import answers_of, cached_answer
 
@@ -61,13 +61,11 @@ LARGEST = 1e150
 
 
 def in_double(name: str, values: Any) -> Tensor:
-    """A tensor or an array in float64."""
-    values = as_tensors(values)
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{name} must be a tensor or an array; got {type(values).__name__}")
+    """A tensor, an array or a list in float64."""
+    values = as_data(name, values)
     if values.is_complex():
         raise ValueError(f"{name} must be real; got {values.dtype}")
-    found = values.double()
+    found: Tensor = values.double()
     if not bool((found.abs() <= LARGEST).all()):
         raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got NaN, infinity or more")
     return found

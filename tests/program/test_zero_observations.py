@@ -37,12 +37,44 @@ def multinomial(z):
     return dist.Multinomial(VISITS, torch.tensor([[1.0, 0.0], [1 - LEAST, LEAST]])[z.long()])
 
 
+def every_visit(z):
+    return (LEAST * z).unsqueeze(-1).expand(*z.shape, VISITS)
+
+
+def geometric(z):
+    return dist.Geometric(1 - every_visit(z)).to_event(1)
+
+
+def zero_inflated(z):
+    return dist.ZeroInflatedPoisson(torch.tensor(1.0), gate=1 - every_visit(z)).to_event(1)
+
+
+def inflated_bernoulli(z):
+    return dist.ZeroInflatedDistribution(dist.Bernoulli(every_visit(z)), gate=torch.tensor(0.5)).to_event(1)
+
+
+def two_components(z):
+    both = dist.Bernoulli(torch.stack([every_visit(z), 0.5 * every_visit(z)], -1))
+    return dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.3, 0.7])), both).to_event(1)
+
+
+def either(z):
+    shape = every_visit(z).shape
+    parts = [dist.Bernoulli(torch.tensor(probability)).expand(shape) for probability in (0.0, LEAST)]
+    return dist.MaskedMixture(z.bool().unsqueeze(-1).expand(shape), *parts).to_event(1)
+
+
 @pytest.mark.parametrize(
     ("likelihood", "data"),
     [
         (visits, SEEN_ONCE),
         (counted, SEEN_ONCE.sum(-1)),
         (masked, SEEN_ONCE),
+        (geometric, SEEN_ONCE),
+        (zero_inflated, SEEN_ONCE),
+        (inflated_bernoulli, SEEN_ONCE),
+        (two_components, SEEN_ONCE),
+        (either, SEEN_ONCE),
         (categories, SEEN_ONCE.long()),
         (multinomial, torch.stack([VISITS - SEEN_ONCE.sum(-1), SEEN_ONCE.sum(-1)], -1)),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import warnings
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 import xarray as xr
 from PIL import Image
+from torch import Tensor
 
 from pyro_truncated import LearnConfig, SASDecoder, SubsetGPRegression, best_start, learn, models
+from pyro_truncated.extend import takes_arrays
 from pyro_truncated.gp import CoregionalizedGPRegression, smooth_rbf
 from pyro_truncated.restoration import denoise, inpaint
 from pyro_truncated.search import EvolutionarySearch
@@ -55,6 +58,48 @@ def test_what_is_missing_becomes_nan(container):
     torch.testing.assert_close(found.double(), torch.from_numpy(NAN), equal_nan=True, rtol=1e-6, atol=0)
     assert as_tensors([CONTAINERS[container], 3])[0].isnan().any()
     assert as_tensors({"y": CONTAINERS[container]}, torch.zeros(1))["y"].dtype == torch.float32
+
+
+NONE = [[None if hidden else float(value) for value, hidden in zip(*rows, strict=True)] for rows in zip(DATA, HIDDEN, strict=True)]
+ROWS = {
+    "lists": NONE,
+    "tuples": tuple(map(tuple, NONE)),
+    "objects": np.array(NONE, dtype=object),
+    "frame of objects": pd.DataFrame(NONE, dtype=object),
+    "frame of several types": pd.DataFrame(NONE).astype({0: object, 1: "Float64"}),
+    "decimals": [[None if entry is None else decimal.Decimal(entry) for entry in row] for row in NONE],
+    "rows of masked arrays": [np.ma.masked_array(*row) for row in zip(FILLED, HIDDEN, strict=True)],
+    "tensors": list(torch.from_numpy(NAN)),
+    "series": [pd.Series(row) for row in NAN],
+    "long doubles": NAN.astype(np.longdouble),
+    "other bytes": NAN.astype(NAN.dtype.newbyteorder("S")),
+    "buffer": memoryview(NAN),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_missing_entries_of_lists_and_objects_become_nan(rows):
+    torch.testing.assert_close(as_data("y", ROWS[rows]), torch.from_numpy(NAN), equal_nan=True, rtol=0, atol=0)
+
+    class Reader(torch.nn.Linear):
+        @takes_arrays
+        def read(self, shape: list[int], y: Tensor) -> tuple[list[int], Tensor]:
+            return shape, y
+
+    shape, found = Reader(1, 1).read([3, 4], ROWS[rows])
+    assert shape == [3, 4]
+    torch.testing.assert_close(found, torch.from_numpy(NAN).float(), equal_nan=True, rtol=0, atol=0)
+
+
+def test_columns_that_hold_no_numbers_are_named():
+    frame = pd.DataFrame({"age": [3, None], "name": ["a", None], "born": pd.to_datetime(["2020-01-01", None])})
+    with pytest.raises(
+        TypeError, match=r"y, a DataFrame, must hold numbers; got also name \(\w+\), born \(datetime64\[\w+\]\): leave them out"
+    ):
+        as_data("y", frame)
+    twice = pd.DataFrame([[1, "a"]], columns=["x", "x"])
+    with pytest.raises(TypeError, match=r"got also x \(\w+\):"):
+        as_tensors(twice)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint8, bool])
@@ -121,7 +166,17 @@ def test_models_learn_from_what_is_not_masked():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torch.testing.assert_close(scale(CONTAINERS["masked"]), scale(NAN))
+        expected = scale(NAN)
+        for y in (CONTAINERS["masked"], NONE, ROWS["frame of objects"], ROWS["rows of masked arrays"]):
+            torch.testing.assert_close(scale(y), expected)
+
+
+@pytest.mark.parametrize("several", [(DATA, DATA), (torch.zeros(3, 4), torch.zeros(3)), {"x": DATA, "y": DATA}])
+def test_learn_and_its_starts_take_one_array(several):
+    model = models.BinarySparseCoding(4, 3)
+    for train in (learn, best_start):
+        with pytest.raises(TypeError, match=r"y must be one array of data; got a (tuple|dict) of 2\. A model of several arrays takes them"):
+            train(model, several, EvolutionarySearch(2, 2, 1))
 
 
 @pytest.mark.nightly(keep=1)
@@ -135,6 +190,8 @@ def test_estimators_take_what_is_masked_for_missing(container):
         return coder.score_samples(X)
 
     np.testing.assert_allclose(codes(CONTAINERS[container]), codes(NAN))
+    for rows in ("rows of masked arrays", "frame of objects"):
+        np.testing.assert_allclose(codes(ROWS[rows]), codes(NAN))
     for space in (ActiveSetGPLVM(1, max_iter=1, random_state=0), SpikeSlabGPLVMTransformer(1, n_inducing=5, max_iter=1, random_state=0)):
         np.testing.assert_allclose(space.fit(CONTAINERS[container]).embedding_, space.fit(NAN).embedding_)
 

@@ -399,7 +399,7 @@ def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> 
         to_arviz(guide, model, data)
     with pytest.raises(TypeError, match=r"guide must be a Pyro guide: .* got NoneType"):
         to_arviz(model, None, data)
-    with pytest.raises(ValueError, match="of several guides each is one chain; got 4"):
+    with pytest.raises(ValueError, match="num_chains must be 1 for several guides, each of which is a chain; got 4"):
         to_arviz([model], [guide], data, num_chains=4)
 
 
