@@ -203,7 +203,7 @@ class _Builder:
             self._keep_whole(component)
 
     def _decide_members_together(self, component: frozenset[str]) -> bool:
-        """Makes all members of some plates one decision, if cliques are else too large.
+        """Makes all members of some plates one decision, to keep cliques small.
 
         Returns whether cliques are small. Given all members of one of two plates that cross, those of the other are independent.
         """
