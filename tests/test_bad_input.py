@@ -83,6 +83,20 @@ def test_batches_outside_of_plates_are_named(shapes):
         AutoTruncated(model)()
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (2, 6)])
+def test_values_of_another_shape_than_their_site_are_named(shape):
+    def model(y):
+        with pyro.plate("data", 6):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"site 'y' \(Normal\) has shape \(6,\), but its values have .* in no plate. Give it values of shape \(6,\)"
+    ):
+        AutoTruncated(model)(torch.zeros(shape))
+    assert AutoTruncated(model).infer(torch.zeros(1, 6), ExhaustiveSearch(), steps=1).marginals()["z"].shape == (6,)
+
+
 W = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.3, 0.1]])
 
 

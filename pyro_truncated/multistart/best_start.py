@@ -17,10 +17,9 @@ from pyro_truncated.multistart.trainer import Trainer
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.arguments import check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_counts, check_kinds
 
 
-@names_arguments
 def best_start(
     model: Any,
     y: Tensor,
@@ -68,6 +67,7 @@ def best_start(
         ValueError: if a count is below 1.
         TypeError: if the model lacks ``initialize`` or closed-form M-steps, or the search selects no latents for a Gibbs sampler.
     """
+    check_kinds(best_start, model=model, temperature=temperature, generator=generator)
     num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")

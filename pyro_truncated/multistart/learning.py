@@ -24,7 +24,7 @@ from pyro_truncated.multistart.profile import Profile, check_one_array, profile_
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
 from pyro_truncated.search.base import Search
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 
@@ -56,7 +56,6 @@ class ConvergenceWarning(UserWarning):
     """
 
 
-@names_arguments
 @torch.inference_mode(False)
 def learn(
     model: Any,
@@ -111,6 +110,7 @@ def learn(
         ValueError: if a number is out of range, a count has no bound, or the search does not fit.
         TypeError: if ``search`` is none, such as a second array.
     """
+    check_kinds(learn, config=config, max_count=max_count, generator=generator, progress=progress)
     config, restarts = _with_former_arguments(config or LearnConfig(), restarts, former)
     steps = None if steps is None else check_count("steps", steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
@@ -163,7 +163,7 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
             advice, config = f"config=LearnConfig({_FORMER[name]}=...)", dataclasses.replace(config, **{_FORMER[name]: value})
         else:
             raise TypeError(f"learn() got an unexpected keyword argument {name!r}")
-        warnings.warn(f"{name} of learn is called otherwise: use {advice}", DeprecationWarning, stacklevel=5)
+        warnings.warn(f"{name} of learn is called otherwise: use {advice}", DeprecationWarning, stacklevel=4)
     return config, restarts
 
 
@@ -189,7 +189,7 @@ def _warn_not_converged(steps: int, remaining: float) -> None:
     warnings.warn(
         f"training has not converged in {steps} steps{gain}. Try more steps, or LearnConfig(lr=...) with a larger one.",
         ConvergenceWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
 
 
@@ -202,5 +202,5 @@ def _warn(disagreement: str) -> None:
     warnings.warn(
         f"{disagreement}: the best may be a local optimum. Try more restarts, more restart_steps or a higher temperature (LearnConfig).",
         DisagreeingStartsWarning,
-        stacklevel=5,
+        stacklevel=4,
     )

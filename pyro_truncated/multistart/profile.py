@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows, some_rows, total_rows
@@ -19,6 +20,7 @@ from pyro_truncated.multistart.config import Initializer, LearnConfig
 from pyro_truncated.multistart.model_parameters import is_a_network, layer_parameters, learned_parameters
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
+from pyro_truncated.program.sites import is_subsampled
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
@@ -252,6 +254,7 @@ def profile_model(
         TypeError: if the search is none.
     """
     config = LearnConfig() if config is None else config
+    _check_model(model)
     is_sampled: bool = isinstance(model, GibbsModel)
     is_conditional: bool = isinstance(model, ConditionalModel)
     has_closed_form: bool = isinstance(model, ClosedFormModel)
@@ -295,10 +298,20 @@ def check_one_array(y: Any) -> Tensor:
 
     Raises:
         TypeError: for several arrays, and what is none.
+        ValueError: for a single number.
     """
     if isinstance(y, (tuple, Mapping)) and holds_arrays(tuple(y.values()) if isinstance(y, Mapping) else y):
         raise TypeError(f"y must be one array of data; got a {type(y).__name__} of {len(y)}. {_SIDE_BY_SIDE}")
-    return as_data("y", y)
+    rows = as_data("y", y)
+    if rows.dim() == 0:
+        raise ValueError(f"y must have a row for each data point, (N, ...); got one number, {rows.item()}")
+    return rows
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, (type, AutoGuide)) or not callable(model):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a Pyro model: a function, or an instance of a class that can be called; got {given}")
 
 
 def _check_search(search: Any, is_sampled: bool) -> None:
@@ -327,6 +340,11 @@ def _find_initializer(model: Any, given: Initializer | None) -> tuple[str, Initi
 def _with_latents(profile: Profile) -> Profile:
     """Returns the profile of a model with truncated posteriors, given its latents."""
     guide, model, y = profile.set_up_guide(), profile.model, profile.y
+    for frame in filter(is_subsampled, guide.frames.values()):
+        raise ValueError(
+            f"learn trains on all rows in every step, but the plate '{frame.name}' subsamples {frame.size} of {frame.full_size}. "
+            "Leave subsample_size out, or train with SVI and Truncated_ELBO"
+        )
     has_one = guide.space.num_latents == 1
     return profile.replace(
         space=guide.space,

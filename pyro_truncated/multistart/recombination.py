@@ -425,8 +425,6 @@ def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exc
         Such groups of latents or values that have parameters of their own, the largest first.
     """
     with torch.no_grad(), spare_random_numbers():
-        if any(frame.size < (frame.full_size or frame.size) for frame in learned.guide.frames.values()):
-            return []
         groups = [_exchangeable(learned, state, *alike) for alike in _alike(learned.guide)]
         learned.load_snapshot(state)
         return [group for group in groups if group is not None]

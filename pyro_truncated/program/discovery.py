@@ -76,19 +76,31 @@ def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], depende
     for node in nodes:
         if is_delta(node):
             continue
-        shape = tuple(node["fn"].batch_shape)
-        plated = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
-        for dim in range(-1, -len(shape) - 1, -1):
-            if shape[dim] > 1 and dim not in plated:
-                if node["is_observed"]:
-                    below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
-                    if node["name"] not in below:
-                        break
-                raise ValueError(
-                    f"site '{node['name']}' ({family(node['fn'])}) has batch shape {shape}, dimension {dim} of which lies in no plate. "
-                    f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent; "
-                    f"if they belong together, write .to_event({-dim})"
-                )
+        fn, value = node["fn"], node["value"]
+        shape, given = tuple(fn.batch_shape), tuple(value.shape[: value.dim() - fn.event_dim])
+        dim, observed_dim = (_unplated_dim(sizes, node["cond_indep_stack"]) for sizes in (shape, given))
+        if dim is None and observed_dim is None:
+            continue
+        if node["is_observed"]:
+            below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
+            if node["name"] not in below:
+                continue
+        if dim is None:
+            raise ValueError(
+                f"site '{node['name']}' ({family(fn)}) has shape {tuple(fn.shape())}, but its values have {tuple(value.shape)}, "
+                f"dimension {observed_dim} of which lies in no plate. Give it values of shape {tuple(fn.shape())}"
+            )
+        raise ValueError(
+            f"site '{node['name']}' ({family(fn)}) has batch shape {shape}, dimension {dim} of which lies in no plate. "
+            f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent; "
+            f"if they belong together, write .to_event({-dim})"
+        )
+
+
+def _unplated_dim(sizes: Sequence[int], frames: Iterable[Any]) -> int | None:
+    """The last batch dimension of more than one entry that is no plate's."""
+    plated = {frame.dim for frame in frames if frame.vectorized}
+    return next((dim for dim in range(-1, -len(sizes) - 1, -1) if sizes[dim] > 1 and dim not in plated), None)
 
 
 def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:

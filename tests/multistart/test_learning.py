@@ -370,6 +370,41 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_changes(wrong, n
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def subsampled(y):
+    """A mixture in minibatches."""
+    loc = pyro.param("loc", lambda: torch.randn(2, generator=generator(5)))
+    with pyro.plate("rows", len(y), subsample_size=10) as index:
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(loc[z.long()], 1.0), obs=y[index])
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        (subsampled, ValueError, "the plate 'rows' subsamples 10 of 20"),
+        (BinarySparseCoding, TypeError, "model must be a Pyro model: .* got the class BinarySparseCoding"),
+        (AutoTruncated(mixture), TypeError, "model must be a Pyro model: .* got AutoTruncated"),
+        (3, TypeError, "model must be a Pyro model: .* got int"),
+    ],
+)
+def test_models_that_cannot_be_learned_are_refused_before_any_work(model, kind, message):
+    pyro.clear_param_store()
+    with pytest.raises(kind, match=message):
+        learn(model, torch.randn(20, generator=generator()), **QUICK)
+    with pytest.raises(ValueError, match="y must have a row for each data point"):
+        learn(mixture, torch.tensor(1.0), **QUICK)
+
+
+def test_errors_of_the_model_itself_stay_as_they_are():
+    for error in (ArithmeticError, ValueError, RuntimeError):
+
+        def model(y, error=error):
+            raise error("of the user")
+
+        with pytest.raises(error, match=r"^of the user"):
+            learn(model, torch.randn(20, generator=generator()), **QUICK)
+
+
 @pytest.mark.slow
 def test_a_search_is_used_as_given():
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data

@@ -116,13 +116,6 @@ def without_parameters_of_their_own(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(strength * s.sum(-1, keepdim=True), 0.5).expand([*s.shape[:-1], 4]).to_event(1), obs=y)
 
 
-def in_minibatches(y: Tensor) -> None:
-    weight = random_parameter("weight", 4, 3)
-    with pyro.plate("data", len(y), subsample_size=5) as i:
-        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
-        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y[i])
-
-
 def beside_continuous(y: Tensor) -> None:
     weight = random_parameter("weight", 4, 3)
     scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
@@ -198,7 +191,7 @@ def test_the_program_shows_which_parameters_belong_to_which_latent_or_value(mode
     assert found(model) == [group]
 
 
-@pytest.mark.parametrize("model", [chain, ring, ordered, without_parameters_of_their_own, in_minibatches, Constants()])
+@pytest.mark.parametrize("model", [chain, ring, ordered, without_parameters_of_their_own, Constants()])
 def test_latents_that_are_not_alike_or_have_no_parameters_are_left_alone(model: Any) -> None:
     assert found(model) == []
 
