@@ -99,8 +99,9 @@ def learn(
         **former: arguments of version 0.2 that are called otherwise, or are fields of ``config``; they warn.
 
     Returns:
-        The trained guide. Its ``learn_report`` is a :class:`~pyro_truncated.multistart.LearnReport`, ``starts`` are the restarts'
-        free energies per data point, ``steps`` the training steps.
+        The trained guide; beside continuous latents an ``AutoGuideList``, whose last guide is truncated.
+        Its ``learn_report`` is a :class:`~pyro_truncated.multistart.LearnReport`, ``starts`` are the
+        restarts' free energies per data point, ``steps`` the training steps.
 
     Warns:
         DisagreeingStartsWarning: if no two restarts agree.

@@ -98,7 +98,7 @@ def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], depende
 
 
 def _unplated_dim(sizes: Sequence[int], frames: Iterable[Any]) -> int | None:
-    """The last batch dimension of more than one entry that is no plate's."""
+    """The last batch dimension of several entries that is no plate's."""
     plated = {frame.dim for frame in frames if frame.vectorized}
     return next((dim for dim in range(-1, -len(sizes) - 1, -1) if sizes[dim] > 1 and dim not in plated), None)
 
