@@ -31,7 +31,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
         count = None
     if count is None or count < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {kind}; got {value!r}")
+        raise ValueError(f"{name} must be {kind}; got {_describe(value)}")
     return count
 
 
