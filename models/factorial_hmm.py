@@ -19,8 +19,10 @@ from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, Observ
 
 # Nats that a change must explain, per change.
 _COST_NATS = 3.0
-# Differences that are looked at, at most.
+# Differences or steps that an initialisation looks at, at most.
 _MAX_ROWS = 20_000
+# EM steps of an initialisation without dynamics, and the states of each step.
+_NUM_STEPS, _NUM_STATES = 30, 8
 
 
 def difference_dictionary(
@@ -36,14 +38,20 @@ def difference_dictionary(
     rows = rows[~rows.isnan().all(1)]
     if not len(rows):
         rows = y.double().flatten(0, 1)
-    if len(rows) > _MAX_ROWS:
-        order = torch.rand(len(rows), generator=generator, device=generator_device(generator)).topk(_MAX_ROWS).indices
-        rows = rows[order.to(rows.device)]
+    rows = _draw_rows(rows, generator)
     is_seen = (~rows.isnan()).double()
     rows = rows.nan_to_num()
     tries = [_ternary_code(rows, is_seen, num_latents, generator, num_steps) for _ in range(num_tries)]
     _, weight, variance = min(tries, key=lambda one: float(one[0]))
     return weight, (variance / 2).sqrt()
+
+
+def _draw_rows(rows: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Some of the rows at random, if there are many."""
+    if len(rows) <= _MAX_ROWS:
+        return rows
+    order = torch.rand(len(rows), generator=generator, device=generator_device(generator)).topk(_MAX_ROWS).indices
+    return rows[order.to(rows.device)]
 
 
 def _ternary_code(
@@ -119,7 +127,7 @@ class FactorialHMM(UniqueModule):
 
     Data are ``N`` sequences of up to ``T`` steps, ``(N, T, D)``. Entries that are NaN are missing; shorter sequences are filled with NaN.
     Causes are identified up to their order and to :math:`s \to 1 - s`, :math:`W \to -W`. Restarts of :func:`~pyro_truncated.learn` begin
-    with differences of neighbouring steps, and learn without dynamics.
+    with differences of neighbouring steps, see :meth:`initialize`.
 
     Example:
         >>> y = torch.randn(2, 30, 6)
@@ -152,8 +160,6 @@ class FactorialHMM(UniqueModule):
     # Gaps without observation make the statistics depend on the transitions.
     statistics_depend_on_parameters = True
     has_informed_init = True
-    # Whether restarts of learn are being made.
-    is_starting = False
 
     @names_arguments
     def __init__(self, num_observed: int, num_latents: int, *, dtype: torch.dtype | None = None) -> None:
@@ -183,7 +189,9 @@ class FactorialHMM(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Starts from :func:`.difference_dictionary`, with causes on half of the time.
+        """Starts from :func:`.difference_dictionary`, and learns without dynamics.
+
+        Every step is then a sequence of its own. Transitions would lock in wrong paths early.
 
         Args:
             y: sequences ``(N, T, D)``.
@@ -194,6 +202,14 @@ class FactorialHMM(UniqueModule):
         bias = y.double().flatten(0, 1).nanmean(0).nan_to_num() - 0.5 * weight.sum(1)
         half = weight.new_full((self.num_latents,), 0.5)
         self._set(weight, bias, deviation.clamp(min=1e-6), half, half.view(-1, 1, 1).expand(-1, 2, 2))
+        rows = y.flatten(0, 1)
+        rows = _draw_rows(rows[~rows.isnan().all(1)], generator).unsqueeze(1)
+        if len(rows):
+            observed, posterior = _find_observed_steps(rows), self.posterior(rows, _NUM_STATES, steps=0)
+            for step in range(_NUM_STEPS):
+                posterior.rescored_(*self._terms(rows, observed)).improve_(1, first_forward=step % 2 == 0)
+                self.maximize(self.sufficient_statistics(posterior, rows))
+            self.transition = torch.stack([1 - self.initial, self.initial], -1).unsqueeze(1).expand(-1, 2, 2).contiguous()
         return self
 
     @torch.no_grad()
@@ -246,18 +262,13 @@ class FactorialHMM(UniqueModule):
         r"""Sets the parameters to the maximiser of the expected log joint.
 
         Dictionary and offset are those of :func:`.best_dictionary_and_offset`, and :math:`\sigma^2` is the mean expected squared residual.
-        Transition probabilities are expected numbers of transitions over their row sums; in restarts every step has the mean activity.
+        Transition probabilities are expected numbers of transitions over their row sums.
         """
         weight, bias = best_dictionary_and_offset(self.weight.double(), self.bias.double(), statistics)
         superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
         scale = best_scale(superposition.square_error(statistics).sum(), statistics["power"], statistics["observed"].sum())
         first, transitions = statistics["first"] + _PSEUDO_COUNT, statistics["transitions"] + _PSEUDO_COUNT
-        if not self.is_starting:
-            initial, table = first[:, 1] / first.sum(-1), transitions / transitions.sum(-1, keepdim=True)
-        else:
-            total = first + transitions.sum(-2)
-            initial = total[:, 1] / total.sum(-1)
-            table = torch.stack([1 - initial, initial], -1).unsqueeze(1).expand(-1, 2, 2)
+        initial, table = first[:, 1] / first.sum(-1), transitions / transitions.sum(-1, keepdim=True)
         self._set(weight, bias, scale, initial, table)
 
     @torch.no_grad()
