@@ -13,14 +13,12 @@ from torch.distributions import constraints
 from pyro_truncated import Population
 from pyro_truncated.distributions import BinaryChains, LinearSuperposition
 from pyro_truncated.extend import UniqueModule, check_counts, generator_device, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.models.data_model import FLOOR, check_real
+from pyro_truncated.models.data_model import FLOOR, check_real, first_rows
 from pyro_truncated.models.dictionary import best_dictionary_and_offset, best_scale
 from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, ObservedSteps
 
 # Nats that a change must explain, per change.
 _COST_NATS = 3.0
-# Differences or steps that an initialisation looks at, at most.
-_MAX_ROWS = 20_000
 # EM steps of an initialisation without dynamics, and the states of each step.
 _NUM_STEPS, _NUM_STATES = 30, 8
 
@@ -38,20 +36,12 @@ def difference_dictionary(
     rows = rows[~rows.isnan().all(1)]
     if not len(rows):
         rows = y.double().flatten(0, 1)
-    rows = _draw_rows(rows, generator)
+    rows = first_rows(rows, generator)
     is_seen = (~rows.isnan()).double()
     rows = rows.nan_to_num()
     tries = [_ternary_code(rows, is_seen, num_latents, generator, num_steps) for _ in range(num_tries)]
     _, weight, variance = min(tries, key=lambda one: float(one[0]))
     return weight, (variance / 2).sqrt()
-
-
-def _draw_rows(rows: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Some of the rows at random, if there are many."""
-    if len(rows) <= _MAX_ROWS:
-        return rows
-    order = torch.rand(len(rows), generator=generator, device=generator_device(generator)).topk(_MAX_ROWS).indices
-    return rows[order.to(rows.device)]
 
 
 def _ternary_code(
@@ -203,7 +193,7 @@ class FactorialHMM(UniqueModule):
         half = weight.new_full((self.num_latents,), 0.5)
         self._set(weight, bias, deviation.clamp(min=1e-6), half, half.view(-1, 1, 1).expand(-1, 2, 2))
         rows = y.flatten(0, 1)
-        rows = _draw_rows(rows[~rows.isnan().all(1)], generator).unsqueeze(1)
+        rows = first_rows(rows[~rows.isnan().all(1)], generator).unsqueeze(1)
         if len(rows):
             observed, posterior = _find_observed_steps(rows), self.posterior(rows, _NUM_STATES, steps=0)
             for step in range(_NUM_STEPS):

@@ -115,7 +115,8 @@ class Probe:
         scales = {name: self.nodes[name]["scale"] for name in sites if name not in self.observed}
         first, scale = next(iter(scales.items()), ("", 1.0))
         for name, other in scales.items():
-            if other is not scale and bool(torch.as_tensor(other != scale).any()):
+            differs = other is not scale and other != scale
+            if differs is not False and bool(torch.as_tensor(differs).any()):
                 raise ValueError(
                     f"the latents '{first}' and '{name}' share a posterior, but have the scales {scale} and {other}. "
                     "Give both the same poutine.scale."

@@ -72,7 +72,10 @@ def active_latents(words, n, c, active):
 
 @njit(cache=True, nogil=True)
 def least_weight(weights):
-    """The largest weight that rounding loses beside the largest finite one."""
+    """The largest weight that rounding loses beside the largest finite one.
+
+    Infinite weights and NaN are not below it.
+    """
     largest = 0.0
     for weight in weights:
         if largest < abs(weight) < np.inf:

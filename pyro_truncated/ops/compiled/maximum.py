@@ -187,7 +187,6 @@ def _maximum_statistics(words, weights, value, weight, total, prediction, wins, 
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 share = weights[n, c]
-                # Infinite weights and NaN go on.
                 if abs(share) <= least:
                     continue
                 count = active_latents(words, n if num_rows > 1 else 0, c, active)

@@ -152,9 +152,10 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
             for a in range(num_used + 1):
                 near_ratio[used[a], :size] = 0.0
             # What a state adds to the ratios is at most its weight over the smallest leak; the likeliest one adds at least its weight.
-            least = least_weight(weights[n]) * near_leak[:size].min() if size > 0 else least_weight(weights[n])
+            least = least_weight(weights[n])
+            if size > 0:
+                least *= near_leak[:size].min()
             for c in range(num_candidates):
-                # Infinite weights and NaN go on.
                 if abs(weights[n, c]) <= least:
                     continue
                 num_active = active_latents(words, row, c, active)

@@ -59,11 +59,11 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -
 @parallel_kernel()
 def _pair_energy(words, linear, folded, out):
     num_rows, num_candidates, num_words = words.shape
-    total = linear.shape[0] * num_candidates
+    total, row_length = linear.shape[0] * num_candidates, max(1, num_candidates)
     for block in prange(MAX_BLOCKS):
         active = np.empty(64 * num_words, np.int64)
         first, last = total * block // MAX_BLOCKS, total * (block + 1) // MAX_BLOCKS
-        for n in range(first // num_candidates, (last + num_candidates - 1) // num_candidates):
+        for n in range(first // row_length, (last + row_length - 1) // row_length):
             states = words[n if num_rows > 1 else 0]
             field = linear[n]
             table = folded[n if folded.shape[0] > 1 else 0]
@@ -109,7 +109,6 @@ def _moments(words, weights, first, second):
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                # Infinite weights and NaN go on.
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, n if num_rows > 1 else 0, c, active)

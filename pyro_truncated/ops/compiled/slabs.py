@@ -306,7 +306,6 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, to
             least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                # Infinite weights and NaN go on.
                 if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
