@@ -139,7 +139,9 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
 
 def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float = 1.0) -> Schedule:
     """Gradient steps at a learning rate that falls at each plateau."""
-    window = min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8))
+    window = max(2, max_steps // 8)
+    if steps:
+        window = min(_COMPANION_WINDOW_STEPS, window)
     return Schedule(steps, max_steps, tol, remaining_gain, window, window, first_rate=first_rate, is_thorough=not steps)
 
 

@@ -196,19 +196,19 @@ class StopRule:
             return None
         if pool.groups:
             number_alone = pool.num_singletons
-            return f"{number_alone} latents of the best of {number} starts were found by fewer than two of them" if number_alone else None
+            return f"{number_alone} latents of the best of {number} restarts were found by fewer than two of them" if number_alone else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
-            return f"{number} starts reached different free energies {unit} ({ordered}), and another one may reach more"
+            return f"{number} restarts reached different free energies {unit} ({ordered}), and another one may reach more"
         if self._are_equal(pool):
-            return f"no two of {number} starts that reached the same free energy {unit} ({ordered}) found the same latents"
+            return f"no two of {number} restarts that reached the same free energy {unit} ({ordered}) found the same latents"
         if pool.is_network and pool.kept and self._same_code(pool):
-            return f"starts found the same latents, but free energies {unit} ({ordered}) that say that some networks are fitted badly"
+            return f"restarts found the same latents, but free energies {unit} ({ordered}) that say that some networks are fitted badly"
         remaining = max(one.remaining for one in sorted(pool.estimates, key=lambda one: -one.free_energy)[:2])
         if remaining > self._profile.tolerance:
-            return f"the best two of {number} starts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"
-        return f"no two of {number} starts reached the same free energy {unit} ({ordered})"
+            return f"the best two of {number} restarts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"
+        return f"no two of {number} restarts reached the same free energy {unit} ({ordered})"
 
     def _have_agreed(self, pool: SolutionPool) -> bool:
         """Whether two restarts reached the best free energy by the same latents.

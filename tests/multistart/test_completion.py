@@ -119,7 +119,7 @@ def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("are_alike", "number", "disagreement"), [(True, 2, None), (False, 3, "no two of 3 starts that reached the same free energy")]
+    ("are_alike", "number", "disagreement"), [(True, 2, None), (False, 3, "no two of 3 restarts that reached the same free energy")]
 )
 def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_latents(
     are_alike: bool, number: int, disagreement: str | None

@@ -57,7 +57,7 @@ class Counted(NoisyOr):
 def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them():
     y = (torch.rand(20, 16, generator=generator()) < 0.3).float()
     model = Counted(16, 260)
-    with pytest.warns(DisagreeingStartsWarning, match="no two of 2 starts"):
+    with pytest.warns(DisagreeingStartsWarning, match="no two of 2 restarts"):
         guide = learn(model, y, steps=1, config=LearnConfig(restart_steps=2, tolerance=0.0), num_states=4, progress=False)
     assert (len(guide.starts), Counted.sizes) == (2, {260})
 

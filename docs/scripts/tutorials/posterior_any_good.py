@@ -33,9 +33,16 @@ report = check_truncation(small, bars.data, search=search, warn=False)
 print(report)
 
 # %%
-# *covered mass, at most* is proven: it scores all neighbours of the states that are held, and what these have, the population lacks. *nats
+# *covered mass, at most* is a proven upper limit: it scores neighbours of the held states, whose probability the population lacks. *nats
 # gained by twice the states* searches on with a larger population. Both say here that much is missing. The exact lines are there because
 # this space has only 1024 states.
+#
+# ============================== ========================== ==================================
+# line                           good                       else
+# ============================== ========================== ==================================
+# covered mass, at most          near 1, but no proof       small: enlarge ``num_states``
+# nats gained by twice the states below what you can accept  enlarge ``num_states``
+# ============================== ========================== ==================================
 #
 # With 256 states:
 
