@@ -116,7 +116,7 @@ class Covariances(abc.ABC):
         least: Tensor = variance_floor(*unit, dtype)
         return least
 
-    def scaled(self, parameters: Parameters, units: Tensor) -> Parameters:
+    def rescale(self, parameters: Parameters, units: Tensor) -> Parameters:
         """Returns the parameters of data that are multiplied by units ``(D,)``."""
         return {"scale": parameters["scale"] * units}
 
@@ -243,7 +243,7 @@ class Full(Covariances):
         """The covariances."""
         return parameters["scale"] @ parameters["scale"].mT
 
-    def scaled(self, parameters: Parameters, units: Tensor) -> Parameters:
+    def rescale(self, parameters: Parameters, units: Tensor) -> Parameters:
         """The factors, whose rows are multiplied."""
         return {"scale": parameters["scale"] * units.unsqueeze(-1)}
 
@@ -483,7 +483,7 @@ class Prior:
     size: Tensor | None = None
 
     @classmethod
-    def of(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
+    def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
         """The prior from results of :func:`known`, if empty only the floor."""
         return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
 

@@ -191,7 +191,7 @@ def _take_shorter_steps_(
             break
 
 
-def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
+def dictionary_from_claims(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
     """The dictionary of :func:`best_claims`, divided by a ``gain``, kept without wins."""
     wins, floor = statistics["wins"], weight_floor(statistics)
     claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)

@@ -20,7 +20,7 @@ from pyro_truncated.distributions import categorical, defer_validation
 from pyro_truncated.extend import check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.data_model import FLOOR, check_data, count_data
 from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shares, best_weights
-from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.models.seeding import group_places, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 # Share of all components from which one product of matrices costs less than log densities one by one.
@@ -255,7 +255,7 @@ class CategoricalMixture(MixtureOfMeans):
         probs = self.probs.detach().flatten(1)
         coefficients = torch.cat([self.weights.log().unsqueeze(-1), probs.log()], 1).detach()
         features = torch.cat([torch.ones_like(probs[:, :1]), probs], 1)
-        return MaxInnerProductIndex(coefficients, features, lambda: grouped(probs), len(y))
+        return MaxInnerProductIndex(coefficients, features, lambda: group_places(probs), len(y))
 
     @torch.no_grad()
     @takes_arrays
@@ -332,7 +332,7 @@ class PoissonMixture(MixtureOfMeans):
         """Returns all components' log joints as linear functions of features of ``y``."""
         constant = self.weights.log() - self.rate.sum(1)
         coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
-        return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
+        return MaxInnerProductIndex(coefficients, self.linear_features(rate), lambda: group_places(rate.sqrt()), len(y), _least_loss)
 
 
 def _log_factorials(counts: Tensor) -> Tensor:

@@ -21,15 +21,15 @@ from pyro_truncated.models.gaussians import (
     Gaussians,
     Moves,
     MoveSearch,
-    accepted,
+    accept_moves,
     all_populations,
     all_statistics,
-    collected,
+    collect_statistics,
+    insert_candidates,
     least_variance,
-    offered,
 )
 from pyro_truncated.models.linear_mixture import LinearMixture, Shares
-from pyro_truncated.models.seeding import grouped
+from pyro_truncated.models.seeding import group_places
 from pyro_truncated.search import MaxInnerProductIndex
 
 # Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
@@ -182,7 +182,7 @@ class GaussianMixture(LinearMixture):
             return start(floor.new_ones(()))
         deviation = above.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
-        first = start(units).scaled(units)
+        first = start(units).rescale(units)
         if above.shape[1] <= _FEW_DIMENSIONS:
             return first
         other, rows = start(torch.ones_like(units)), above[:_ROWS_COMPARED]
@@ -223,7 +223,7 @@ class GaussianMixture(LinearMixture):
         population = all_populations(self, guide, check_data(y, self.num_observed))
         statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
-        moves, moved = accepted(search.moves(generator), lambda some: self._move(some, guide, y), self)
+        moves, moved = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
@@ -235,16 +235,18 @@ class GaussianMixture(LinearMixture):
     def _move(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
         """Moves components; returns proposed populations and the free energy."""
         self._take(moves.after())
-        population = offered(moves, guide, y)
+        population = insert_candidates(moves, guide, y)
         return population, population.free_energy().sum() + self.log_prior()
 
     def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:
         """The log density of the covariances, a scalar, zero without a prior."""
-        each: Tensor = Prior.of(self.center[0], self.spread, self.pseudo).log_prob(self._kind, spreads := spreads or self._spreads())
+        each: Tensor = Prior.from_pseudo_data(self.center[0], self.spread, self.pseudo).log_prob(
+            self._kind, spreads := spreads or self._spreads()
+        )
         return each.sum().to(spreads["scale"].dtype)
 
     def _prior(self, statistics: dict[str, Tensor]) -> Prior:
-        return Prior.of(least_variance(self._kind, statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
+        return Prior.from_pseudo_data(least_variance(self._kind, statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
 
     def _spreads(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._kind.supports}
@@ -258,7 +260,7 @@ class GaussianMixture(LinearMixture):
         """Returns the log joints, in the data's type."""
         loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
         return MaxInnerProductIndex(
-            components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
+            components.coefficients().to(loc), self.linear_features(loc), lambda: group_places(loc), len(y), components.offset
         )
 
     def _dtype_for(self, y: Tensor) -> torch.dtype:
@@ -283,7 +285,7 @@ class GaussianMixture(LinearMixture):
         x_n^\top`, over all components ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical.
         """
         rows = population.select_rows(y).double() - self.center
-        return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
+        return dict(collect_statistics(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
     def datum_statistics(self) -> dict[str, Tensor]:

@@ -17,18 +17,18 @@ from pyro_truncated.extend import generator_device
 from pyro_truncated.models.covariances import Covariances, Parameters, Prior, floor_covariance
 from pyro_truncated.models.data_model import random_rows
 from pyro_truncated.models.linear_mixture import NEVER_USED, Shares, best_weights
-from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
+from pyro_truncated.models.seeding import group_places, partners, perturb, scattered_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
 Statistics = dict[str, Tensor]
 
 
-def collected(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
+def collect_statistics(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
     """See :meth:`GaussianMixture.sufficient_statistics`."""
     return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": kind.products(shares, rows)}
 
 
-def added(parts: Iterable[Statistics]) -> Statistics:
+def add_statistics(parts: Iterable[Statistics]) -> Statistics:
     """The sums of statistics."""
     total: Statistics = {}
     for part in parts:
@@ -41,7 +41,7 @@ def own_statistics(kind: Covariances) -> tuple[str, ...]:
     return ("counts", "sums", "products") if kind.is_own else ("counts", "sums")
 
 
-def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Statistics:
+def merge_statistics(kind: Covariances, statistics: Statistics, groups: Tensor) -> Statistics:
     """The statistics of components that merge several, ``(M, P)``."""
     return {**statistics, **{name: statistics[name][groups].sum(1) for name in own_statistics(kind)}}
 
@@ -74,9 +74,9 @@ class Gaussians:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def scaled(self, units: Tensor) -> Gaussians:
+    def rescale(self, units: Tensor) -> Gaussians:
         """Returns the components of data that are multiplied by units ``(D,)``."""
-        return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.scaled(self.spreads, units))
+        return dataclasses.replace(self, loc=self.loc * units, spreads=self.kind.rescale(self.spreads, units))
 
     def coefficients(self) -> Tensor:
         """Coefficients ``(K, F)`` of one, the data, and products in the log joints."""
@@ -89,7 +89,7 @@ class Gaussians:
         offset: Tensor | None = self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
         return offset
 
-    def expected(self, statistics: Statistics) -> Tensor:
+    def expected_log_joint(self, statistics: Statistics) -> Tensor:
         r""":math:`\sum_n r_{nk} \log \pi_k \mathcal N(y_n; \mu_k, \Sigma_k)`, ``(K,)``, but for what is the same for all components."""
         features = [statistics["counts"].unsqueeze(-1), statistics["sums"], self.kind.summed_features(statistics)]
         return (self.coefficients() * torch.cat(features, 1)).sum(-1)
@@ -139,7 +139,7 @@ class Gaussians:
             found[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
         return Gaussians(self.kind, best_weights(statistics["counts"]), loc, found)
 
-    def of(self, index: Tensor) -> Gaussians:
+    def select(self, index: Tensor) -> Gaussians:
         """Copies of some of these components."""
         spreads = {name: value[index] if self._is_own(value) else value for name, value in self.spreads.items()}
         return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
@@ -188,14 +188,14 @@ class Agglomeration:
 
     def components(self, number: int, generator: torch.Generator | None = None) -> Gaussians:
         """So many components ``K``, no two of them the same."""
-        owner = self._seen().owners(number, generator)
+        owner = self._project().owners(number, generator)
         statistics = self.statistics(owner, int(owner.max()) + 1)
         counts, within = statistics["counts"], self._within(statistics)
         # Of data of few different rows some components are copies.
         index = torch.arange(number, device=counts.device)
-        components = self.likeliest(statistics, within).of(index % len(counts))
+        components = self.likeliest(statistics, within).select(index % len(counts))
         size = torch.where(index < len(counts), counts[index % len(counts)], 0.0) + 1
-        return dataclasses.replace(components, weights=size / size.sum(), loc=parted(components.loc, within, generator))
+        return dataclasses.replace(components, weights=size / size.sum(), loc=perturb(components.loc, within, generator))
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
@@ -218,9 +218,9 @@ class Agglomeration:
         def parts() -> Iterator[Statistics]:
             for rows, own in zip(self.x.split(_ROWS_PER_BLOCK), owner.split(_ROWS_PER_BLOCK), strict=True):
                 population = Population(space, space.pack(own[:, None, None]), rows.new_zeros(len(rows), 1))
-                yield collected(self.kind, Shares(population, number), rows)
+                yield collect_statistics(self.kind, Shares(population, number), rows)
 
-        return added(parts())
+        return add_statistics(parts())
 
     def likeliest(self, statistics: Statistics, within: Tensor) -> Gaussians:
         """The components of clusters, all of weight one, given their common covariance."""
@@ -241,7 +241,7 @@ class Agglomeration:
         covariance: Tensor = floor_covariance(within / freedom if varies else self._products / len(self.x), self.floor)
         return covariance
 
-    def _seen(self) -> Agglomeration:
+    def _project(self) -> Agglomeration:
         """Simpler components, in leading directions, if covariances are large matrices."""
         # Larger covariances are compared in the directions in which the data vary most.
         kind, number = self.kind.by_itself(), max(32, self.kind.least_directions)
@@ -275,7 +275,7 @@ class Merging:
         return owner
 
     def _merge(self, merged: Tensor) -> None:
-        union, kept = combined(self._kind, self._statistics, merged), merged[:, 0]
+        union, kept = merge_statistics(self._kind, self._statistics, merged), merged[:, 0]
         for name in own_statistics(self._kind):
             self._statistics[name][kept] = union[name]
         self._alone[kept] = self._log_joints(union)
@@ -296,7 +296,7 @@ class Merging:
     def costs(self, pairs: Tensor) -> Tensor:
         """What is lost where the two of a pair are one, ``(P,)``."""
         costs = [
-            self._alone[some].sum(1) - self._log_joints(combined(self._kind, self._statistics, some))
+            self._alone[some].sum(1) - self._log_joints(merge_statistics(self._kind, self._statistics, some))
             for some in pairs.split(_PAIRS)
             if len(some)
         ]
@@ -304,7 +304,7 @@ class Merging:
 
     def _log_joints(self, statistics: Statistics) -> Tensor:
         """Sums of the log joints over clusters, ``(M,)``."""
-        log_joints: Tensor = self._likeliest(statistics).expected(statistics)
+        log_joints: Tensor = self._likeliest(statistics).expected_log_joint(statistics)
         return log_joints
 
 
@@ -332,7 +332,7 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     # The smallest distance is the largest of these linear functions.
     linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
     functions = MaxInnerProductIndex(
-        linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
+        linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
     return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
@@ -350,7 +350,7 @@ _MIN_COUNT = 3
 
 def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """Returns the statistics of a population, block by block."""
-    return added(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
+    return add_statistics(model.sufficient_statistics(block, y) for block in population.split(_MAX_ROWS_PER_BLOCK))
 
 
 def all_populations(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
@@ -389,14 +389,14 @@ class Moves:
     def first(self, number: int) -> Moves:
         """The first ones."""
         some = torch.arange(number, device=self.kept.device)
-        halves = self.halves.of(torch.arange(2 * number, device=self.kept.device))
-        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.of(some), halves)
+        halves = self.halves.select(torch.arange(2 * number, device=self.kept.device))
+        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.select(some), halves)
 
     def after(self) -> Gaussians:
         """All components after these moves."""
         even = 2 * torch.arange(len(self), device=self.kept.device)
         after = self.components.with_others(self.kept, self.merged)
-        after = after.with_others(self.split, self.halves.of(even)).with_others(self.moved, self.halves.of(even + 1))
+        after = after.with_others(self.split, self.halves.select(even)).with_others(self.moved, self.halves.select(even + 1))
         return dataclasses.replace(after, weights=after.weights / after.weights.sum())
 
     def candidates(self, population: Population) -> Tensor:
@@ -406,7 +406,7 @@ class Moves:
         return population.space.pack(other[population.states(torch.int64)])
 
 
-def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
+def insert_candidates(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
     """The populations that moves are proposed to."""
     scorer = guide.make_scorer(y)
     population = guide.rescored(scorer)
@@ -441,10 +441,10 @@ class MoveSearch:
         losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.deletion_losses])
         pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
         gains, halves = self.halves(generator)
-        chosen, split = matched(pairs, losses, gains)
+        chosen, split = match_merges_with_splits(pairs, losses, gains)
         kept, moved = pairs[chosen].unbind(1)
         two = torch.stack([2 * split, 2 * split + 1], 1).flatten()
-        return Moves(self.components, kept, moved, split, self.merged(pairs[chosen]), halves.of(two))
+        return Moves(self.components, kept, moved, split, self.merge_pairs(pairs[chosen]), halves.select(two))
 
     # --- two that become one ---
 
@@ -463,20 +463,20 @@ class MoveSearch:
 
     def losses(self, pairs: Tensor) -> Tensor:
         """Returns the free energy's loss by merging pairs, ``(M,)``."""
-        merged, each = self.merged(pairs), self.components.expected(self.statistics) + self._log_prior
-        together = merged.expected(self._statistics(pairs)) + merged.log_prior(self.prior)
+        merged, each = self.merge_pairs(pairs), self.components.expected_log_joint(self.statistics) + self._log_prior
+        together = merged.expected_log_joint(self._statistics(pairs)) + merged.log_prior(self.prior)
         losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
         return losses
 
-    def merged(self, pairs: Tensor) -> Gaussians:
+    def merge_pairs(self, pairs: Tensor) -> Gaussians:
         """The components that pairs become."""
-        found = self.components.of(pairs[:, 0])
+        found = self.components.select(pairs[:, 0])
         if len(pairs):
             found = found.best_on_their_own(self._statistics(pairs), self.prior)
         return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
 
     def _statistics(self, pairs: Tensor) -> Statistics:
-        return combined(self.components.kind, self.statistics, pairs)
+        return merge_statistics(self.components.kind, self.statistics, pairs)
 
     def _entropies(self, pairs: Tensor) -> Tensor:
         """The decrease of entropy by merging pairs, ``(M,)``."""
@@ -498,15 +498,17 @@ class MoveSearch:
         owner, x = self.near[order, 0], self.x[order]
         space = StateSpace([2 * number])
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
-        halves = self.components.of(torch.arange(2 * number, device=owner.device) // 2)
+        halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
         for _ in range(_EM_STEPS):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
             )
             shares = (Shares(population, 2 * number) for population in populations)
-            statistics = added(collected(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True))
-            halves = self._shared_out(halves.best_on_their_own(statistics, self.prior))
+            statistics = add_statistics(
+                collect_statistics(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True)
+            )
+            halves = self._split_weights(halves.best_on_their_own(statistics, self.prior))
             log_joints = [halves.log_joint(rows, z) for rows, z in blocks]
         whole = torch.cat([self.components.log_joint(rows, z[:, :1] // 2) for rows, z in blocks]).double()
         ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
@@ -516,7 +518,7 @@ class MoveSearch:
         too_few = statistics["counts"].reshape(-1, 2).amin(1) < _MIN_COUNT
         return gains.masked_fill(too_few, -math.inf), halves
 
-    def _shared_out(self, halves: Gaussians) -> Gaussians:
+    def _split_weights(self, halves: Gaussians) -> Gaussians:
         """Halves with the weight of the component that they are of."""
         weights = halves.weights.reshape(-1, 2)
         share = weights / weights.sum(1, keepdim=True) * self.components.weights.unsqueeze(1)
@@ -533,7 +535,7 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
     return x.new_zeros(len(x), 2).masked_fill(torch.stack([side, ~side], 1), -math.inf)
 
 
-def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
+def match_merges_with_splits(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
     """The cheapest disjoint pairs with the most gainful components, ``(M,)`` each.
 
     Of ``pairs (P, 2)`` that cost ``losses (P,)``, and components that gain ``gains (K,)`` as two.
@@ -556,7 +558,9 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
+def accept_moves(
+    moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module
+) -> tuple[Moves, Population | None]:
     """Makes all moves, or halves their number until the free energy rises.
 
     ``tried`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something

@@ -23,7 +23,7 @@ from pyro_truncated.distributions import (
 )
 from pyro_truncated.extend import generator_device, names_arguments, shard_sum
 from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, random_rows
-from pyro_truncated.models.dictionary import best_claims, claimed_dictionary, weight_floor
+from pyro_truncated.models.dictionary import best_claims, dictionary_from_claims, weight_floor
 from pyro_truncated.models.superposed_causes import SparseCoding, SuperposedCauses
 
 
@@ -96,7 +96,7 @@ class MaximalCauses(SparseCoding):
         :meth:`sufficient_statistics`). The noise :math:`\sigma^2` is the mean expected squared residual of the observed entries. The prior
         is :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared.
         """
-        self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])
+        self._set_dictionary(dictionary_from_claims(self.weight.double(), statistics), statistics, statistics["errors"])
 
 
 _Limits = Callable[[Tensor, Tensor | slice], Tensor]
@@ -105,7 +105,7 @@ _Errors = Callable[[Tensor, Tensor], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def raised_means(means: Tensor) -> Tensor:
+def means_above_background(means: Tensor) -> Tensor:
     """Means ``(D, H + 1)`` with hidden ones slightly above the background."""
     background = means[:, -1:]
     # Above what means are rounded to before they are compared, and far below what a free energy
@@ -135,10 +135,10 @@ def with_returns(
     explain them better than the common one. In each dimension the cause that gains most is tried at its mean, and the background at that of
     the rest.
 
-    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`raised_means`, ``claims`` are those of
-    :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
+    ``means (D, H + 1)`` end with the background; ``apart`` has ``wins`` and ``won`` under :func:`means_above_background`, ``claims`` are
+    those of :func:`~pyro_truncated.models.dictionary.best_claims`. ``within`` keeps means within their limits.
     """
-    is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
+    is_hidden, parts = means_above_background(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
     left = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
     common = within(_per_win(left), slice(None))
@@ -293,7 +293,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             """Expected losses under other means."""
             return expected_losses(means, make_likelihood(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
-        likelihood, raised = make_likelihood(means), raised_means(means)
+        likelihood, raised = make_likelihood(means), means_above_background(means)
         apart = make_likelihood(raised).statistics(own, rows, temperature)
         statistics = {**apart, **{name: assign_to_background(apart[name], raised > means) for name in ("wins", "won")}}
         won, lost = _losses(likelihood, means, statistics)
@@ -321,7 +321,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         wins, or on the way there. :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The concentration of
         gamma distributions solves :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
         """
-        means = self._within(claimed_dictionary(self._means(), statistics), 0.0)
+        means = self._within(dictionary_from_claims(self._means(), statistics), 0.0)
         self.weight, self.background = means[:, :-1].to(self.weight).contiguous(), means[:, -1].to(self.background).contiguous()
         self._maximize_prior(statistics)
         if self.family == "gamma":

@@ -102,7 +102,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
         size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
-        taken = drawn[_taken(points[drawn], at_most)]
+        taken = drawn[_find_distant(points[drawn], at_most)]
         nearest = taken[_find_nearest(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
     return chosen
@@ -127,7 +127,7 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _taken(points: Tensor, at_most: Tensor) -> Tensor:
+def _find_distant(points: Tensor, at_most: Tensor) -> Tensor:
     """Positions of draws ``(T, D)`` further than ``at_most`` from those before."""
     has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
     for start in range(0, len(points), _HELD_AT_A_TIME):
@@ -213,13 +213,13 @@ def _square(points: Tensor, rows: Tensor) -> Tensor:
     return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)
 
 
-def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def perturb(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Points ``(K, D)`` with noise, a hundredth of the deviations."""
     noise = torch.randn(points.shape, generator=generator, device=generator_device(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 
-def grouped(places: Tensor) -> Tensor:
+def group_places(places: Tensor) -> Tensor:
     """Groups ``(K,)`` of places ``(K, D)``, the root of their number."""
     nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
     # Of several rows at one place only one is the nearest: the others have no group.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.models import GaussianMixture, seeding
-from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
+from pyro_truncated.models.seeding import group_places, scattered_rows, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex, max_inner_product_index
 from tests.pretended_device import PretendedDevice, here, there
 
@@ -166,7 +166,7 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     places, x = y[:1500], y[1500:]
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     features, own = torch.cat([torch.ones(len(x), 1, dtype=D64), x], 1), torch.cat([torch.ones(1500, 1, dtype=D64), places], 1)
-    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x))
+    functions = MaxInnerProductIndex(coefficients, own, lambda: group_places(places), len(x))
     expected = (features @ coefficients.mT).topk(3)
     assert functions.largest(features, 3, expected.indices).equal(expected.indices)
     # Of few data points none may lack the best one, so that nothing is left to be looked for.
@@ -194,7 +194,9 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     x = places[torch.randint(1500, (6000,), generator=generator)] + torch.randn(6000, 8, generator=generator, dtype=D64)
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
-    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    functions = MaxInnerProductIndex(
+        coefficients, own, lambda: group_places(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1)
+    )
     nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], max_inner_product_index.max_inner_products_in_groups
 
     def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
@@ -217,7 +219,9 @@ def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_
     places, x = (torch.randn(number, 12, generator=generator, dtype=D64) for number in (1500, 6000))
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
-    functions = MaxInnerProductIndex(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    functions = MaxInnerProductIndex(
+        coefficients, own, lambda: group_places(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1)
+    )
     looked, of_groups = [], max_inner_product_index.max_inner_products_in_groups
 
     def counted(features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int) -> Any:
@@ -278,7 +282,7 @@ def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
     places = torch.cat([1e-3 * torch.randn(1800, 2, generator=generator), 100 * torch.randn(200, 2, generator=generator)])
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     features = torch.cat([torch.ones(2000, 1), places], 1)
-    found = MaxInnerProductIndex(coefficients, features, lambda: grouped(places), 200).largest(features[1800:], 1)
+    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 200).largest(features[1800:], 1)
     assert torch.equal(found[:, 0], torch.arange(1800, 2000))
 
 
@@ -287,7 +291,9 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
     places = torch.cat([torch.arange(20.0).unsqueeze(1).repeat(100, 1), torch.full((5, 1), 100.0)])
     coefficients = torch.cat([-0.5 * places.square(), places], 1)
     features = torch.cat([torch.ones_like(places), places], 1)
-    found = MaxInnerProductIndex(coefficients, features, lambda: grouped(places), 2).largest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
+    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 2).largest(
+        torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1
+    )
     assert places[found].flatten().tolist() == [7.0, 100.0]
 
 
@@ -314,6 +320,6 @@ def test_functions_that_do_not_exist_are_refused() -> None:
 def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
     places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
     with PretendedDevice() as device:
-        found = MaxInnerProductIndex(there(places), there(places), lambda: grouped(there(places)), 60).largest(there(places), 3)
+        found = MaxInnerProductIndex(there(places), there(places), lambda: group_places(there(places)), 60).largest(there(places), 3)
         assert not device.syncs
     assert torch.equal(here(found), (places @ places.mT).topk(3).indices)

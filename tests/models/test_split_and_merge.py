@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariances import Prior
-from pyro_truncated.models.gaussians import Gaussians, MoveSearch, matched
+from pyro_truncated.models.gaussians import Gaussians, MoveSearch, match_merges_with_splits
 from pyro_truncated.search import NeighbourSearch
 from tests.models.mixture import full_population, objective
 from tests.pretended_device import DEVICE, PretendedDevice, here, there
@@ -91,12 +91,12 @@ def test_losses_of_two_that_become_one_are_those_of_the_free_energy(kind: str) -
     pairs = search.pairs()
     assert len(pairs) >= 3
     before = expected_log_joint(search.components, y, shares) + search.components.log_prior(PRIOR).sum()
-    merged, losses = search.merged(pairs), search.losses(pairs)
+    merged, losses = search.merge_pairs(pairs), search.losses(pairs)
     for i, (one, other) in enumerate(pairs.tolist()):
         together = shares.clone()
         together[:, one] += together[:, other]
         together[:, other] = 0.0
-        after = search.components.with_others(pairs[i, :1], merged.of(torch.tensor([i])))
+        after = search.components.with_others(pairs[i, :1], merged.select(torch.tensor([i])))
         log_prior = after.log_prior(PRIOR).sum() - after.log_prior(PRIOR)[other]
         torch.testing.assert_close(before - expected_log_joint(after, y, together) - log_prior, losses[i], rtol=1e-6, atol=1e-5)
         assert after.weights[one] == search.components.weights[[one, other]].sum()
@@ -216,7 +216,7 @@ def test_matches_are_disjoint_gain_and_leave_nothing(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pairs = torch.randint(12, (30, 2), generator=generator)
     losses, gains = torch.rand(30, generator=generator), torch.rand(12, generator=generator)
-    chosen, split = matched(pairs, losses, gains)
+    chosen, split = match_merges_with_splits(pairs, losses, gains)
     touched = [set(pairs[i].tolist()) | {k} for i, k in zip(chosen.tolist(), split.tolist(), strict=True)]
     assert all(one.isdisjoint(other) for one, other in itertools.combinations(touched, 2))
     assert all(k not in pairs[i].tolist() for i, k in zip(chosen.tolist(), split.tolist(), strict=True))
