@@ -197,7 +197,7 @@ class FactorialHMM(UniqueModule):
         if len(rows):
             observed, posterior = _find_observed_steps(rows), self.posterior(rows, _NUM_STATES, steps=0)
             for step in range(_NUM_STEPS):
-                posterior.rescored_(*self._terms(rows, observed)).improve_(1, first_forward=step % 2 == 0)
+                posterior.rescore_(*self._terms(rows, observed)).improve_(1, first_forward=step % 2 == 0)
                 self.maximize(self.sufficient_statistics(posterior, rows))
             self.transition = torch.stack([1 - self.initial, self.initial], -1).unsqueeze(1).expand(-1, 2, 2).contiguous()
         return self
@@ -308,7 +308,7 @@ def _all_steps(y: Tensor) -> ObservedSteps:
 
 
 def _find_observed_steps(y: Tensor) -> ObservedSteps:
-    return ObservedSteps.of(~y.isnan().all(-1))
+    return ObservedSteps.from_mask(~y.isnan().all(-1))
 
 
 def _at(y: Tensor, observed: ObservedSteps) -> Tensor:

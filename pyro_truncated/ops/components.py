@@ -76,15 +76,15 @@ _CACHED = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class GroupBlocks:
     """Entries sorted by group, in blocks of one group each.
 
     The last block of a group is filled up with other entries, whose results are dropped. On a device there are as many blocks as there can
     be, as counting them would wait.
 
     Example:
-        >>> from pyro_truncated.ops.components import Grouped
-        >>> grouped = Grouped.of(torch.tensor([2, 0, 2]), 3)
+        >>> from pyro_truncated.ops.components import GroupBlocks
+        >>> grouped = GroupBlocks.from_groups(torch.tensor([2, 0, 2]), 3)
         >>> grouped.group.tolist()
         [0, 2]
         >>> grouped.gather([grouped.group.unsqueeze(1).expand_as(grouped.entry)]).tolist()
@@ -103,7 +103,7 @@ class Grouped:
     place: Tensor
 
     @classmethod
-    def of(cls, group: Tensor, num_groups: int) -> Grouped:
+    def from_groups(cls, group: Tensor, num_groups: int) -> GroupBlocks:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
         size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
         order = group.argsort(stable=True)
@@ -120,14 +120,14 @@ class Grouped:
         place[order] = torch.arange(len(group), device=group.device) + (length * first_block - first)[group[order]]
         return cls(block, entry, within < size[block].unsqueeze(1), place)
 
-    def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
+    def parts(self, bytes_per_entry: int) -> Iterator[GroupBlocks]:
         """Yields blocks whose entries stay in the cache and the memory budget."""
         per_block = bytes_per_entry * self.entry.shape[1]
         rows = rows_per_block(per_block)
         if self.entry.is_cpu:
             rows = min(rows, rows_per_block(per_block, _CACHED))
         for group, entry, is_own in zip(self.group.split(rows), self.entry.split(rows), self.is_own.split(rows), strict=True):
-            yield Grouped(group, entry, is_own, self.place)
+            yield GroupBlocks(group, entry, is_own, self.place)
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the entries' values ``(E, ...)`` from parts ``(B, T, ...)``."""
@@ -172,7 +172,7 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
     The covariances are given by :func:`whiten` and ``scale (K,)``. Differentiable.
     """
     size, rank = whitened.shape[1:]
-    grouped, precision, ranks = Grouped.of(component, len(loc)), scale**-2, _ranks(whitened)
+    grouped, precision, ranks = GroupBlocks.from_groups(component, len(loc)), scale**-2, _ranks(whitened)
     found = []
     for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
         distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
@@ -199,7 +199,7 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
     whitened, _ = whiten(factor, scale)
     root = scale[:, None, None] * whitened
     variances = scale.square().unsqueeze(1) * root.square().sum(2)
-    grouped, ranks, means = Grouped.of(component, len(loc)), _ranks(root), []
+    grouped, ranks, means = GroupBlocks.from_groups(component, len(loc)), _ranks(root), []
     for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
         center, basis = loc[part.group].unsqueeze(1), _columns(root, ranks, part.group)
         means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
@@ -253,7 +253,7 @@ def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tens
 def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     r"""The same by :math:`(\sigma^2 I + W_O^\top W_O)^{-1}`."""
     size, rank = factor.shape[1:]
-    grouped, ranks, found = Grouped.of(component, len(loc)), _ranks(factor), []
+    grouped, ranks, found = GroupBlocks.from_groups(component, len(loc)), _ranks(factor), []
     for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):
         center, noise = loc[part.group].unsqueeze(1), scale[part.group]
         basis = _columns(factor, ranks, part.group) / noise[:, None, None]
@@ -321,7 +321,7 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
     raise_if(~(weight >= 0).all(), _raise_negative_weights)
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
-    grouped = Grouped.of(component.flatten(), num_components)
+    grouped = GroupBlocks.from_groups(component.flatten(), num_components)
     for part in grouped.parts(rows.element_size() * 4 * size):
         data = rows[part.entry // states]
         if around is not None:

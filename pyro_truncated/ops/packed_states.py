@@ -213,16 +213,16 @@ class _Count:
         return max([self.number, *(source.most for source in self.sources)]) + self.flips
 
     @property
-    def flips_unseen(self) -> int:
+    def excess_flips(self) -> int:
         """How many flips this number may be too large by."""
-        return max([0, *(source.flips_unseen for source in self.sources)]) + self.flips
+        return max([0, *(source.excess_flips for source in self.sources)]) + self.flips
 
 
 # Whatever is padded to a larger number than need be costs its square: so many flips are followed.
 def most_active(words: Tensor, most_flips: int = 2) -> int | None:
     """A bound of one state's active latents, ``most_flips`` too large, or ``None``."""
     count = _cached_count(words)
-    return None if count is None or count.flips_unseen > most_flips else count.most
+    return None if count is None or count.excess_flips > most_flips else count.most
 
 
 def note_most_active(words: Tensor, number: int) -> None:

@@ -147,7 +147,7 @@ class LogJoint(Probe):
         log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
         known = [found for found in moments if found is not None]
-        return log_joint, Moments.joined(known) if len(known) == len(moments) else None
+        return log_joint, Moments.concatenate(known) if len(known) == len(moments) else None
 
     def scorer(self, rows: slice) -> RowScorer:
         """Returns scores ``(N, C)`` of some data points' states.

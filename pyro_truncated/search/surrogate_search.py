@@ -56,7 +56,7 @@ class QuadraticFunctions(NamedTuple):
             states = (states - is_flipped.to(states)).abs()
         return states
 
-    def best_unseen(self, optimum: Tensor, space: StateSpace, scored: Tensor) -> Tensor:
+    def best_new_states(self, optimum: Tensor, space: StateSpace, scored: Tensor) -> Tensor:
         """Returns the best unscored state within two flips of ``(n, C, H)``.
 
         There is one for each of the functions. Scored are words ``(n, M, W)``.
@@ -65,7 +65,7 @@ class QuadraticFunctions(NamedTuple):
         latent_keys = _keys(space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
         taken, children = _keys(scored).sort(1).values, []
         for at, (state, gain) in enumerate(zip(optimum.unbind(1), self.gains(optimum).unbind(1), strict=True)):
-            near, sign = Neighbours.of(gain), 1 - 2 * state
+            near, sign = Neighbours.from_gains(gain), 1 - 2 * state
             values = near.sums(gain)
             values[:, 1 + gain.shape[1] :] += near.between(self.pairs if self.pairs.dim() == 2 else self.pairs[:, at]) * near.products(sign)
             keys = near.sums(sign.long() * latent_keys) + (state.long() * latent_keys).sum(-1, keepdim=True)
@@ -94,7 +94,7 @@ class Neighbours(NamedTuple):
     num_latents: int
 
     @classmethod
-    def of(cls, gain: Tensor, num_paired: int = 40) -> Neighbours:
+    def from_gains(cls, gain: Tensor, num_paired: int = 40) -> Neighbours:
         """Those of states whose flips gain this, ``(n, H)``."""
         best = gain.topk(min(num_paired, gain.shape[1]), 1).indices
         one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
@@ -211,7 +211,7 @@ class MomentRegression:
         return {"num_latents": self.num_latents, "rank": self.rank, **{name: total.clone() for name, total in totals.items()}}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> MomentRegression:
+    def from_state(cls, state: Mapping[str, Any]) -> MomentRegression:
         """The regression that :meth:`state_dict` has described."""
         found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
         found._products, found._sums = state["products"].clone(), state["sums"].clone()
@@ -431,7 +431,7 @@ class LogJointRegression:
         return {**effects, "variance": self.variance.clone(), "change": torch.tensor(self.change, dtype=torch.float64)}
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> LogJointRegression:
+    def from_state(cls, state: Mapping[str, Tensor]) -> LogJointRegression:
         """The regression that :meth:`state_dict` has described."""
         num_latents, num_features = state["linear"].shape
         regression = cls(num_latents, num_features, state["linear"].device)
@@ -642,7 +642,7 @@ class SurrogateSearch(Search):
         is_continued = self._scored is not None and self._scored.holds(batch)
         if not is_continued:
             self._surprise = None
-        scored = self._scored = ScoredStates.of(batch, self._scored)
+        scored = self._scored = ScoredStates.from_batch(batch, self._scored)
         kept = scored.truncate(max(self.memory, batch.population.num_states))
         states, features = kept.states(), self._features(batch)
         samples, likelihoods = ScoredBatch(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
@@ -661,7 +661,7 @@ class SurrogateSearch(Search):
         functions = QuadraticFunctions(self._drawn(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs)
         start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
-            found = batch.scored(batch.space.pack(functions.best_unseen(functions.ascend(start), scored.space, scored.words).long()))
+            found = batch.scored(batch.space.pack(functions.best_new_states(functions.ascend(start), scored.space, scored.words).long()))
         else:
             # Half of the children start from another data point's best state.
             uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
@@ -688,18 +688,18 @@ class SurrogateSearch(Search):
         self.forget()
         super().load_state_dict(state)
         if "projection" in state:
-            self.regressions = {name: LogJointRegression.of(regression) for name, regression in state["regressions"].items()}
+            self.regressions = {name: LogJointRegression.from_state(regression) for name, regression in state["regressions"].items()}
             self._projection = PrincipalComponents(*state["projection"])
             self._is_of_new_data, self._is_misled = bool(state["is_of_new_data"]), bool(state["is_misled"])
         if "expected" in state:
-            self.expected = MomentRegression.of(state["expected"])
+            self.expected = MomentRegression.from_state(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
         """Returns the first inputs' principal components and a one, ``(n, Q)``."""
         inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
         if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._is_of_new_data and not batch.is_new):
             self.regressions, self.expected, self._is_of_new_data, self._is_misled = {}, None, batch.is_new, False
-            self._projection = PrincipalComponents.of(inputs, self.rank)
+            self._projection = PrincipalComponents.fit(inputs, self.rank)
         return self._projection(inputs)
 
     def _may_learn(self, batch: SearchBatch) -> bool:
@@ -754,7 +754,7 @@ class SurrogateSearch(Search):
             states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
             for _ in range(3):
                 states = likelihood.near(states, rest).ascend_by_pairs(states)
-            found.append(likelihood.near(states, rest).best_unseen(states, self._scored.space, self._scored.words[rows]))
+            found.append(likelihood.near(states, rest).best_new_states(states, self._scored.space, self._scored.words[rows]))
         return torch.cat(found)
 
     def _drawn(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
@@ -778,7 +778,7 @@ class PrincipalComponents(NamedTuple):
     axes: Tensor
 
     @classmethod
-    def of(cls, inputs: Tensor, rank: int) -> PrincipalComponents:
+    def fit(cls, inputs: Tensor, rank: int) -> PrincipalComponents:
         """Those of inputs ``(n, D)``."""
         centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         known = torch.where(inputs.isnan(), centre, inputs) - centre
@@ -817,7 +817,7 @@ class ScoredStates:
     log_joint: Tensor
 
     @classmethod
-    def of(cls, batch: SearchBatch, before: ScoredStates | None) -> ScoredStates:
+    def from_batch(cls, batch: SearchBatch, before: ScoredStates | None) -> ScoredStates:
         """Returns a batch's states, and earlier ones with unchanged log joints."""
         population = batch.population
         log_joint = population.log_joint.double().clamp(min=_LOWEST)

@@ -101,7 +101,7 @@ class ChainPosterior:
         """The bound of every sequence, ``(N,)``."""
         return self.messages.free_energy()
 
-    def rescored_(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions) -> Self:
+    def rescore_(self, log_likelihood: Callable[[Tensor], Tensor], transitions: Transitions) -> Self:
         """The same sets under other parameters."""
         self.log_likelihood, self.transitions = log_likelihood, transitions
         scores = self._score(self.words)

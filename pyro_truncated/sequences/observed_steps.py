@@ -23,7 +23,7 @@ class ObservedSteps(NamedTuple):
     independent a priori pass it by: their transition over ``k`` steps is :math:`A_m^k`. No mass is lost.
 
     Example:
-        >>> steps = ObservedSteps.of(torch.tensor([[True, False, False, True]]))
+        >>> steps = ObservedSteps.from_mask(torch.tensor([[True, False, False, True]]))
         >>> steps.position.tolist(), steps.first, steps.gaps
         ([[0, 3]], (0,), (3,))
 
@@ -40,7 +40,7 @@ class ObservedSteps(NamedTuple):
     gaps: tuple[int, ...]
 
     @classmethod
-    def of(cls, is_observed: Tensor) -> Self:
+    def from_mask(cls, is_observed: Tensor) -> Self:
         """Those of sequences in which steps ``(N, T)`` are observed."""
         num_steps = is_observed.shape[1]
         counts = is_observed.sum(1)

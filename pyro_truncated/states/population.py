@@ -33,7 +33,7 @@ class Moments(NamedTuple):
     variance: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Moments]) -> Moments:
+    def concatenate(cls, parts: Sequence[Moments]) -> Moments:
         """Those of all parts."""
         return parts[0] if len(parts) == 1 else cls(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -44,7 +44,7 @@ def test_em_never_lowers_the_bound(num_states: int) -> None:
     bounds, posterior = [], model.posterior(y, num_states)
     for _ in range(15):
         fresh = model.posterior(y, num_states, steps=0)
-        posterior.rescored_(fresh.log_likelihood, fresh.transitions).improve_(2)
+        posterior.rescore_(fresh.log_likelihood, fresh.transitions).improve_(2)
         bounds.append(float(posterior.free_energy().sum()))
         model.maximize(model.sufficient_statistics(posterior, y))
     rises = torch.tensor(bounds).diff()

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.distributions import ComponentLowRankNormal, component_products
 from pyro_truncated.ops import components
-from pyro_truncated.ops.components import Grouped
+from pyro_truncated.ops.components import GroupBlocks
 from pyro_truncated.utils.budget import memory_budget
 
 D64 = torch.float64
@@ -34,7 +34,7 @@ def covariances(factor: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(("num_entries", "num_groups"), [(0, 3), (1, 1), (7, 3), (1000, 3), (1000, 700)])
 def test_blocks_hold_every_entry_once_with_its_group(num_entries: int, num_groups: int) -> None:
     group = torch.randint(num_groups, (num_entries,), generator=torch.Generator().manual_seed(0))
-    grouped = Grouped.of(group, num_groups)
+    grouped = GroupBlocks.from_groups(group, num_groups)
     assert torch.equal(grouped.entry[grouped.is_own].sort().values, torch.arange(num_entries))
     assert torch.equal(grouped.group.unsqueeze(1).expand_as(grouped.entry)[grouped.is_own], group[grouped.entry[grouped.is_own]])
     with memory_budget(1000):

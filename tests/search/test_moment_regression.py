@@ -54,7 +54,7 @@ def test_likelihoods_are_those_of_normal_noise_where_means_are_quadratic() -> No
     found = expected.likelihoods(y)(states)
     # In single precision, of values up to hundreds.
     torch.testing.assert_close(found - found[:, :1], truth - truth[:, :1], rtol=1e-3, atol=0.05)
-    again = MomentRegression.of(expected.state_dict()).likelihoods(y)(states)
+    again = MomentRegression.from_state(expected.state_dict()).likelihoods(y)(states)
     assert torch.equal(again, found)
 
 

@@ -123,12 +123,12 @@ def test_scores_are_known_to_be_the_same_whatever_other_searches_find() -> None:
     words = space.enumerate()
     population = Population(space, words[:3].repeat(2, 1, 1), torch.tensor([[-1.0, -2.0, -3.0]]).repeat(2, 1))
     batch = SearchBatch(population, lambda words: torch.zeros(words.shape[:2]))
-    scored = ScoredStates.of(batch, None)
+    scored = ScoredStates.from_batch(batch, None)
     log_joint = torch.tensor([[0.0, -1.0, -2.0]]).repeat(2, 1)
     better = dataclasses.replace(population, words=words[[5, 0, 1]].repeat(2, 1, 1), log_joint=log_joint)
     later = dataclasses.replace(batch, population=better)
     assert scored.holds(later)
-    assert ScoredStates.of(later, scored).words.shape[1] == 4
+    assert ScoredStates.from_batch(later, scored).words.shape[1] == 4
     changed = dataclasses.replace(better, log_joint=torch.tensor([[0.0, -1.0, -2.0], [0.0, -1.1, -2.0]]))
     assert not scored.holds(dataclasses.replace(batch, population=changed))
     # Nothing tells whether they are the same.

@@ -179,20 +179,20 @@ def test_scores_are_kept_while_they_are_the_same_and_forgotten_with_other_parame
     population = Population(space, words, torch.randn(3, 4, generator=generator()))
     batch = SearchBatch(population, lambda words: torch.zeros(words.shape[:2]))
     others = Population(space, space.enumerate()[4:6].unsqueeze(0).repeat(3, 1, 1), torch.full((3, 2), -9.0))
-    before = ScoredStates.of(batch, None).with_more(others)
-    assert ScoredStates.of(batch, before).words.shape == (3, 6, 1)
+    before = ScoredStates.from_batch(batch, None).with_more(others)
+    assert ScoredStates.from_batch(batch, before).words.shape == (3, 6, 1)
     assert len(before.with_more(others).words[0].unique(dim=0)) == 6
     moved = dataclasses.replace(batch, population=dataclasses.replace(population, log_joint=population.log_joint + 0.1))
-    assert torch.equal(ScoredStates.of(moved, before).words, words)
+    assert torch.equal(ScoredStates.from_batch(moved, before).words, words)
     elsewhere = dataclasses.replace(batch, first_position=3)
-    assert torch.equal(ScoredStates.of(elsewhere, before).words, words)
+    assert torch.equal(ScoredStates.from_batch(elsewhere, before).words, words)
 
 
 def test_of_scores_the_best_are_regressed_on_and_the_latest_of_the_others() -> None:
     space = StateSpace([2] * 5)
     words = space.enumerate()[:10].unsqueeze(0)
     log_joint = torch.tensor([[-9.0, -8.0, -1.0, -7.0, -2.0, -6.0, -5.0, -4.0, -30.0, -20.0]])
-    scored = ScoredStates.of(SearchBatch(Population(space, words, log_joint), lambda words: torch.zeros(words.shape[:2])), None)
+    scored = ScoredStates.from_batch(SearchBatch(Population(space, words, log_joint), lambda words: torch.zeros(words.shape[:2])), None)
     assert torch.equal(scored.truncate(4).words, words[:, [2, 4, 8, 9]])
     assert torch.equal(scored.truncate(4).log_joint, log_joint[:, [2, 4, 8, 9]].double())
     assert scored.truncate(10) is scored

@@ -166,7 +166,7 @@ def test_steps_without_observations_are_passed_by() -> None:
     whole = LinearGaussianSteps(y, likelihood.weight, torch.tensor(1.0), BIAS)
     lengths = torch.tensor([12, 9])
     exact = ChainPosterior(whole, BinaryChains(prior.initial[0], prior.transition[0], 12, lengths).transitions(), 8)
-    steps = ObservedSteps.of(~y.isnan().all(-1))
+    steps = ObservedSteps.from_mask(~y.isnan().all(-1))
     rows = y.gather(1, steps.position.unsqueeze(-1).expand(-1, -1, 5)).masked_fill((steps.kind < 0).unsqueeze(-1), math.nan)
     chains = prior.initial[0], prior.transition[0]
     some = ChainPosterior(LinearGaussianSteps(rows, likelihood.weight, torch.tensor(1.0), BIAS), steps.transitions(*chains), 8)

@@ -107,7 +107,7 @@ def ever_active(words, n, union, active):
 
 
 @njit(cache=True, nogil=True)
-def padded(count):
+def round_up(count):
     """The number of entries of whole vectors that hold so many."""
     return (count + _LANES - 1) // _LANES * _LANES
 
@@ -117,7 +117,7 @@ def gather(row, index, count, padding, out):
     """Copies ``row[index[:count]]`` to ``out`` and pads whole vectors."""
     for j in range(count):
         out[j] = row[index[j]]
-    for j in range(count, padded(count)):
+    for j in range(count, round_up(count)):
         out[j] = padding
 
 
@@ -131,7 +131,7 @@ def add_to_rows(table, rows, num_rows, addend, size):
 
 
 @njit(cache=True, nogil=True)
-def where_observed(row, index):
+def find_observed(row, index):
     """Writes positions of entries that are not NaN; returns their number."""
     count = 0
     for d in range(row.shape[0]):

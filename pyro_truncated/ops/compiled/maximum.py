@@ -18,10 +18,10 @@ from pyro_truncated.ops.compiled.iterate_active import (
     as_words,
     count_blocks,
     ever_active,
+    find_observed,
     gather,
     least_weight,
-    padded,
-    where_observed,
+    round_up,
 )
 from pyro_truncated.ops.compiled.quadratic import weighted_square
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
@@ -140,14 +140,14 @@ def _maximum_error(words, value, weight, precision, out):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        near_weight = np.empty((num_latents, padded(num_observed)))
-        near_value, near_precision = np.empty(padded(num_observed)), np.empty(padded(num_observed))
-        residual = np.empty(padded(num_observed))
+        near_weight = np.empty((num_latents, round_up(num_observed)))
+        near_value, near_precision = np.empty(round_up(num_observed)), np.empty(round_up(num_observed))
+        residual = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = where_observed(value[n], index)
-            size = padded(count)
+            count = find_observed(value[n], index)
+            size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
             gather(precision, index, count, 0.0, near_precision)
             for a in range(num_used):
@@ -235,15 +235,15 @@ def _maximum_score(words, value, natural, partition, out):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        near_natural = np.empty((num_latents + 1, padded(num_observed)))
-        near_partition = np.empty((num_latents + 1, padded(num_observed)))
-        near_value = np.empty(padded(num_observed))
-        most_natural, most_partition = np.empty(padded(num_observed)), np.empty(padded(num_observed))
+        near_natural = np.empty((num_latents + 1, round_up(num_observed)))
+        near_partition = np.empty((num_latents + 1, round_up(num_observed)))
+        near_value = np.empty(round_up(num_observed))
+        most_natural, most_partition = np.empty(round_up(num_observed)), np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = where_observed(value[n], index)
-            size = padded(count)
+            count = find_observed(value[n], index)
+            size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
             for a in range(num_used + 1):
                 h = active[a] if a < num_used else num_latents

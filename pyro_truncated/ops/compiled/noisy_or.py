@@ -18,7 +18,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     ever_active,
     gather,
     least_weight,
-    padded,
+    round_up,
 )
 
 # A sum over many factors' logarithms takes one logarithm per group of factors; a group's product below _TINY may have lost bits.
@@ -97,9 +97,9 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
         base = np.empty(num_latents)
-        near_weight = np.empty((num_latents, padded(num_observed)))
-        near_leak = np.empty(padded(num_observed))
-        probability = np.empty(padded(num_observed))
+        near_weight = np.empty((num_latents, round_up(num_observed)))
+        near_leak = np.empty(round_up(num_observed))
+        probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
@@ -122,8 +122,8 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
                 energy = offset
                 for a in range(num_active):
                     energy += base[active[a]]
-                _noisy_or(near_leak, near_weight, active, num_active, padded(count), probability)
-                out[n, c] = energy + _sum_log(probability, padded(count))
+                _noisy_or(near_leak, near_weight, active, num_active, round_up(count), probability)
+                out[n, c] = energy + _sum_log(probability, round_up(count))
 
 
 # Dividing by the probability of an impossible observation gives infinity, not an exception.
@@ -136,15 +136,15 @@ def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
         active, used = np.empty(64 * num_words + 1, np.int64), np.empty(64 * num_words + 1, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        near_weight = np.empty((num_latents + 1, padded(num_observed)))
-        near_ratio = np.empty((num_latents + 1, padded(num_observed)))
-        near_leak = np.empty(padded(num_observed))
-        probability = np.empty(padded(num_observed))
+        near_weight = np.empty((num_latents + 1, round_up(num_observed)))
+        near_ratio = np.empty((num_latents + 1, round_up(num_observed)))
+        near_leak = np.empty(round_up(num_observed))
+        probability = np.empty(round_up(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, used)
             count = _where(value[n], 1.0, index)
-            size = padded(count)
+            size = round_up(count)
             gather(leak, index, count, 1.0, near_leak)
             for a in range(num_used):
                 gather(weight[used[a]], index, count, 1.0, near_weight[used[a]])

@@ -20,11 +20,11 @@ from pyro_truncated.ops.compiled.iterate_active import (
     as_words,
     count_blocks,
     ever_active,
+    find_observed,
     gather,
     least_weight,
-    padded,
+    round_up,
     trailing_zeros,
-    where_observed,
 )
 
 
@@ -167,20 +167,24 @@ def _square_error(words, value, weight, precision, out):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        near_weight = np.empty((num_latents, padded(num_observed)))
-        start, near_precision, residual = np.empty(padded(num_observed)), np.empty(padded(num_observed)), np.empty(padded(num_observed))
+        near_weight = np.empty((num_latents, round_up(num_observed)))
+        start, near_precision, residual = (
+            np.empty(round_up(num_observed)),
+            np.empty(round_up(num_observed)),
+            np.empty(round_up(num_observed)),
+        )
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = where_observed(value[n], index)
+            count = find_observed(value[n], index)
             gather(value[n], index, count, 0.0, start)
             gather(precision, index, count, 0.0, near_precision)
             for a in range(num_used):
                 gather(weight[active[a]], index, count, 0.0, near_weight[active[a]])
             for c in range(num_candidates):
                 num_active = active_latents(words, row, c, active)
-                _residual(start, near_weight, active, num_active, padded(count), residual)
-                out[n, c] = weighted_square(residual, near_precision, padded(count))
+                _residual(start, near_weight, active, num_active, round_up(count), residual)
+                out[n, c] = weighted_square(residual, near_precision, round_up(count))
 
 
 @parallel_kernel(cost=4)

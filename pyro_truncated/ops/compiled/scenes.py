@@ -222,7 +222,7 @@ def _exp(x):
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def switched_on(over, nodes, weights, alpha, share, responsibility, on):
+def mask_probabilities(over, nodes, weights, alpha, share, responsibility, on):
     """Computes posterior mask probabilities over a pixel, after :func:`own_pixel`."""
     if over == 2 and len(nodes) > 0:
         # The integral of u is one half.
@@ -408,7 +408,7 @@ def _collect(weight, count, model, memory, state, local, space, held, owned, swi
             pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
         )
         own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
-        switched_on(over, nodes, weights, alpha, share, responsibility, on)
+        mask_probabilities(over, nodes, weights, alpha, share, responsibility, on)
         for m in range(over):
             slot, i = member[m], entry[m]
             alone = alpha[m] * np.exp(ratio[m] - singles[slot, i])

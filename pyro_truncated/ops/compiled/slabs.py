@@ -26,7 +26,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     ever_active,
     least_weight,
     most_active,
-    padded,
+    round_up,
 )
 
 # Entries of a row that are worked on at a time. A plain loop takes twice as long, as its rows may overlap for all that the compiler knows.
@@ -86,7 +86,7 @@ def add_row(factor, source, row, target, other, first, size, start=0):
 def add_square(factor, source, row, start, count, target):
     """Adds a multiple of a row's outer product to a lower triangle."""
     for a in range(count):
-        add_row(factor * source[row, start + a], source, row, target, a, 0, padded(a + 1), start)
+        add_row(factor * source[row, start + a], source, row, target, a, 0, round_up(a + 1), start)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -324,7 +324,7 @@ NUM_VECTORS = 4
 @njit(cache=True, nogil=True)
 def row_sizes(most):
     """Row sizes for at most so many active latents and a column."""
-    return padded(most + 1)
+    return round_up(most + 1)
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
@@ -372,7 +372,7 @@ def collapse(linear, table, mean, covariance, active, count, prior, joint, lower
     for a in range(count):
         # An entry of a row is changed by those after it only.
         for p in range(a + 1, count):
-            add_row(joint[a, p], lower, p, joint, a, a, padded(p))
+            add_row(joint[a, p], lower, p, joint, a, a, round_up(p))
         joint[a, a] += vectors[_PRECISIONS, a]
     return energy
 
@@ -446,7 +446,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
     # The inverses are lower triangular: rows end at their diagonal.
     for p in range(count):
         for a in range(p + 1, count):
-            add_row(-prior[p, a], spare, p, spare, a, 0, padded(p + 1))
+            add_row(-prior[p, a], spare, p, spare, a, 0, round_up(p + 1))
         inverse = vectors[_PRECISIONS, p]
         add_square(-inverse, spare, p, 0, p + 1, products)
         for a in range(p + 1):
@@ -454,11 +454,11 @@ def gradients(prior, joint, count, size, vectors, spare, products):
     for p in range(count):
         inverse = 1.0 / joint[p, p]
         for a in range(p + 1, count):
-            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, padded(p + 1))
+            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, round_up(p + 1))
         add_square(inverse, spare, p, 0, p + 1, products)
-        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, padded(p + 1))
+        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, round_up(p + 1))
     for a in range(count):
-        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, padded(a + 1))
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, round_up(a + 1))
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")

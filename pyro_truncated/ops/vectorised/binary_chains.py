@@ -252,12 +252,12 @@ def flips(
 def _ratio(on: Tensor, chances: Tensor, value: Tensor) -> Tensor:
     """By how much sums grow where a latent's value changes."""
 
-    def of(row: Tensor) -> Tensor:
+    def flip_ratio(row: Tensor) -> Tensor:
         off_to_on = torch.where(row[..., 0] > 0, row[..., 1] / row[..., 0], 0.0).unsqueeze(1)
         on_to_off = torch.where(row[..., 1] > 0, row[..., 0] / row[..., 1], 0.0).unsqueeze(1)
         return torch.where(value, on_to_off, off_to_on)
 
-    return (1 - on) * of(chances[..., 0, :]) + on * of(chances[..., 1, :])
+    return (1 - on) * flip_ratio(chances[..., 0, :]) + on * flip_ratio(chances[..., 1, :])
 
 
 class _Blocks:
@@ -288,7 +288,7 @@ class _Blocks:
         product = torch.where(product.sum(-1, keepdim=True) > 0, product, likelihood)
         return product / product.sum(-1, keepdim=True)
 
-    def filtered(self) -> list[Tensor]:
+    def filter(self) -> list[Tensor]:
         """The posterior of each step given the steps before, ``(N, 2**k)`` each."""
         vector = torch.zeros_like(self.unary[:, 0])
         vector[:, 0] = 1.0
@@ -302,7 +302,7 @@ class _Blocks:
 def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.block_posteriors`."""
     blocks, num_steps = _Blocks(unary, log_prob, kind, block), unary.shape[1]
-    forward = blocks.filtered()
+    forward = blocks.filter()
     out, vector = torch.empty_like(unary, dtype=torch.float64), torch.full_like(forward[0], 1 / unary.shape[2])
     for t in reversed(range(num_steps)):
         if t + 1 < num_steps:
@@ -315,7 +315,7 @@ def block_posteriors(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tenso
 def draw_blocks(unary: Tensor, log_prob: Tensor, kind: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.binary_chains.draw_blocks`."""
     blocks, (num_data, num_steps, size) = _Blocks(unary, log_prob, kind, block), unary.shape
-    forward = blocks.filtered()
+    forward = blocks.filter()
     out = torch.zeros(num_data, num_steps, dtype=torch.int64, device=unary.device)
     for t in reversed(range(num_steps)):
         weight = forward[t]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyro_truncated.ops.components import Grouped
+from pyro_truncated.ops.components import GroupBlocks
 
 
 def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
@@ -17,7 +17,7 @@ def component_sums(component: Tensor, weight: Tensor, rows: Tensor, number: int)
 
 def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.components.square_distances`: those of one component together, as products of matrices."""
-    grouped = Grouped.of(component, len(loc))
+    grouped = GroupBlocks.from_groups(component, len(loc))
     found = []
     for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
         distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)

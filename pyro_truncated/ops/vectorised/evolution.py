@@ -88,7 +88,7 @@ def _pairs(number: int, device: torch.device) -> Tensor:
 def flip_random(words: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Changes one latent of every state."""
     draws = random.drawn(seed, rows, 2 * words.shape[1])
-    return words ^ changed_by(words, fields, draws.view(*words.shape[:2], 2))
+    return words ^ change_latent(words, fields, draws.view(*words.shape[:2], 2))
 
 
 def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor, seed: int) -> Tensor:
@@ -113,7 +113,7 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
     active = _ones(device)[active].sum(-1)
     changed = torch.zeros_like(words)
     if flips.num_on:
-        changed = _switched_on(words, fields, flips.log_stay_off.to(device, non_blocking=True)[active], on)
+        changed = _switch_on(words, fields, flips.log_stay_off.to(device, non_blocking=True)[active], on)
     if len(fields.binary):
         halves = off.contiguous().view(torch.int32)
         # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
@@ -123,7 +123,7 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
     if flips.num_other:
         changed = changed | _move(words, fields, flips.log_stay_other, moves)
     same = (changed == 0).all(-1, keepdim=True)
-    return words ^ torch.where(same, changed_by(words, fields, change), changed)
+    return words ^ torch.where(same, change_latent(words, fields, change), changed)
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _gaps(draws: Tensor, log_stay: Tensor, number: int) -> Tensor:
     return (gap.long() + 1).cumsum(-1) - 1
 
 
-def _switched_on(words: Tensor, fields: Fields, log_stay: Tensor, draws: Tensor) -> Tensor:
+def _switch_on(words: Tensor, fields: Fields, log_stay: Tensor, draws: Tensor) -> Tensor:
     """Bits ``(n, C, W)`` of idle binary latents, each with probability ``1 - exp(log_stay)``, ``(n, C)``."""
     word, shift, _ = fields.on(words.device, "rows of binary")
     place = _gaps(draws, log_stay.unsqueeze(-1), len(word))
@@ -173,7 +173,7 @@ def _move(words: Tensor, fields: Fields, log_stay: float, draws: Tensor) -> Tens
     return torch.zeros_like(words).scatter_add_(-1, word, bits.masked_fill(~inside, 0))
 
 
-def changed_by(words: Tensor, fields: Fields, draws: Tensor) -> Tensor:
+def change_latent(words: Tensor, fields: Fields, draws: Tensor) -> Tensor:
     """Bits ``(n, C, W)`` that move one latent, by two random words each."""
     latent, value = draws.split(1, -1)
     word, bits = _moves(words, fields, "mutable", random.below(latent, len(fields.mutable)), value)
@@ -246,4 +246,4 @@ def _walk(words: Tensor, fields: Fields, walks: Tensor, step: Tensor, moves: Ten
     """Lets some states ``(N, C, W)`` make a step of their walks."""
     state = walks + (2 * step + 2) * random.STEP
     draws = random.mix(torch.stack([state, state + random.STEP], -1))
-    words ^= torch.where(moves.unsqueeze(-1), changed_by(words, fields, draws), 0)
+    words ^= torch.where(moves.unsqueeze(-1), change_latent(words, fields, draws), 0)

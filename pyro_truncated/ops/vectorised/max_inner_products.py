@@ -59,18 +59,18 @@ def follow_neighbours(
 def _follow(
     features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor
 ) -> tuple[Tensor, Tensor]:
-    best, found = _looked_at(also, features, coefficients, best, found)
+    best, found = _update_best(also, features, coefficients, best, found)
     done = torch.full_like(found, -1)
     for visit in range(found.shape[1]):
         is_open = (found[:, :depth, None] != done[:, None, :]).all(2)
         # Where none is left the best one is looked at again, which changes nothing.
         k = found.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
         done[:, visit] = torch.where(is_open.any(1), k[:, 0], -1)
-        best, found = _looked_at(neighbours[k[:, 0]], features, coefficients, best, found)
+        best, found = _update_best(neighbours[k[:, 0]], features, coefficients, best, found)
     return best, found
 
 
-def _looked_at(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def _update_best(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     """The best ones among these and other functions ``(N, W)``."""
     products = (coefficients[others] * features.unsqueeze(1)).sum(2)
     is_there = (others[:, :, None] == found[:, None, :]).any(2)

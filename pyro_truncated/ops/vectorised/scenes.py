@@ -54,7 +54,7 @@ def statistics(
         density = _mixture(share, rest, ratio)
         weight = weights[rows, :, None, None]
         responsibility = share * (ratio - density.unsqueeze(2)).exp()
-        switched = _switched_on(alpha, (ratio - density.unsqueeze(2)).exp(), share, ranks)
+        switched = _mask_probabilities(alpha, (ratio - density.unsqueeze(2)).exp(), share, ranks)
         under = canvas.pixels_on(places.device)[places[rows].clamp(min=0).long()]
         colours = torch.cat([torch.ones_like(image[..., :1]), image, image.square().sum(-1, keepdim=True)], -1)
         here = (places[rows] >= 0).unsqueeze(-1)
@@ -110,7 +110,7 @@ def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
     return alpha * share, off.prod(2)
 
 
-def _switched_on(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tensor | None) -> Tensor:
+def _mask_probabilities(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tensor | None) -> Tensor:
     """Posterior probabilities that masks are on."""
     responsibility = share * ratio
     if rank is not None:

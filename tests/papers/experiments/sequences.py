@@ -184,7 +184,7 @@ def run_speed() -> None:
         first, times = clock.read(), []
         for step in range(3):
             likelihood = LinearGaussianSteps(y, weight, torch.tensor(1.0))
-            posterior.rescored_(likelihood, posterior.transitions).improve_(1, first_forward=step % 2 == 0)
+            posterior.rescore_(likelihood, posterior.transitions).improve_(1, first_forward=step % 2 == 0)
             posterior.expected_transitions()
             times.append(clock.read())
         model.maximize(model.sufficient_statistics(posterior, y))
@@ -211,10 +211,10 @@ def run_learning() -> None:
         for size in (4, 8, 16, 256):
             model = FactorialHMM(12, 8, dtype=DOUBLE).initialize(y, torch.Generator().manual_seed(seed))
             clock, posterior = Clock(), model.posterior(y, size, steps=0)
-            steps = ObservedSteps.of(torch.ones(y.shape[:2], dtype=torch.bool))
+            steps = ObservedSteps.from_mask(torch.ones(y.shape[:2], dtype=torch.bool))
             for step in range(30):
                 fresh = LinearGaussianSteps(y, model.weight, model.scale, model.bias)
-                posterior.rescored_(fresh, steps.transitions(model.initial.detach(), model.transition.detach()))
+                posterior.rescore_(fresh, steps.transitions(model.initial.detach(), model.transition.detach()))
                 posterior.improve_(1, first_forward=step % 2 == 0)
                 model.maximize(model.sufficient_statistics(posterior, y))
             found = recovered(model.weight.detach(), weight)
