@@ -17,7 +17,7 @@ from pyro_truncated.guide.companion_guides import refuse_uncovered
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
-from pyro_truncated.guide.product_store import ProductStore, saved_groups
+from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore, populations_in
 from pyro_truncated.guide.structure import describe, plate_portion, takes_arguments
@@ -193,7 +193,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         if problem is not None:
             args[-1].append(problem)
             return
-        groups = saved_groups(state_dict, f"{prefix}populations.")
+        groups = count_saved_groups(state_dict, f"{prefix}populations.")
         if groups and isinstance(self.populations, PopulationStore) and not self.populations.is_filled:
             self.populations = ProductStore(self.num_states, groups)
         super()._load_from_state_dict(state_dict, prefix, *args)

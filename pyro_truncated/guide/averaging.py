@@ -178,10 +178,10 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
         return average_stored(guide, guide.populations.scored(indices), call)
     population = guide.populations.population(indices)
-    return average_stored(guide, population, call) if _makes_draws(guide, call) else _scored_now(guide, population, call)
+    return average_stored(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
 
 
-def _scored_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
+def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
     """Returns populations with log joints under the current model.
 
     They are NaN where the model's last call does not reach.

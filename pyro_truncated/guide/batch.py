@@ -59,7 +59,7 @@ class Batch:
             raise ValueError(
                 f"the populations are on {store.words.device}, the model's states on {scorer.device}; call guide.to({str(scorer.device)!r})"
             )
-        store.check_indices(self.chosen)
+        store.check_indices(self.plate_indices)
         store.seen.compare(scorer)
 
     @property
@@ -68,9 +68,9 @@ class Batch:
         return self.populations.words.new_empty(0) if self.is_idle else self.scorer.indices
 
     @property
-    def chosen(self) -> Tensor | None:
+    def plate_indices(self) -> Tensor | None:
         """The same where the plates have them: on the CPU, mostly."""
-        return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.chosen
+        return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.plate_indices
 
     @property
     def scale(self) -> float | Tensor:
@@ -106,7 +106,7 @@ class Batch:
         stored = self.populations.take(self.indices)
         if self.is_idle:
             return stored
-        return dataclasses.replace(stored, words=self.scorer.fitted(stored.words))
+        return dataclasses.replace(stored, words=self.scorer.insert_observed(stored.words))
 
     def rescored(self) -> Population:
         """Returns the populations with log joints in this run.
@@ -148,7 +148,7 @@ class Batch:
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
-        keys["is_linear"] = self.scorer.packed is not None and self.scorer.packed.is_linear
+        keys["is_linear"] = self.scorer.packed_model is not None and self.scorer.packed_model.is_linear
         if search.learns and store.portion is not None:
             keys["is_met"] = True
             search.meet(self._all_at_once(observations, {**keys, "random": random.again()}))
@@ -159,7 +159,7 @@ class Batch:
                 where = rows if self.indices is None else self.indices[rows]
                 shown = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
-                    words = self.scorer.fitted(store.words[where])
+                    words = self.scorer.insert_observed(store.words[where])
                     score = self.scorer.scorer(rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     known = Population(store.space, words, log_joint, self._positions(rows))

@@ -23,7 +23,7 @@ from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
-from pyro_truncated.guide.program import ProgramRun, search_asked_for
+from pyro_truncated.guide.program import ProgramRun, find_search_request
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.ops.binary_chains import Transitions
 from pyro_truncated.program.chain_scorer import ChainScorer, distinct_places
@@ -98,7 +98,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         moves = self.scorer.transitions()
         likelihood = _linear_steps(self.scorer) or self.scorer
         posterior = ChainPosterior(likelihood, Transitions(moves.log_prob.detach(), moves.kind), num_states, words=words)
-        posterior.indices = self.scorer.chosen
+        posterior.indices = self.scorer.plate_indices
         return posterior
 
     def rescored(self) -> list[Population]:
@@ -146,12 +146,12 @@ class ChainBatch(SetBatch[ChainScorer]):
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
         """Improves the sets in place, and returns them with their log joints.
 
-        See :meth:`improved_`.
+        See :meth:`improve_`.
         """
-        return self._populations(self.improved_(search, steps, is_new=is_new))
+        return self._populations(self.improve_(search, steps, is_new=is_new))
 
     @torch.no_grad()
-    def improved_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> ChainPosterior:
+    def improve_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> ChainPosterior:
         """Improves the sets in place, and returns the posterior on them.
 
         A step sweeps over flips of the members, forward and backward. Then a block of chains takes all its configurations at all
@@ -233,7 +233,7 @@ class ChainReadings(SetReadings):
 
     def marginals(self) -> dict[str, Tensor]:
         """The probability that each chain is on, ``(*plates, T, M)``."""
-        return self._named(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
+        return self._by_site(torch.stack([posterior.marginals() for posterior in self.posteriors]).mean(0))
 
     def pairwise_marginals(self, first: str, second: str) -> Tensor:
         """Refused by name: a site of chains is one site."""
@@ -247,7 +247,7 @@ class ChainReadings(SetReadings):
 
         Under several draws it is that of the first.
         """
-        return self._named(self.posteriors[0].mode())
+        return self._by_site(self.posteriors[0].mode())
 
     def median(self) -> dict[str, Tensor]:
         """The best path, shaped as the model's site."""
@@ -261,9 +261,9 @@ class ChainReadings(SetReadings):
         chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
         pairs = zip(self.posteriors, chosen.tolist(), strict=True)
         drawn = torch.cat([posterior.sample(count, generator) for posterior, count in pairs if count])
-        return self._named(drawn, 1)
+        return self._by_site(drawn, 1)
 
-    def _named(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
+    def _by_site(self, values: Tensor, start: int = 0) -> dict[str, Tensor]:
         scorer = self.batches[0].scorer
         site = scorer.product.site
         return {site.name: values.reshape(*values.shape[:start], *scorer.sizes, *values.shape[start + 1 :]).to(site.dtype)}
@@ -280,7 +280,7 @@ class ChainProgramRun(ProgramRun):
     def _sample_batch(self, batch: ChainBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         layout, scorer = self._layout, batch.scorer
         site = scorer.product.site
-        asked = search_asked_for(name=site.name)
+        asked = find_search_request(name=site.name)
         with torch.no_grad():
             if asked is not None:
                 batch.search_(asked.search, asked.steps)

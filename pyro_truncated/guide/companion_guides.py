@@ -40,14 +40,14 @@ class Siblings:
     frames: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, guide: Any) -> Siblings:
+    def from_guide(cls, guide: Any) -> Siblings:
         """The siblings of a guide in its list."""
         guide_list = guide.master()
         parts = list(flatten_guides(guide_list))
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
-    def inherited(self, frames: Mapping[str, Any]) -> Siblings:
+    def with_frames(self, frames: Mapping[str, Any]) -> Siblings:
         """The siblings beside a guide for new data.
 
         The model has opened the plates of these data.

@@ -82,7 +82,7 @@ class SeenData:
             self._arguments = arguments
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
-        chosen = slice(None) if log_joint.chosen is None else log_joint.chosen.cpu()
+        chosen = slice(None) if log_joint.plate_indices is None else log_joint.plate_indices.cpu()
         if self._checked is None:
             with ordinary_tensors():
                 self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device="cpu")

@@ -213,7 +213,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         scorer, sets = self.scorer, self.sets()
         with torch.enable_grad():
             tables, weights, outside = scorer.tables(sets), scorer.weights(sets), self.outside()
-            value, messages = scorer.summed(tables, weights, temperature)
+            value, messages = scorer.free_energy_with_messages(tables, weights, temperature)
             objective = value + outside
             if objective.requires_grad:
                 (-objective / self.num_draws(particles)).backward()
@@ -221,7 +221,7 @@ class ProductBatch(SetBatch[ProductScorer]):
             if temperature != 1.0:
                 messages = scorer.product.tree.collect(tables.parts, weights)
             self.populations.store_(self._populations(sets, messages))
-            return -float(scorer.scaled(scorer.evidence(messages)) + outside)
+            return -float(scorer.sum_evidence(scorer.evidence(messages)) + outside)
 
     # --- the search ---
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import ProductBatch
-from pyro_truncated.guide.program import ProgramRun, search_asked_for
+from pyro_truncated.guide.program import ProgramRun, find_search_request
 from pyro_truncated.guide.truncated_posterior import check_quantiles, product_pairs, quantile_levels
 from pyro_truncated.ops.elimination import Messages
 from pyro_truncated.program import inspection
@@ -258,7 +258,7 @@ class ProductProgramRun(ProgramRun):
 
     def _sample_batch(self, batch: ProductBatch, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         layout, scorer, product = self._layout, batch.scorer, batch.scorer.product
-        asked = search_asked_for(name=next(iter(layout.sites)))
+        asked = find_search_request(name=next(iter(layout.sites)))
         with torch.no_grad():
             if asked is not None:
                 batch.search_(asked.search, asked.steps)

@@ -92,14 +92,14 @@ class ProductStore(torch.nn.Module):
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
         """Why populations that were saved do not fit here."""
-        number = saved_groups(state_dict, prefix)
+        number = count_saved_groups(state_dict, prefix)
         if number != len(self.groups):
             return f"the saved populations are of {number} groups of nodes, this guide has {len(self.groups)}"
         problems = (store.mismatch(state_dict, f"{prefix}groups.{place}.") for place, store in enumerate(self.stores))
         return next((problem for problem in problems if problem is not None), None)
 
 
-def saved_groups(state_dict: Mapping[str, Tensor], prefix: str) -> int:
+def count_saved_groups(state_dict: Mapping[str, Tensor], prefix: str) -> int:
     """Returns how many groups of nodes a state dict holds.
 
     Each has a population; there are zero groups where it holds whole states.

@@ -49,7 +49,7 @@ class Searching(Messenger):
 
 
 @effectful(type="truncated_search")
-def search_asked_for() -> Searching | None:
+def find_search_request() -> Searching | None:
     """Returns the surrounding handler that asks for a search, if any.
 
     It is a message that only :class:`Searching` answers.
@@ -88,7 +88,7 @@ class ProgramRun:
         guide, values, plates = self._guide, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
         if not values and guide.master is None and guide.siblings is not None:
-            values, plates = self._run_inherited(guide.siblings)
+            values, plates = self._run_siblings(guide.siblings)
         elif not values:
             subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
@@ -119,7 +119,7 @@ class ProgramRun:
         They are improved first where an ELBO asks for it.
         """
         # Under the name of a site, the message passes whatever lets that site pass.
-        asked = search_asked_for(name=next(iter(self._layout.sites)))
+        asked = find_search_request(name=next(iter(self._layout.sites)))
         if asked is not None:
             population = batch.search_(asked.search, asked.steps)
             if not batch.scorer.is_vectorized:
@@ -130,7 +130,7 @@ class ProgramRun:
         conditional = self._guide.conditional
         return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
 
-    def _run_inherited(self, siblings: Siblings) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _run_siblings(self, siblings: Siblings) -> tuple[dict[str, Any], dict[str, Any]]:
         """Samples from the trained list's guides in plates of these data.
 
         It returns the other latents, and the plates.

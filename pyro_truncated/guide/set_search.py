@@ -43,7 +43,7 @@ class ScoredSets:
     tables: Sequence[tuple[tuple[int, ...], Tensor]]
 
     @classmethod
-    def of(cls, scorer: ProductScorer, sets: Sequence[Tensor]) -> ScoredSets:
+    def from_scorer(cls, scorer: ProductScorer, sets: Sequence[Tensor]) -> ScoredSets:
         """Sets, scored in a run of the model."""
         return cls(scorer, list(sets), scorer.tables(sets).parts)
 
@@ -56,7 +56,7 @@ class ScoredSets:
         """Messages with some log weights of the states."""
         return self.scorer.product.tree.collect(self.tables, weights, maximum=maximum)
 
-    def joined(self, others: ScoredSets, number: int) -> ScoredSets:
+    def join(self, others: ScoredSets, number: int) -> ScoredSets:
         """Returns one group's sets joined with others; other groups share tables."""
         dim, nodes = self._place(number)
         sets = list(self.sets)
@@ -67,7 +67,7 @@ class ScoredSets:
         ]
         return dataclasses.replace(self, sets=sets, tables=tables)
 
-    def taken(self, positions: Mapping[int, Tensor]) -> ScoredSets:
+    def take(self, positions: Mapping[int, Tensor]) -> ScoredSets:
         """Returns the states at some positions.
 
         Args:
@@ -139,7 +139,7 @@ class SetSearch:
 
         Those that hold all states stay as they are.
         """
-        scored = ScoredSets.of(self.scorer, sets)
+        scored = ScoredSets.from_scorer(self.scorer, sets)
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if scored.sets[number].shape[1] < group.space.size]
         for _ in range(steps):
@@ -162,7 +162,7 @@ class SetSearch:
         places, is_free = _best_new(known, proposed)
         if not bool(is_free.any()):
             return scored
-        return self._exchange(scored, scored.joined(scores.taken(proposed.words, places), number), {number: is_free})
+        return self._exchange(scored, scored.join(scores.take(proposed.words, places), number), {number: is_free})
 
     # --- proposals that are coherent over many nodes ---
 
@@ -179,7 +179,7 @@ class SetSearch:
                     words = _with_block(space, ops.gather_states(own, place).squeeze(1), block)
                     joined[number] = torch.cat([own, words], 1)
                     is_free[number] = ~ops.find_duplicates(joined[number])[:, own.shape[1] :]
-        return self._exchange(scored, ScoredSets.of(scorer, joined), is_free, look_ahead=True)
+        return self._exchange(scored, ScoredSets.from_scorer(scorer, joined), is_free, look_ahead=True)
 
     def _draw_block(self, space: StateSpace) -> list[int]:
         """Latents at random, as many as have few enough joint values."""
@@ -236,7 +236,7 @@ class SetSearch:
 
         It might fall where members of one plate change together.
         """
-        product, found = self.scorer.product, joined.taken(positions)
+        product, found = self.scorer.product, joined.take(positions)
         old, new = product.evidence_by_node(scored.messages), product.evidence_by_node(found.messages)
         losing = {node: (new[node] < old[node] - _ROUNDING * old[node].abs().clamp(min=1.0)).double() for node in product.tree.order}
         is_worse = False
@@ -244,7 +244,7 @@ class SetSearch:
             loses = scored.rows({node: losing[node] for node in product.groups[number].nodes}, number) > 0
             is_worse |= bool(loses.any())
             positions[number] = torch.where(loses, torch.arange(own.shape[1], device=own.device), own)
-        return joined.taken(positions) if is_worse else found
+        return joined.take(positions) if is_worse else found
 
 
 class NodeScores:
@@ -266,7 +266,7 @@ class NodeScores:
         scored, number, tree = self._scored, self._number, self._scored.scorer.product.tree
         candidates = self._run(words)
         self._runs.append(candidates)
-        joined = scored.joined(candidates, number)
+        joined = scored.join(candidates, number)
         weights, size = scored.scorer.weights(joined.sets), scored.sets[number].shape[1]
         for node in scored.scorer.product.groups[number].nodes:
             is_member = torch.arange(joined.sets[number].shape[1], device=words.device) < size
@@ -276,7 +276,7 @@ class NodeScores:
         scores = scored.rows(joined.collect(weights).beliefs(), number)
         return scores[:, size:] + joined.log_weights(number)[:, size:]
 
-    def taken(self, words: Tensor, places: Tensor) -> ScoredSets:
+    def take(self, words: Tensor, places: Tensor) -> ScoredSets:
         """Returns some of the candidates, scored as in their run.
 
         That run serves if they are all of it.
@@ -286,13 +286,13 @@ class NodeScores:
             places: positions of those that are taken, ``(rows, S)``.
         """
         if len(self._runs) == 1 and torch.equal(self._runs[0].sets[self._number], words):
-            return self._runs[0].taken({self._number: places})
+            return self._runs[0].take({self._number: places})
         return self._run(ops.gather_states(words, places))
 
     def _run(self, words: Tensor) -> ScoredSets:
         sets = list(self._scored.sets)
         sets[self._number] = words
-        return ScoredSets.of(self._scored.scorer, sets)
+        return ScoredSets.from_scorer(self._scored.scorer, sets)
 
 
 def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def save_portion(portion: Portion | None, destination: Any, prefix: str) -> None
         destination[prefix + PORTION] = torch.tensor([portion.first, portion.size, portion.total], device="cpu")
 
 
-def saved_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
+def load_portion(state_dict: Mapping[str, Any], prefix: str) -> Portion | None:
     """What :func:`save_portion` has noted."""
     saved = state_dict.get(prefix + PORTION)
     return None if saved is None else Portion(*saved.tolist())
@@ -192,7 +192,7 @@ class PopulationStore(torch.nn.Module):
         """Allocates a buffer of that name, like the loaded one."""
         return torch.empty_like(like)
 
-    def filled_(self, name: str, value: Tensor) -> Tensor:
+    def fill_(self, name: str, value: Tensor) -> Tensor:
         """Returns the buffer of that name with loaded content."""
         return self.get_buffer(name).copy_(value)
 
@@ -215,7 +215,7 @@ class PopulationStore(torch.nn.Module):
         stream = state_dict.get(prefix + _STREAM)
         if stream is not None:
             self.seed, self.num_searches = stream[:2].tolist()
-        self._loaded = saved_portion(state_dict, prefix)
+        self._loaded = load_portion(state_dict, prefix)
         state_dict = {name: value for name, value in state_dict.items() if name not in (prefix + _STREAM, prefix + PORTION)}
         strict, missing_keys = args[1], args[2]
         missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
@@ -228,7 +228,7 @@ class PopulationStore(torch.nn.Module):
                 value = value if held is None else value.to(held.device)
                 self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.room(name, value))
             if value is not None:
-                state_dict[prefix + name] = self.filled_(name, value)
+                state_dict[prefix + name] = self.fill_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.num_states = self.num_states if saved["words"] is None else saved["words"].shape[1]
         self.revision += 1
@@ -240,7 +240,7 @@ class PopulationStore(torch.nn.Module):
 
         A guide that has not seen its model knows only part of the reasons.
         """
-        other = other_rows(saved_portion(state_dict, prefix), self.portion)
+        other = other_rows(load_portion(state_dict, prefix), self.portion)
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
     def _problem(self, words: Tensor | None, cardinalities: Tensor | None, space: StateSpace | None) -> str | None:
@@ -407,13 +407,13 @@ class FileStore(PopulationStore):
         self._files[name], array = _map(file, _TYPES[like.dtype], tuple(like.shape if shape is None else shape))
         return torch.from_numpy(array)
 
-    def filled_(self, name: str, value: Tensor) -> Tensor:
+    def fill_(self, name: str, value: Tensor) -> Tensor:
         """Returns the file of that name with loaded content.
 
         No more than a block of it lies in memory.
         """
         if name not in self._files:
-            return super().filled_(name, value)
+            return super().fill_(name, value)
         buffer = self.get_buffer(name)
         for rows in row_slices(len(value), value[0].nbytes):
             buffer[rows] = value[rows]

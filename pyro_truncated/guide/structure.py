@@ -79,7 +79,7 @@ def find_product(
 
     That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
-    chains = ChainLayout.of(trace, layout, dependencies.dependents(set(layout.sites)))
+    chains = ChainLayout.from_trace(trace, layout, dependencies.dependents(set(layout.sites)))
     if chains is not None:
         with spare_random_numbers(), torch.no_grad():
             ChainScorer(call, chains).refuse_coupled_steps()
@@ -126,7 +126,7 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
 
 
 @contextmanager
-def seen_in_minibatch(guide: Any) -> Iterator[None]:
+def set_up_in_minibatch(guide: Any) -> Iterator[None]:
     """Lets Pyro set a guide up from the current minibatch.
 
     Handlers outside would not be seen.

@@ -24,7 +24,7 @@ from pyro_truncated.guide.structure import (
     find_product,
     first_run,
     latent_plates,
-    seen_in_minibatch,
+    set_up_in_minibatch,
     without_states,
 )
 from pyro_truncated.program.call import Call
@@ -183,7 +183,7 @@ class WholeModelGuide(AutoGuide):
             # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
             with torch.no_grad():
                 try:
-                    with seen_in_minibatch(self):
+                    with set_up_in_minibatch(self):
                         super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
                 except NotImplementedError:
                     # Sequential plates are no trouble to us: their sites are parts of a joint state.
@@ -255,7 +255,7 @@ class WholeModelGuide(AutoGuide):
 
         They are in its list or in that of the guide it was inferred from.
         """
-        return self._inherited if self.master is None else Siblings.of(self)
+        return self._inherited if self.master is None else Siblings.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Draws (or medians) of other latents by the guides beside this one.
@@ -291,7 +291,7 @@ class WholeModelGuide(AutoGuide):
                 )
         if siblings is not None:
             siblings.refuse_unknown(self.layout, self.prototype_trace)
-            self._inherited = siblings.inherited(self.frames)
+            self._inherited = siblings.with_frames(self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
         """Returns the plates of the guide list or of ``create_plates``.

@@ -168,7 +168,7 @@ def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple
     """
     number = torch.bincount(row, minlength=log_joint.num_data)
     first = number.cumsum(0) - number
-    if log_joint.packed is None and len(row):
+    if log_joint.packed_model is None and len(row):
         every = torch.arange(int(number.max()), device=row.device)
         yield None, (first.unsqueeze(1) + every).clamp(max=len(row) - 1), every < number.unsqueeze(1)
         return

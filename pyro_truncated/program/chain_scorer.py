@@ -53,7 +53,7 @@ class ChainLayout:
         self.groups = (_Steps(self.site.name, StateSpace([2] * num_chains), layout.num_data * self.num_steps),)
 
     @classmethod
-    def of(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
+    def from_trace(cls, trace: poutine.Trace, layout: Layout, dependents: set[str]) -> ChainLayout | None:
         """Returns the layout of a program whose only discrete site has chains.
 
         The chains are binary, in the plates of its data; the result is ``None`` for other programs.
@@ -110,10 +110,10 @@ class ChainScorer(Probe):
 
         It is ``None`` for all in order.
         """
-        if self.chosen is None:
+        if self.plate_indices is None:
             return None
         steps = torch.arange(self.product.num_steps)
-        return (self.chosen.cpu().unsqueeze(-1) * self.product.num_steps + steps).flatten().to(self.device)
+        return (self.plate_indices.cpu().unsqueeze(-1) * self.product.num_steps + steps).flatten().to(self.device)
 
     def transitions(self) -> Transitions:
         """The transitions in this run, with a row for each sequence; differentiable."""

@@ -85,7 +85,7 @@ class _Site:
     batch_shape: torch.Size
 
     @classmethod
-    def of(cls, node: Any) -> _Site | None:
+    def from_node(cls, node: Any) -> _Site | None:
         """Returns a site whose parameters can be stacked, or ``None``."""
         base, num_summed = node["fn"], 0
         while type(base) in (dist.Independent, torch.distributions.Independent):
@@ -125,7 +125,7 @@ def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Ten
     found: list[Tensor | None] = [None] * len(nodes)
     alike: dict[tuple[Any, ...], list[tuple[int, _Site]]] = {}
     for place, node in enumerate(nodes):
-        if (site := _Site.of(node)) is not None:
+        if (site := _Site.from_node(node)) is not None:
             alike.setdefault(site.kind, []).append((place, site))
     for members in alike.values():
         site = members[0][1]
@@ -144,16 +144,16 @@ def _together(sites: Sequence[_Site], of_one: Callable[[Any, Tensor], Tensor]) -
     shape = broadcast_shape(first.batch_shape, first.value.shape)
     depth = len(shape)
 
-    def stacked(tensors: Sequence[Tensor], num_event: int = 0) -> Tensor:
+    def stack_tensors(tensors: Sequence[Tensor], num_event: int = 0) -> Tensor:
         stack = torch.stack(tuple(tensors))
         missing = depth + num_event - (stack.dim() - 1)
         return stack.reshape(len(stack), *(1,) * missing, *stack.shape[1:])
 
     num_event = int(first.family in _OF_VECTORS)
-    parameters = {name: stacked([site.parameters[name] for site in sites], num_event) for name in first.parameters}
+    parameters = {name: stack_tensors([site.parameters[name] for site in sites], num_event) for name in first.parameters}
     fn: Any = first.family(**parameters, validate_args=False)
     fn = fn.to_event(first.num_summed) if first.num_summed else fn
-    found = of_one(fn, stacked([site.value for site in sites]))
+    found = of_one(fn, stack_tensors([site.value for site in sites]))
     return found.expand(len(sites), *shape[: depth - first.num_summed]).unbind(0)
 
 

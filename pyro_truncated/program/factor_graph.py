@@ -110,7 +110,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
     for name, scope in scopes.items():
         for site in scope:
             places[site] &= plates[name]
-    sizes = {name: math.prod(site.seen_from({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
+    sizes = {name: math.prod(site.in_plates({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
     return _Builder(scopes, places, sizes, num_states).build()
 
 

@@ -103,11 +103,11 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
     for handler in _PYRO_STACK:
         if isinstance(handler, TraceMessenger):
             nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
-            found.update({name: _moved_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
+            found.update({name: _move_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
     return found
 
 
-def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
+def _move_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
     """Moves given batch dimensions left of ``depth`` others, if present.
 
     The dimensions are negative.

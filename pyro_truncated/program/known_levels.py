@@ -36,7 +36,7 @@ class KnownLevels:
     levels: Tensor
 
     @classmethod
-    def of(
+    def from_run(
         cls, layout: SiteLayout, sizes: Sequence[int], observed: Mapping[str, Tensor], idle: Mapping[str, Tensor], device: Any
     ) -> KnownLevels | None:
         """What is known in a run, ``None`` if nothing is.

@@ -60,7 +60,7 @@ class SiteLayout:
         Its data points are the members of other plates.
         """
         frames = {f.name: f for name in names for f in self.sites[name].frames if f.vectorized and f.name in plates}
-        sites = {name: self.sites[name].seen_from(plates) for name in names}
+        sites = {name: self.sites[name].in_plates(plates) for name in names}
         return SiteLayout(sites, sorted(frames.values(), key=lambda frame: frame.dim), self.depth)
 
     def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:

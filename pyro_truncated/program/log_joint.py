@@ -44,7 +44,7 @@ class RowScorer:
         A run of the model on many of these states tells them.
         """
         scorer = self.log_joint
-        return scorer.score_with_moments(words) if scorer.packed is None and not scorer.is_vectorized else (self(words), None)
+        return scorer.score_with_moments(words) if scorer.packed_model is None and not scorer.is_vectorized else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
         """Returns the change by each flip, ``(N, H)``, or ``None``.
@@ -53,7 +53,7 @@ class RowScorer:
         """
         scorer = self.log_joint
         with memory_budget(scorer.memory_budget):
-            found = None if scorer.packed is None or scorer.known is not None else scorer.packed.flip_gains(words, self.rows)
+            found = None if scorer.packed_model is None or scorer.known is not None else scorer.packed_model.flip_gains(words, self.rows)
         return None if found is None or found.dim() > 2 else found
 
 
@@ -63,7 +63,7 @@ class LogJoint(Probe):
     Everything but the states ``s`` is held fixed.
 
     The model is run once as a probe when this object is made. The probe fixes the subsamples of
-    plates and shows whether the states can be scored packed (see :meth:`packed`). If it is made
+    plates and shows whether the states can be scored packed (see :meth:`packed_model`). If it is made
     under enabled gradients, it serves searches and gradients alike. Otherwise :meth:`score` runs
     the model with the discrete sites set to a tensor of candidate states in a new left-most
     dimension. It sums the log probabilities of the sites inside the data plates over every other
@@ -115,15 +115,15 @@ class LogJoint(Probe):
         They are as differentiable as the model.
 
         ``rows`` restricts the data points to a slice of the batch, or to those at some positions.
-        This is only possible where the model has :attr:`packed` states.
+        This is only possible where the model has :attr:`packed_model` states.
 
         Raises:
             ValueError: if a log joint is NaN or ``+inf``; the message names the site.
         """
-        if rows is not None and self.packed is None and words.shape[0] != self.num_data:
+        if rows is not None and self.packed_model is None and words.shape[0] != self.num_data:
             raise ValueError("this model can only be scored on all data points of the batch at once")
         with memory_budget(self.memory_budget):
-            log_joint = self.packed.score(words, rows) if self.packed is not None else self._score_dense(words)
+            log_joint = self.packed_model.score(words, rows) if self.packed_model is not None else self._score_dense(words)
         if self.known is not None:
             log_joint = log_joint.masked_fill(self.is_contradicted(words), -math.inf)
         self._check_finite(log_joint, words)
@@ -157,7 +157,7 @@ class LogJoint(Probe):
         return RowScorer(self, rows)
 
     @cached_property
-    def packed(self) -> PackedModel | None:
+    def packed_model(self) -> PackedModel | None:
         """Returns how to score packed states directly, or ``None``.
 
         ``None`` means that the model does not have the shape for it, or that there is a
@@ -165,7 +165,7 @@ class LogJoint(Probe):
         """
         # First needed by a search, perhaps, but kept for the gradient.
         with torch.set_grad_enabled(self.takes_gradients):
-            return None if self.conditional is not None else PackedModel.of(self)
+            return None if self.conditional is not None else PackedModel.from_probe(self)
 
     def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """Returns each site's log probability inside the data plates, ``(C, ..., N)``.
@@ -248,7 +248,7 @@ class LogJoint(Probe):
             states_per_row: states of a data point that are kept or scored.
             proposed_per_row: how many more a search proposes. On a device all are sorted at a time, with several numbers for each.
         """
-        if self.packed is None:
+        if self.packed_model is None:
             return [slice(0, self.num_data)]
         # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.
         per_row = max(1, 3 * states_per_row * 8 * (self.layout.space.num_words + 1))
@@ -256,7 +256,7 @@ class LogJoint(Probe):
             # Ten numbers per word of a state, and as many more, are held where states are sorted and
             # selected.
             sorted_per_row = 80 * (self.layout.space.num_words + 1) * proposed_per_row
-            per_row = max(per_row, 16 * self.packed.numbers_per_state, sorted_per_row)
+            per_row = max(per_row, 16 * self.packed_model.numbers_per_state, sorted_per_row)
         step = max(1, self.memory_budget // per_row)
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 
@@ -266,7 +266,7 @@ class LogJoint(Probe):
         They are differentiated one by one. All states are ``slice(None)``.
         """
         step = self.candidates_per_run()
-        if self.packed is not None or step >= num_states:
+        if self.packed_model is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
             return
         yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))

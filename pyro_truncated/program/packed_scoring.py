@@ -65,7 +65,7 @@ class PackedModel:
     observations: list[tuple[ScoresPackedStates, Tensor]]
 
     @classmethod
-    def of(cls, probe: Probe) -> PackedModel | None:
+    def from_probe(cls, probe: Probe) -> PackedModel | None:
         """Returns how to score packed states under a model, or ``None``.
 
         ``None`` means that the model does not have the shape for it.

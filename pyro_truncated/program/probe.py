@@ -162,11 +162,11 @@ class Probe:
 
     @cached_property
     def indices(self) -> Tensor | None:
-        """:attr:`chosen`, where the states are."""
-        return None if self.chosen is None else self.chosen.to(self.device, non_blocking=True)
+        """:attr:`plate_indices`, where the states are."""
+        return None if self.plate_indices is None else self.plate_indices.to(self.device, non_blocking=True)
 
     @cached_property
-    def chosen(self) -> Tensor | None:
+    def plate_indices(self) -> Tensor | None:
         """Returns positions ``(N,)`` of this batch's data points, or ``None``.
 
         ``None`` stands for all in order.
@@ -243,7 +243,7 @@ class Probe:
     def _known_levels(self) -> KnownLevels | None:
         """What this call says of the states."""
         observed = {name: self.nodes[name]["value"] for name in self.observed}
-        return KnownLevels.of(self.layout, self.sizes, observed, self.idle, self.device)
+        return KnownLevels.from_run(self.layout, self.sizes, observed, self.idle, self.device)
 
     def is_contradicted(self, words: Tensor) -> Tensor:
         """Returns which states contradict the model's observations of them.
@@ -254,7 +254,7 @@ class Probe:
             return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
         return self.known.contradicts(words)
 
-    def fitted(self, words: Tensor) -> Tensor:
+    def insert_observed(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.
 
         States that would repeat others stay as they are.

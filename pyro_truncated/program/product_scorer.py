@@ -230,7 +230,7 @@ class ProductScorer(Probe):
         observed = {name: self.nodes[name]["value"] for name in self.observed}
         return [
             [
-                KnownLevels.of(layout, self.plate_sizes(node), observed, self.idle, self.device)
+                KnownLevels.from_run(layout, self.plate_sizes(node), observed, self.idle, self.device)
                 for node, layout in zip(group.nodes, group.layouts, strict=True)
             ]
             for group in self.product.groups
@@ -265,12 +265,12 @@ class ProductScorer(Probe):
         Raises:
             ValueError: if a log density is NaN or ``+inf``; the message names the site.
         """
-        if (first := self._taken_from_first_run(sets)) is not None:
+        if (first := self._reuse_first_run(sets)) is not None:
             return first
         states = self._values(sets, [self.plate_sizes(group.nodes[0]) for group in self.product.groups], self.dtypes)
         return self._run_tables({**self.values, **states})
 
-    def _taken_from_first_run(self, sets: Sets) -> Tables | None:
+    def _reuse_first_run(self, sets: Sets) -> Tables | None:
         """Returns the first run's tables if they are of these sets.
 
         It does so once, as a gradient goes through a run once.
@@ -389,9 +389,9 @@ class ProductScorer(Probe):
 
         It is differentiable in whatever the model is, and leaves out what is outside.
         """
-        return self.summed(self.tables(sets), self.weights(sets))[0]
+        return self.free_energy_with_messages(self.tables(sets), self.weights(sets))[0]
 
-    def summed(self, tables: Tables, weights: Mapping[int, Tensor], temperature: float = 1.0) -> tuple[Tensor, Messages]:
+    def free_energy_with_messages(self, tables: Tables, weights: Mapping[int, Tensor], temperature: float = 1.0) -> tuple[Tensor, Messages]:
         r"""Returns the scaled free energy at a temperature, :math:`\tau \mathcal F(\psi^{1/\tau})`, and its messages.
 
         Its gradient with respect to a table is the posterior of its states.
@@ -399,7 +399,7 @@ class ProductScorer(Probe):
         with torch.no_grad():
             parts = tables.parts if temperature == 1.0 else [(scope, table / temperature) for scope, table in tables.parts]
             messages = self.product.tree.collect(parts, weights)
-            value = temperature * self.scaled(self.evidence(messages))
+            value = temperature * self.sum_evidence(self.evidence(messages))
             if not tables.entries.requires_grad:
                 return value, messages
             posterior = messages.posterior(tables.scopes, tables.shapes)
@@ -410,7 +410,7 @@ class ProductScorer(Probe):
             gradient = scales[0] * torch.cat([table.flatten() for table in posterior])
         return with_gradient(value, tables.entries, gradient), messages
 
-    def scaled(self, evidence: Sequence[Tensor]) -> Tensor:
+    def sum_evidence(self, evidence: Sequence[Tensor]) -> Tensor:
         """Returns the scaled sum of the evidence of all components.
 
         Each is scaled as its plates are subsampled.

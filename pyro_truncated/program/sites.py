@@ -68,7 +68,7 @@ class DiscreteSite:
         """How levels become values: equal for sites that are decoded together."""
         return self.kind, self.plates, self.event_shape, self.low, self.cardinalities
 
-    def seen_from(self, plates: Collection[str]) -> DiscreteSite:
+    def in_plates(self, plates: Collection[str]) -> DiscreteSite:
         """The same site seen from a member of data plates.
 
         All its other plates are inner plates.

@@ -93,8 +93,8 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     """
     if log_joint.layout.space.size == 1:
         return "together", True
-    if log_joint.packed is not None:
-        is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed)
+    if log_joint.packed_model is not None:
+        is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolated():
         words = _candidates(log_joint)

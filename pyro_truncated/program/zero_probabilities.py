@@ -102,7 +102,7 @@ def is_certain_somewhere(fn: Any) -> bool:
     fn = vars(fn)["_categorical"] if isinstance(fn, distributions.OneHotCategorical) else fn
     if not isinstance(fn, tuple(_FORMULAS)) or not {"probs", "logits"} & vars(fn).keys():
         return False
-    probability = _Probability.of(fn)
+    probability = _Probability.from_distribution(fn)
     return bool((probability.is_zero | probability.is_one).any())
 
 
@@ -111,7 +111,7 @@ def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
 
     The first tells where it cannot be one, the second where it cannot be zero. It is ``None`` if nowhere, as far as a CPU can tell.
     """
-    parameter = _Probability.of(fn)
+    parameter = _Probability.from_distribution(fn)
     return (parameter.is_zero, parameter.is_one) if parameter.may_be_certain else None
 
 
@@ -130,8 +130,8 @@ def _impossible(fn: Any, value: Tensor) -> Tensor | None:
         exact = _entry_log_prob(fn, value)
         return torch.zeros((), dtype=torch.int64, device=value.device) if exact is None else (exact == -math.inf).long()
     if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
-        return (_Probability.of(vars(fn)["_categorical"]).is_zero & (value > 0)).sum(-1)
-    probability = _Probability.of(fn)
+        return (_Probability.from_distribution(vars(fn)["_categorical"]).is_zero & (value > 0)).sum(-1)
+    probability = _Probability.from_distribution(fn)
     if isinstance(fn, distributions.Categorical):
         shape = torch.broadcast_shapes(value.shape, fn.batch_shape)
         is_zero = probability.is_zero.expand(*shape, fn.param_shape[-1])
@@ -153,7 +153,7 @@ class _Probability:
     name: str
 
     @classmethod
-    def of(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:
+    def from_distribution(cls, fn: Any, probs: str = "probs", logits: str = "logits") -> _Probability:
         """Returns the parameter that a distribution was made with.
 
         The other one is computed from it when first asked for.
@@ -211,13 +211,13 @@ def _is_within(values: Tensor, low: float, high: float) -> bool:
 
 
 def _bernoulli(fn: Any, value: Tensor) -> Tensor | None:
-    parameter = _Probability.of(fn)
+    parameter = _Probability.from_distribution(fn)
     return torch.where(value.bool(), *parameter.logs) if parameter.may_be_certain else None
 
 
 def _log_masses(fn: Any) -> Tensor | None:
     """Log probabilities of categories; ``None`` where torch does not clamp them."""
-    parameter = _Probability.of(fn)
+    parameter = _Probability.from_distribution(fn)
     if parameter.name == "logits" or not _may_reach(parameter.value, 0.0, math.inf):
         return None
     return probs_to_logits(parameter.value).masked_fill(parameter.is_zero, -math.inf)
@@ -241,7 +241,7 @@ def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tens
 
     A probability of 0 leaves the value ``low`` alone, and one of 1 the value ``high``, if there are such.
     """
-    parameter = _Probability.of(fn)
+    parameter = _Probability.from_distribution(fn)
     if not parameter.may_be_certain:
         return None
     usual = parameter.value.masked_fill(parameter.is_zero | parameter.is_one, 0.5)
@@ -265,7 +265,7 @@ def _mixture(fn: Any, value: Tensor) -> Tensor | None:
 
 
 def _zero_inflated(fn: Any, value: Tensor) -> Tensor | None:
-    gate, others = _Probability.of(fn, "gate", "gate_logits"), log_prob_with_zeros(fn.base_dist, value)
+    gate, others = _Probability.from_distribution(fn, "gate", "gate_logits"), log_prob_with_zeros(fn.base_dist, value)
     if others is None and not gate.may_be_certain:
         return None
     inflated, usual = gate.logs

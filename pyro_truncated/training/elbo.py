@@ -310,8 +310,8 @@ class EMStep:
         with poutine.block(), memory_budget(scorer.memory_budget):
             # Another caller scored or searched: the sums do not hold the old contribution.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
-            chosen = _chosen(batch)
-            previous = closed_form.previous(store.take(batch.indices if chosen is batch.chosen else chosen), chosen)
+            chosen = _plate_indices(batch)
+            previous = closed_form.previous(store.take(batch.indices if chosen is batch.plate_indices else chosen), chosen)
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
@@ -339,19 +339,19 @@ def collect_on_chains(closed_form: ClosedForm, batch: ChainBatch, search: Search
     call, scorer = batch.scorer.call, batch.scorer
     with poutine.block():
         # No search step scores the sets and keeps their log joints.
-        posterior = batch.improved_(AutomaticSearch(), 0) if search is None else batch.improved_(search, search_steps)
+        posterior = batch.improve_(AutomaticSearch(), 0) if search is None else batch.improve_(search, search_steps)
         loss = -float(scorer.scale * posterior.free_energy().sum() + batch.outside())
         new = closed_form.model.sufficient_statistics(posterior, *call.args, **call.kwargs)
-    closed_form.collect(new, None, scorer.chosen, scorer.full_size, scale=scorer.full_size / scorer.num_data)
+    closed_form.collect(new, None, scorer.plate_indices, scorer.full_size, scale=scorer.full_size / scorer.num_data)
     return loss
 
 
-def _chosen(batch: Batch) -> Tensor | None:
+def _plate_indices(batch: Batch) -> Tensor | None:
     """Returns positions of the data points, ``None`` for all.
 
     All means all of all processes: others may have more.
     """
-    indices, minibatch = batch.chosen, current_batch()
+    indices, minibatch = batch.plate_indices, current_batch()
     if not batch.populations.is_part:
         return indices
     is_minibatch = _anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1

@@ -246,7 +246,7 @@ def test_exact_conditional_scores_states_like_the_collapsed_model(batch_size: in
             scorer = guide.make_scorer(y, batch_size, values={"data": chosen})
             states = guide.space.enumerate().expand(scorer.num_data, -1, -1)
             scores[name] = scorer.score(states)
-        assert (scorer.packed is not None) == (name == "collapsed")
+        assert (scorer.packed_model is not None) == (name == "collapsed")
     torch.testing.assert_close(scores["structured"], scores["collapsed"], rtol=1e-9, atol=1e-9)
 
 

@@ -67,8 +67,8 @@ def test_a_likelihood_that_follows_the_protocol_is_scored_packed_as_the_model_sc
     layout = Layout(call.trace())
     log_joint, dense = LogJoint(call, layout), LogJoint(Call(masked, (Y,)), layout)
     assert isinstance(log_joint.nodes["y"]["fn"], ScoresPackedStates)
-    assert log_joint.packed is not None
-    assert dense.packed is None
+    assert log_joint.packed_model is not None
+    assert dense.packed_model is None
     words = torch.arange(16).reshape(1, 16, 1).expand(5, 16, 1)
     torch.testing.assert_close(log_joint.score(words), dense.score(words))
     torch.testing.assert_close(log_joint.score(words[1:3], slice(1, 3)), dense.score(words)[1:3])

@@ -481,7 +481,7 @@ def exact_maximum(shift):
 def test_a_likelihood_that_scores_packed_states_does_not_say_that_pyro_can_enumerate_the_model():
     guide = list_of(maximum, "s", AutoDelta, 2**H)
     guide(Y)
-    assert guide[1].scorer(Call(maximum, (Y,), {}), {"shift": torch.tensor(0.0)}).packed is not None
+    assert guide[1].scorer(Call(maximum, (Y,), {}), {"shift": torch.tensor(0.0)}).packed_model is not None
     assert not guide[1].is_enumerable
     expected = -exact_maximum(guide[0].median()["shift"]).item()
     for elbo in (Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1), TraceEnum_ELBO(max_plate_nesting=1)):

@@ -198,7 +198,7 @@ def test_packed_states_keep_to_the_prior(family, per_point, is_logits, generator
             pyro.sample("y", likelihood(s), obs=y)
 
     guide = AutoTruncated(model, 32).infer(y, ExhaustiveSearch(), 1)
-    assert guide.make_batch(y).scorer.packed is not None
+    assert guide.make_batch(y).scorer.packed_model is not None
     every = torch.cartesian_prod(*[zeros(0.0, 1.0)] * 5)
     prior_terms = torch.where(every.unsqueeze(1) == 1, prior, 1 - prior).log().sum(-1)
     joint = prior_terms + torch.stack([likelihood(state.expand(6, 5)).log_prob(y) for state in every])

@@ -268,7 +268,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         shown = {name: value[rows] for name, value in observations.items()}
         # A search that has learned from its training data keeps what it knows.
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
-        keys["is_linear"] = log_joint.packed is not None and log_joint.packed.is_linear
+        keys["is_linear"] = log_joint.packed_model is not None and log_joint.packed_model.is_linear
         batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, **keys)
         spare = batch.scored(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
         small = search.improve(batch, steps)

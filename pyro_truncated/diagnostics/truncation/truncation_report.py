@@ -201,7 +201,7 @@ def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeRe
         best = population.take(population.weights().topk(1, -1).indices)
         neighbours = moves.neighbours(best)
         is_new = ~ops.find_duplicates(torch.cat([sets[number], neighbours], 1))[:, sets[number].shape[1] :]
-        scored = ScoredSets.of(scorer, sets)
+        scored = ScoredSets.from_scorer(scorer, sets)
         scores = NodeScores(scored, number)(neighbours).masked_fill(~is_new, -torch.inf).logsumexp(-1)
         evidence = scored.rows(scorer.product.evidence_by_node(scored.messages), number).squeeze(-1)
         addition = torch.nn.functional.softplus(scores - evidence)

@@ -218,7 +218,7 @@ class SharedSplit(Split):
     portion: Portion
 
     @classmethod
-    def of(cls, split: Split, portion: Portion) -> SharedSplit:
+    def from_split(cls, split: Split, portion: Portion) -> SharedSplit:
         """That of a minibatch of data points of all processes."""
         if not split.num_active:
             raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
@@ -495,7 +495,7 @@ class SASDecoder(UniqueModule):
         """The split given, or one drawn as Pyro draws subsamples."""
         self.portion = join_latents(self, self.portion, x)
         split = self._whole_split(split)
-        return split if self.portion is None else SharedSplit.of(split, self.portion)
+        return split if self.portion is None else SharedSplit.from_split(split, self.portion)
 
     def _whole_split(self, split: Split | None) -> Split:
         if split is not None:

@@ -28,7 +28,7 @@ class Observations:
     offset: Tensor | None = None
 
     @classmethod
-    def of(cls, y: Tensor) -> Observations:
+    def from_outputs(cls, y: Tensor) -> Observations:
         """Splits outputs ``(N, D)`` into values and a mask of NaN."""
         values, is_observed = without_missing(y)
         return cls(values, None if is_observed is None else is_observed.double())

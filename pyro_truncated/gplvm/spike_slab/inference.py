@@ -259,7 +259,7 @@ class Posterior:
             if likelihood is not None:
                 score = score + likelihood.log_prob(y.double().unsqueeze(1), found.mean)
                 continue
-            seen, variance = Observations.of(y), found.variance + found.noise
+            seen, variance = Observations.from_outputs(y), found.variance + found.noise
             square = seen.values.square() @ (1 / variance).mT - 2 * seen.values @ (found.mean / variance).mT
             score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()

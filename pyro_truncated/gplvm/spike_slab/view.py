@@ -447,7 +447,7 @@ class View(UniqueModule):
     def observations(self, y: Tensor, point: Tensor | None = None) -> Observations:
         """Centred outputs ``(N, D)``, or pseudo-targets ``(N, F)`` of labels' bound."""
         if self.likelihood is None:
-            return Observations.of(y - self.center)
+            return Observations.from_outputs(y - self.center)
         assert point is not None
         found = self.likelihood.bound(y.double(), point.double())
         return Observations(found.values - self.center.double(), found.weights, found.offset)
