@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pyro_truncated.diagnostics.truncation.coverage import plain, scored_populations, truncated_part
+from pyro_truncated.diagnostics.truncation.coverage import find_truncated_guide, plain, score_populations
 from pyro_truncated.diagnostics.truncation.findings import ENUMERATED_LIMIT, PARETO_LIMIT, TruncationWarning
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
@@ -138,7 +138,7 @@ def compare_restarts(
     populations = []
     for position, guide in enumerate(guides):
         with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-            populations.append(scored_populations(guide, args, kwargs)[2])
+            populations.append(score_populations(guide, args, kwargs)[2])
     if len({population.space for population in populations}) > 1:
         raise ValueError("the restarts differ in their discrete latents; only fits of one model can be matched")
     activation = [plain(population.marginals()).double() for population in populations]
@@ -243,7 +243,7 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     simulated = poutine.condition(free, data=data)
     with torch.enable_grad():
         guide = fit(simulated, *args, **kwargs)
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     others = {name: truth[name]["value"] for name in part.layout.other_latents}
     with poutine.block():
         scorer = part.make_scorer(*args, values=others, **kwargs)
@@ -258,7 +258,7 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 def _draw_companions(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """One joint draw of the latents of the guide's other parts."""
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     if part is guide:
         return {}
     nodes = sample_nodes(poutine.trace(guide).get_trace(*args, **kwargs))

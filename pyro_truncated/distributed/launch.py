@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, is_owned, is_spread
 from pyro_truncated.distributed.world import agree
-from pyro_truncated.utils.console import Described
+from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
 _made: WeakSet[AllReduced] = WeakSet()
@@ -36,7 +36,7 @@ def local_names() -> frozenset[str]:
     return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & held))
 
 
-class AllReduced(Described, PyroOptim):
+class AllReduced(ReprFromArguments, PyroOptim):
     r"""An optimiser that follows the sum of all processes' gradients.
 
     ``SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO(search))`` is the same run on one process and on many. The gradient
@@ -91,7 +91,7 @@ class AllReduced(Described, PyroOptim):
         self.optimizer.set_state(state_dict)
 
 
-class SummedELBO(Described, ELBO):
+class SummedELBO(ReprFromArguments, ELBO):
     r"""Sums an ELBO of Pyro over the processes, :math:`L = \sum_k L_k`.
 
     :class:`~pyro_truncated.Truncated_ELBO` sums by itself. An error of one process ends all.
@@ -174,7 +174,7 @@ def start(timeout: float = 600.0) -> torch.device:
     """
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
-    if launched_processes() <= 1:
+    if launcher_world_size() <= 1:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number, local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), _on_this_machine()
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local
@@ -189,7 +189,7 @@ def start(timeout: float = 600.0) -> torch.device:
     return device
 
 
-def launched_processes() -> int:
+def launcher_world_size() -> int:
     """How many processes the launcher says that it has started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 

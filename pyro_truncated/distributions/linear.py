@@ -174,7 +174,7 @@ class LinearSuperposition(GaussianSuperposition):
 
         :math:`Q_d - 2 b_d Y_d + N_d b_d^2 - 2 W_d^\top (c_d - b_d t_d) + W_d^\top A_d W_d` with the sums of :meth:`statistics`.
         """
-        return biased_error(self.weight, self.bias, statistics)
+        return error_with_bias(self.weight, self.bias, statistics)
 
     def _has_missing(self, value: Tensor) -> bool:
         """Whether a value has missing entries, evaluated once for all states."""
@@ -223,7 +223,7 @@ def _identity(value: Tensor) -> tuple[Any, ...] | None:
     return (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
 
 
-def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:
+def error_with_bias(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:
     """Returns expected squared errors ``(D,)`` of a dictionary and an offset.
 
     The statistics are those of :meth:`LinearSuperposition.statistics` or the like.

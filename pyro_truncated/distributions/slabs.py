@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.linear import biased_error
+from pyro_truncated.distributions.linear import error_with_bias
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums, trials
 from pyro_truncated.ops.unpacked import collapse, collapse_correlated, product
 from pyro_truncated.states.population import Population
@@ -42,7 +42,7 @@ class SlabSuperposition(GaussianSuperposition):
 
     def square_error(self, statistics: Statistics) -> Tensor:
         r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - a_d - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
-        return biased_error(self.weight, self.bias, statistics)
+        return error_with_bias(self.weight, self.bias, statistics)
 
     def _spread(self, standard: Tensor) -> Tensor:
         """Deviations from the means of slabs ``(*batch, H)`` made of standard normal numbers."""

@@ -16,7 +16,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
-from pyro_truncated.utils.console import Described
+from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.devices import brought, module_device
 
 Statistics = dict[str, Tensor]
@@ -58,7 +58,7 @@ def default_step_size(step: int) -> float:
     return float((step + 2) ** -0.6)
 
 
-class ClosedForm(Described, PyroOptim):
+class ClosedForm(ReprFromArguments, PyroOptim):
     r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
 
     Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch the free energy never decreases. On
@@ -187,7 +187,7 @@ class ClosedForm(Described, PyroOptim):
         if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
             raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
         self._pending = True
-        total = summed if is_part else dict
+        total = sum_over_processes if is_part else dict
         if indices is None:
             self.statistics = total(new)
         elif self.minibatch == "online":
@@ -210,7 +210,7 @@ class ClosedForm(Described, PyroOptim):
         """
         assert self.visited is not None
         expected = _plus(visited, self.expected, int((~self.visited).sum()))
-        self.statistics = summed(expected) if is_part else expected
+        self.statistics = sum_over_processes(expected) if is_part else expected
 
     def _replace_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
@@ -260,7 +260,7 @@ class ClosedForm(Described, PyroOptim):
 
 
 @contextlib.contextmanager
-def undriven(model: Any) -> Iterator[None]:
+def restore_driver(model: Any) -> Iterator[None]:
     """Hands a model back to who trained it before."""
     driver = ClosedForm.driving(model)
     try:
@@ -289,7 +289,7 @@ def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> St
     return statistics if expected is None or not times else {name: value + times * expected[name] for name, value in statistics.items()}
 
 
-def summed(statistics: Statistics) -> Statistics:
+def sum_over_processes(statistics: Statistics) -> Statistics:
     """The sums over all processes."""
     names = sorted(statistics)
     return dict(zip(names, world.add([statistics[name] for name in names]), strict=True))

@@ -342,7 +342,7 @@ def _value(kernel: kernels.Kernel, name: str) -> Tensor:
 
 def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
     """Expected products of ``order`` squared exponentials around ``point (Q, P)``."""
-    is_off = _switched_off(inputs)
+    is_off = _find_zero_dimensions(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
         spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
@@ -363,7 +363,7 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
     return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, summed=summed)
 
 
-def _switched_off(inputs: SpikeSlabInputs) -> Tensor:
+def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
     """Dimensions ``(Q,)`` that are zero for all, without a derivative."""
     probability, share = inputs.probability, inputs.prior_share
     if probability is None or probability.requires_grad or (share is not None and share.requires_grad):

@@ -40,7 +40,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     data = as_tensors(data)
     joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
     number, total = total_rows(joint), shard_sum(joint)
-    size = _checked_norm(joint, num)
+    size = _finite_norm(joint, num)
     centred = joint.double() - total([joint.sum(0, dtype=torch.float64)])[0] / number
     kept = min(num, number, joint.shape[1])
     if joint.shape[1] <= number:
@@ -62,7 +62,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     return found.to(joint.dtype)
 
 
-def _checked_norm(data: Tensor, num: int) -> Tensor:
+def _finite_norm(data: Tensor, num: int) -> Tensor:
     """The Frobenius norm, which shows NaN and infinity without a copy."""
     if not data.is_floating_point():
         raise TypeError(f"data must be floating point; got {data.dtype}")

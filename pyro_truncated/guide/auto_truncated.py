@@ -34,10 +34,10 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import Renamed, check_count
-from pyro_truncated.utils.parameter_store import TakesPrefixed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_random_numbers
 
 
-class AutoTruncated(TakesPrefixed, WholeModelGuide):
+class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     r"""Guide with the exact posterior over discrete latents, on few states.
 
     The posterior is restricted to a population of states and renormalised.

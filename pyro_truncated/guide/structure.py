@@ -33,7 +33,7 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
-from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolated, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -160,7 +160,7 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
 
 def are_all_observed(call: Call, layout: Layout) -> bool:
     """Whether the model observes all discrete sites in a call."""
-    with spare_random_numbers(), torch.no_grad(), isolated():
+    with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(call.trace())
     return all(name in nodes and nodes[name]["is_observed"] for name in layout.sites)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows
-from pyro_truncated.em.closed_form import ClosedFormModel, undriven
+from pyro_truncated.em.closed_form import ClosedFormModel, restore_driver
 from pyro_truncated.em.gibbs import GibbsModel
 from pyro_truncated.multistart.convergence import fixed, train
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
@@ -80,7 +80,7 @@ def best_start(
     part = drawn_rows(check_one_array(y), num_data, generator)
     profile = profile_model(model, part, search, num_states=num_states, generator=generator)
     reached: list[float] = []
-    with undriven(model):
+    with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
             reached.append(train(Trainer(profile, temperature), fixed(steps)).free_energy)

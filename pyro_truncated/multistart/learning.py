@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import own_rows, total_rows
-from pyro_truncated.em.closed_form import undriven
+from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.convergence import finish
@@ -120,7 +120,7 @@ def learn(
     profile = profile_model(model, check_one_array(y), search, num_states=num_states, **settings)
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     restart = profile.for_restarts()
-    with undriven(model), progress_bar(progress, unit="step") as bar:
+    with restore_driver(model), progress_bar(progress, unit="step") as bar:
         watch = partial(_show, bar)
         with starting(model):
             multi_start = MultiStart(restart.replace(watch=watch))

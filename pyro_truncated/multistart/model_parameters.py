@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import log_density
-from pyro_truncated.utils.constraints import signed
+from pyro_truncated.utils.constraints import as_signed
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -105,7 +105,7 @@ def least_size(y: Tensor) -> float:
     The unit of a parameter is not known. Log odds, for instance, that start small but not at zero move slowly beside data in a small
     unit. Each of several processes looks at its own data.
     """
-    low, high = signed(y).nan_to_num().aminmax()
+    low, high = as_signed(y).nan_to_num().aminmax()
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 

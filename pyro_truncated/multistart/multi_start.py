@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
-from pyro_truncated.em.closed_form import undriven
+from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.agreement import are_alike, have_agreed, is_gain_below_error, share_most
 from pyro_truncated.multistart.convergence import to_convergence, train
 from pyro_truncated.multistart.learn_report import Restart
@@ -128,7 +128,7 @@ def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
     config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
     found = profile_model(linear, decoded, generator=profile.generator, config=config)
     multi_start = MultiStart(found.replace(watch=lambda free_energy: None))
-    with undriven(linear), progress_bar(False) as bar:
+    with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
         multi_start.pool.complete()
     return likeliest_states(found, multi_start.pool.best)

@@ -17,7 +17,7 @@ from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.deferred_checks import on_success, raise_if
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.devices import answers_of
+from pyro_truncated.utils.devices import cached_answers
 
 WORD_BITS = 64
 
@@ -313,7 +313,7 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         )
 
     if is_vectorised(rows):
-        answers, question = answers_of(rows), f"has at most {num_latents} latents"
+        answers, question = cached_answers(rows), f"has at most {num_latents} latents"
         if question not in answers:
             raise_if((rows[..., -1] & beyond).any(), complain)
             on_success(lambda: answers.update({question: True}))

@@ -15,7 +15,7 @@ from pyro.poutine.messenger import Messenger
 
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
-from pyro_truncated.utils.parameter_store import Assign, isolated
+from pyro_truncated.utils.parameter_store import Assign, isolate
 
 
 class _ObservesTensors(Messenger):
@@ -73,5 +73,5 @@ class Call:
 
         Nothing outside sees it, except parameters.
         """
-        with naming_empty_plates(), isolated(), SparseSubsamples(), Assign(values):
+        with naming_empty_plates(), isolate(), SparseSubsamples(), Assign(values):
             return self.trace()

@@ -25,7 +25,7 @@ from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
 from pyro_truncated.states.population import Moments
-from pyro_truncated.utils.parameter_store import Assign, isolated
+from pyro_truncated.utils.parameter_store import Assign, isolate
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]
@@ -178,7 +178,7 @@ class CandidateRuns:
             raise
 
     def _conditional_trace(self, conditional: Conditional, states: Mapping[str, Tensor]) -> poutine.Trace:
-        with isolated(), Assign(self.held), ExitStack() as stack:
+        with isolate(), Assign(self.held), ExitStack() as stack:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise, get_support, value_bounds
-from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
@@ -52,7 +52,7 @@ class Dependencies:
         self.scopes: dict[str, frozenset[str]] | None = None
         reader = PythonReads()
         try:
-            with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
+            with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
                 trace = call.of(TrackProvenance()(call.model)).trace()
             with torch.no_grad(), pyro.validation_enabled(False):
                 scopes = _scopes(trace)
@@ -79,7 +79,7 @@ class Dependencies:
         runs: list[dict[str, Any]] = []
         subsamples: dict[str, Any] = {}
         for seed in range(2):
-            with torch.no_grad(), spare_random_numbers(), isolated(), Assign(subsamples):
+            with torch.no_grad(), spare_random_numbers(), isolate(), Assign(subsamples):
                 torch.manual_seed(seed)
                 trace = self.call.trace()
             sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}

@@ -22,7 +22,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
-from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 
 def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
@@ -255,7 +255,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         return None
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
-    with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False):
+    with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
         together = runs.together() if joint.number > _MAX_SINGLE_RUNS and not leaked else None
         low, high = together or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)

@@ -26,7 +26,7 @@ from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import row_slices
-from pyro_truncated.utils.constraints import signed
+from pyro_truncated.utils.constraints import as_signed
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -93,7 +93,7 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         ValueError: naming the first impossible value and its data point.
     """
     for rows in row_slices(len(y), 16 * y[:1].numel()):
-        block = signed(y[rows])
+        block = as_signed(y[rows])
         possible = support.check(block) & ~block.isinf()
         impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
         if len(impossible):

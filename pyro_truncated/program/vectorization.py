@@ -31,7 +31,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.zero_probabilities import impossible_entries, is_certain_somewhere
 from pyro_truncated.utils.budget import memory_budget as within_budget
-from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
@@ -96,7 +96,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     if log_joint.packed_model is not None:
         is_enumerable = _can_run_on_many_states(log_joint, log_joint.packed_model)
         return ("together" if is_enumerable else "singly"), is_enumerable
-    with torch.no_grad(), spare_random_numbers(), isolated():
+    with torch.no_grad(), spare_random_numbers(), isolate():
         words = _candidates(log_joint)
         single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
@@ -150,7 +150,7 @@ def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:
         return False
     if log_joint.candidates_per_run() < 2:
         return True
-    with torch.no_grad(), spare_random_numbers(), isolated(), within_budget(log_joint.memory_budget):
+    with torch.no_grad(), spare_random_numbers(), isolate(), within_budget(log_joint.memory_budget):
         words = _candidates(log_joint, 2)
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
@@ -227,7 +227,7 @@ def _site_line(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
 def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
     call = log_joint.call
-    with isolated(), pyro.validation_enabled(False), PythonReads() as reader:
+    with isolate(), pyro.validation_enabled(False), PythonReads() as reader:
         call.of(TrackProvenance()(call.model)).trace()
     return _user_frame(reader.stack)
 
@@ -297,7 +297,7 @@ def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:
     """
     space, nodes = log_joint.layout.space, log_joint.nodes.values()
     # What is wrong with the data, their own check shall say.
-    with torch.no_grad(), spare_random_numbers(), isolated(), contextlib.suppress(Exception):
+    with torch.no_grad(), spare_random_numbers(), isolate(), contextlib.suppress(Exception):
         if not any(node["is_observed"] and impossible_entries(node["fn"], node["value"]) is not None for node in nodes):
             return frozenset()
         if space.size <= _MAX_CANDIDATES:

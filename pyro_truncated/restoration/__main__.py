@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
-        with _printed_warnings():
+        with _print_warnings():
             pixels, learned = restore_in_tiles(
                 image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
             )
@@ -280,7 +280,7 @@ def _is_kept(picture: Image.Image, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _printed_warnings() -> Iterator[None]:
+def _print_warnings() -> Iterator[None]:
     """Prints warnings in a line each, once."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pyro_truncated.ops.components import posterior_means
-from pyro_truncated.restoration.noise import filled, smoothed
+from pyro_truncated.restoration.noise import fill_missing, smooth_image
 from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
@@ -30,7 +30,7 @@ _DISTANCE, _MOST_PLACES = 1.6, 64
 _LEAST_VARIANCE = 0.05
 
 
-def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
+def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     r"""Predicts missing entries, and those below noise, from windows.
 
     The differences :math:`d` of the array from a smooth one are taken to be normal. Their
@@ -44,11 +44,11 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     the ratio of the sums of all places, and :math:`\kappa` counts as 30 pairs. An entry becomes the
     mean of the posterior means that windows have of it, weighted by the inverse of their expected
     squared errors. Twice this is done again with the pairs of the predicted array. Each channel
-    tells what the others are, which the mean of neighbours (:func:`.filled`) cannot know. Inside of
+    tells what the others are, which the mean of neighbours (:func:`.fill_missing`) cannot know. Inside of
     holes larger than windows both are alike.
 
     Args:
-        image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 108 channels.
+        image: missing entries are NaN; returned as it is if there are none, and by :func:`.fill_missing` if it has more than 108 channels.
         num_dims: its dimensions without channels.
         noise: standard deviation of the noise.
 
@@ -66,9 +66,9 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     usual = _SIDE_IF_SEEN if is_seen_mostly else _SIDES.get(num_dims, _SIDE_OF_VOLUMES)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
-        return filled(image, num_dims)
+        return fill_missing(image, num_dims)
     patches = Patches(shape, side, channels=channels)
-    smooth = smoothed(filled(image, num_dims), num_dims)
+    smooth = smooth_image(fill_missing(image, num_dims), num_dims)
     rest = (image - smooth).double()
     rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
     known, index = rest, torch.arange(len(rows), device=rows.device)

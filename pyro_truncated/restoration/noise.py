@@ -30,7 +30,7 @@ _SMOOTHING = 16
 _ENOUGH = 100
 
 
-def checked(image: Any) -> Tensor:
+def check_image(image: Any) -> Tensor:
     """Returns a damaged array in single precision or more.
 
     Raises:
@@ -216,7 +216,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     * where trends or steps exceed the texture, a quarter of what differs from a smooth array;
     * 2.25 times :func:`noise_level`.
     """
-    rest = (image - smoothed(filled(image, num_dims), num_dims)).abs()
+    rest = (image - smooth_image(fill_missing(image, num_dims), num_dims)).abs()
     # Of absolute values, which single bright spots change little.
     # The mean absolute value of standard normal numbers.
     texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
@@ -226,7 +226,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     return min(_NO_NOISE * all_of_it, _PART_OF_TEXTURE * texture, _TIMES_LEVEL * noise_level(image, num_dims))
 
 
-def smoothed(image: Tensor, num_dims: int) -> Tensor:
+def smooth_image(image: Tensor, num_dims: int) -> Tensor:
     """Smooths an array by repeated means over windows of side three."""
     numbers = _neighbours(torch.ones_like(image), num_dims)
     for _ in range(_SMOOTHING):
@@ -234,7 +234,7 @@ def smoothed(image: Tensor, num_dims: int) -> Tensor:
     return image
 
 
-def filled(image: Tensor, num_dims: int) -> Tensor:
+def fill_missing(image: Tensor, num_dims: int) -> Tensor:
     """Fills in missing entries by means of observed neighbours.
 
     Entries near to observed ones are filled in first.

@@ -220,7 +220,7 @@ _GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
-class Learned(NamedTuple):
+class MixtureFit(NamedTuple):
     """What a mixture makes of an array, with expected squared errors.
 
     That is the noise that it asks for, the mixture, and its guide.
@@ -245,7 +245,7 @@ def run_rounds(
     desc: str = "restoring",
     *,
     is_clean: bool = False,
-) -> tuple[list[Learned], Tensor]:
+) -> tuple[list[MixtureFit], Tensor]:
     """Runs rounds of mixtures of patches of several sides.
 
     Each round but the first learns from the mean of the arrays of the previous one.
@@ -293,7 +293,7 @@ def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Te
     return stacked.mean(0) if weights is None else torch.tensordot(weights.to(stacked), stacked, 1)
 
 
-def expected_errors(learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
+def expected_errors(learned: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
     """The mean of the expected squared errors of arrays, see :func:`weighted_mean`."""
     return weighted_mean([of_side.errors for of_side in learned], weights)
 
@@ -329,7 +329,7 @@ def _fit_mixture(
     noise: float,
     generator: torch.Generator | None,
     bar: ProgressBar,
-) -> Learned:
+) -> MixtureFit:
     """Fits a mixture to patches of an estimate and applies it.
 
     Responsibilities are those of the noisy patches, with missing entries taken from the estimate.
@@ -351,7 +351,7 @@ def _fit_mixture(
     means, errors = mixture.posterior_means(population, y)
     variance = ((y - means).square() + errors).nanmean()
     array, expected = (_assemble(mixture, what, errors, y, patches) for what in (means, errors))
-    return Learned(patches, array, expected, math.sqrt(variance), mixture, guide)
+    return MixtureFit(patches, array, expected, math.sqrt(variance), mixture, guide)
 
 
 def _assemble(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches, *, least_error: float = 0.03) -> Tensor:
@@ -361,7 +361,7 @@ def _assemble(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, p
     return patches.assemble(means, 1 / (errors + least_error * mixture.scale.square()))
 
 
-def find_consensus(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
+def find_consensus(image: Tensor, learned: Sequence[MixtureFit], weights: Tensor | None = None) -> Tensor:
     """Makes all patches agree on one array, by half-quadratic splitting.
 
     The mixtures are given a mean of the restored and the noisy array, with half the noise. The mean
@@ -387,7 +387,7 @@ def find_consensus(image: Tensor, learned: Sequence[Learned], weights: Tensor | 
     return estimate
 
 
-def _apply_mixture(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
+def _apply_mixture(image: Tensor, learned: MixtureFit, mixture: PatchMixture) -> Tensor:
     """Applies a mixture to another array, with its most probable components."""
     y, places = learned.patches.extract(image), learned.patches.places().to(image)
     population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)

@@ -15,7 +15,7 @@ from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
 from pyro_truncated.restoration.nonlocal_groups import average_groups
-from pyro_truncated.restoration.patch_mixture import Learned, expected_errors, find_consensus, run_rounds
+from pyro_truncated.restoration.patch_mixture import MixtureFit, expected_errors, find_consensus, run_rounds
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.devices import generator_device
 
@@ -42,7 +42,7 @@ def restore_with_stacked_sides(
     num_components: int | None,
     generator: torch.Generator | None,
     progress: bool | None,
-) -> tuple[list[Learned], Tensor]:
+) -> tuple[list[MixtureFit], Tensor]:
     """Runs rounds of mixtures; the last has sides that suit the image.
 
     The patches of the last round then agree on an array, which is averaged with similar windows.

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.kriging import predicted
+from pyro_truncated.restoration.kriging import predict_missing
 from pyro_truncated.restoration.noise import (
     Channels,
     Noise,
     channel_axis,
+    check_image,
     check_noise,
     check_stabilised,
-    checked,
     estimate_gain,
-    filled,
+    fill_missing,
     floating,
     nearly_no_noise,
     noise_levels,
@@ -170,7 +170,7 @@ def denoise(
     Warns:
         VaryingNoiseWarning: if the noise grows with the brightness, or counts are no Poisson counts.
     """
-    image = checked(image)
+    image = check_image(image)
     if rounds is None:
         rounds = _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
     side = None if side is None else check_count("side", side)
@@ -265,7 +265,7 @@ def _by_mixtures(
     rounds, options = settings.rounds, settings.mixture_options()
     is_missing, brightness = bool(image.isnan().any()), _per_channel_mean(image, patches[0])
     above = image - brightness
-    first = predicted(above, len(patches[0].shape), level)
+    first = predict_missing(above, len(patches[0].shape), level)
     if candidates:
         learned, restored = restore_with_stacked_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
@@ -285,7 +285,7 @@ def _by_model(model: Any, image: Tensor, level: float, patches: Patches, setting
     base = _per_channel_least(image, patches) if getattr(model, "is_positive", False) else _per_channel_mean(image, patches)
     y = patches.extract(image - base)
     model.to(y.device)
-    start(model, patches.extract(filled(image, len(patches.shape)) - base), level, settings.generator)
+    start(model, patches.extract(fill_missing(image, len(patches.shape)) - base), level, settings.generator)
     batch_size = min(settings.training["batch_size"], len(y))
     guide, free_energies = train(model, y, **{**settings.training, "batch_size": batch_size})
     restored = patches.assemble(posterior_means(model, guide, y)) + base
@@ -305,7 +305,7 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
     return filled_up.min() if patches.channels is None else filled_up.flatten(0, -2).amin(0)
 
 
-def _checked_mask(mask: Any) -> Tensor:
+def _check_mask(mask: Any) -> Tensor:
     """Returns which entries are observed, of booleans or two numbers."""
     found = as_data("mask", mask)
     if found.dtype == torch.bool:
@@ -327,7 +327,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     """Fills in missing entries of an image, a signal or a volume.
 
     The others are kept, up to noise that is taken off. As :func:`denoise`, with the likelihood of the observed entries only. Learning
-    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.kriging.predicted`.
+    starts from what covariances near a place predict, see :func:`~pyro_truncated.restoration.kriging.predict_missing`.
 
     Large holes of images without noise are filled in twice. The second time, the same holes are
     also placed where the image is observed, see
@@ -354,14 +354,14 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: Noise | str = 0.0,
     Raises:
         ValueError: for a mask of another shape, or of more than two numbers, and what :func:`denoise` refuses.
     """
-    image = checked(image) if mask is None else as_data("image", image)
+    image = check_image(image) if mask is None else as_data("image", image)
     if mask is not None:
-        mask = _checked_mask(mask)
+        mask = _check_mask(mask)
         if mask.shape not in (image.shape, image.shape[:-1], image.shape[1:]):
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         if mask.dim() < image.dim():
             mask = mask.unsqueeze(-1 if mask.shape == image.shape[:-1] else 0)
-        image = checked(torch.where(mask, floating(image), math.nan))
+        image = check_image(torch.where(mask, floating(image), math.nan))
     if noise is None or isinstance(noise, str) or bool(np.any(np.asarray(noise) != 0.0)):
         return denoise(image, noise, **options)
     axis = channel_axis(image, options.get("channels"))

@@ -16,7 +16,7 @@ from pyro_truncated import ops
 from pyro_truncated.states.population import Moments, Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.console import Described
+from pyro_truncated.utils.console import ReprFromArguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Stateful:
             generator.set_state(state["generator"])
 
 
-class Search(Described, Stateful, abc.ABC):
+class Search(ReprFromArguments, Stateful, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
     Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,

@@ -22,7 +22,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.console import Described
+from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.devices import generator_device
 
 
@@ -417,7 +417,7 @@ class ChainPosterior:
         return self.space.unpack(words, torch.float64) * (self.transitions.kind >= 0).unsqueeze(-1)
 
 
-class BlockSearch(Described):
+class BlockSearch(ReprFromArguments):
     r"""Proposes the likeliest configurations of random blocks of chains.
 
     They are proposed at all steps of a sequence.

@@ -450,7 +450,7 @@ def refuse_unsaved(svi: SVI) -> None:
         )
 
 
-def save_shared(
+def save_sharded_checkpoint(
     path: Path, svi: SVI, number: int, portion: Portion, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str]
 ) -> None:
     """Writes a checkpoint of several processes; all call it.

@@ -78,7 +78,7 @@ def read(path: Path) -> Any:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def claim_path(path: Path) -> Iterator[None]:
     """A context in which only this run writes to a path.
 
     Remains of killed runs are removed.

@@ -12,12 +12,12 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes, start_as_first
+from pyro_truncated.distributed.launch import UnsharedDataWarning, launcher_world_size, start_as_first
 from pyro_truncated.distributed.shards import Portion, current_batch, find_portion
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes
-from pyro_truncated.utils.parameter_store import isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
 
 def shared_portion(guide: Any, arguments: Any) -> Portion | None:
@@ -33,7 +33,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
     return portion if portion is not None and portion.is_part else None
 
 
-def watched(guide: Any, arguments: Any) -> AbstractContextManager[None]:
+def propagate_errors(guide: Any, arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors also end processes with the same steps."""
     return nullcontext() if shared_portion(guide, arguments) is None else world.failing_together()
 
@@ -48,7 +48,7 @@ def total(parts: Sequence[AutoTruncated], loss: float) -> float:
     return float(world.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
 
 
-def averaged_by_others(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
+def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
     """Returns the total loss for ``DistributedDataParallel``.
 
     The mean of its gradients over processes is that of the total loss.
@@ -68,9 +68,9 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
     portion = find_portion((call.args, dict(call.kwargs)))
     if isinstance(guide, AutoTruncated) and guide.siblings is None:
         portion = guide.populations.portion
-    if portion is None and launched_processes() > 1:
+    if portion is None and launcher_world_size() > 1:
         warnings.warn(
-            f"this is one of {launched_processes()} processes, each of which trains a model of its own on all data. "
+            f"this is one of {launcher_world_size()} processes, each of which trains a model of its own on all data. "
             "Call distributed.start(), and train on distributed.shard(data)",
             UnsharedDataWarning,
             stacklevel=6,
@@ -127,7 +127,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
 
 
 @contextmanager
-def shared_out(parts: Sequence[AutoTruncated]) -> Iterator[None]:
+def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
     """Divides the loss of a guide over processes with shards."""
     with EqualShares(_data_plates(parts)) if are_shared(parts) else nullcontext():
         yield
@@ -145,7 +145,7 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
         raise NotImplementedError("beside other guides, minibatches of distributed.Batches are those of one process")
     if not all(part.is_enumerable for part in parts):
         raise NotImplementedError("beside other guides, a model that does not take many states at once is trained in one process")
-    with spare_random_numbers(), torch.no_grad(), isolated():
+    with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(guide.trace())
     own, plates = {name for part in parts for name in (*part.layout.sites, part.index_name)}, _data_plates(parts)
     others = [name for name, node in nodes.items() if name not in own and any(frame.name in plates for frame in node["cond_indep_stack"])]

@@ -36,22 +36,22 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.data_parallel import (
-    averaged_by_others,
+    divide_loss,
     drawing_alike,
+    propagate_errors,
     refuse_local_draws,
-    shared_out,
     start_alike,
     total,
-    watched,
+    total_loss_for_ddp,
 )
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
-from pyro_truncated.utils.console import Described
-from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.console import ReprFromArguments
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed, spare_random_numbers
 
 
-class Truncated_ELBO(Described, ELBO):
+class Truncated_ELBO(ReprFromArguments, ELBO):
     r"""Searches populations, then evaluates the free energy and its gradient.
 
     It is for :class:`~pyro_truncated.AutoTruncated` guides.
@@ -133,11 +133,11 @@ class Truncated_ELBO(Described, ELBO):
         """Minus the free energy of the populations as they are; nothing changes."""
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError), torch.no_grad(), poutine.block(), watched(guide, (args, kwargs)):
+            with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
                 return total([guide], _check_loss(-float(guide.make_batch(*args, **kwargs).mean_free_energy(self.num_particles))))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
-        with watched(guide, (args, kwargs)), self._beside_others(call, guide):
+        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide):
             return total(self._others.parts(call, guide), _check_loss(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -149,15 +149,15 @@ class Truncated_ELBO(Described, ELBO):
         """
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError), watched(guide, (args, kwargs)):
+            with suppress(AllObservedError), propagate_errors(guide, (args, kwargs)):
                 batch = self._search_batch(call, guide) if torch.is_grad_enabled() else guide.make_batch(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
-                return averaged_by_others([guide], loss)
+                return total_loss_for_ddp([guide], loss)
             with pyros_own():
                 return self._others.stock_differentiable_loss(call, guide)
-        with watched(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
-            return averaged_by_others(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
+        with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
+            return total_loss_for_ddp(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, returns minus the free energy and accumulates its gradient.
@@ -165,7 +165,7 @@ class Truncated_ELBO(Described, ELBO):
         Closed-form M-steps get statistics instead.
         """
         call = Call(model, args, kwargs)
-        with watched(guide, (args, kwargs)):
+        with propagate_errors(guide, (args, kwargs)):
             return self._loss_and_grads(call, guide)
 
     def _loss_and_grads(self, call: Call, guide: Any) -> float:
@@ -217,7 +217,7 @@ class Truncated_ELBO(Described, ELBO):
             pyros_own(),
             drawing_alike(call, guide, self.num_evaluations if searches else self._num_looks),
             self._searching(call, guide) if searches else nullcontext(),
-            shared_out(self._others.parts(call, guide)),
+            divide_loss(self._others.parts(call, guide)),
         ):
             yield
 
@@ -261,7 +261,7 @@ class Truncated_ELBO(Described, ELBO):
         return self._others.stock._get_trace(model, guide, args, kwargs)
 
 
-class _TruncatedModule(TakesPrefixed, ELBOModule):
+class _TruncatedModule(PrefixStrippingModule, ELBOModule):
     """Model and guide as one module; loads states of wrappers too."""
 
 

@@ -27,10 +27,10 @@ from pyro_truncated.training.checkpoint import (
     refuse_unsaved,
     restore,
     save_checkpoint,
-    save_shared,
+    save_sharded_checkpoint,
 )
-from pyro_truncated.training.checkpoint_file import claimed
-from pyro_truncated.training.data_parallel import shared_portion, watched
+from pyro_truncated.training.checkpoint_file import claim_path
+from pyro_truncated.training.data_parallel import propagate_errors, shared_portion
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import progress_bar
@@ -157,7 +157,7 @@ def fit(
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)
     training, work = Training(svi), _Work(args, kwargs, batches)
-    with watched(getattr(svi, "guide", None), (args, kwargs)):
+    with propagate_errors(getattr(svi, "guide", None), (args, kwargs)):
         if checkpoint is None:
             _run(training, work, steps, callbacks, progress, patience, tolerance)
             return training
@@ -165,7 +165,7 @@ def fit(
         if portion is not None:
             refuse_unsaved(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
-        with claimed(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
+        with claim_path(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
             if path.exists() if portion is None else world.agree(path.exists()):
                 _resume(training, path, settings, run, may_differ, args, kwargs)
             saving = _Saving(path, checkpoint_seconds, settings, run, portion)
@@ -268,7 +268,7 @@ class _Saving:
             if self.portion is None:
                 save_checkpoint(self.path, training.svi, **content)
             else:
-                save_shared(self.path, training.svi, training.steps, self.portion, **content)
+                save_sharded_checkpoint(self.path, training.svi, training.steps, self.portion, **content)
         except OSError as error:
             then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"

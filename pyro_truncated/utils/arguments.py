@@ -92,7 +92,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         """The function, with its errors explained."""
         try:
             return function(*args, **kwargs)
@@ -101,7 +101,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
                 raise
             raise complaint from error
 
-    return named
+    return wrapper
 
 
 def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:

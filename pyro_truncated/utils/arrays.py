@@ -173,7 +173,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     """
     value = as_plain_array(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return _moved(torch.from_numpy(_torchable(value)), like)
+        return _move(torch.from_numpy(_torchable(value)), like)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return type(value)(as_tensors(part, like) for part in value)
     if isinstance(value, Mapping) and any(map(is_array, value.values())):
@@ -181,7 +181,7 @@ def as_tensors(value: Any, like: Tensor | None = None) -> Any:
     return value
 
 
-def _moved(tensor: Tensor, like: Tensor | None) -> Tensor:
+def _move(tensor: Tensor, like: Tensor | None) -> Tensor:
     """A tensor on another one's device, floating point numbers in its type."""
     if like is None:
         return tensor
@@ -226,7 +226,7 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     if not isinstance(found, Tensor):
         kind = f"an array of {found.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
-    return _moved(found, like)
+    return _move(found, like)
 
 
 def holds_arrays(value: Any) -> bool:
@@ -283,20 +283,20 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
     names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     data = {parameter.name for parameter in parameters if parameter.annotation in _ANNOTATIONS_OF_DATA}
 
-    def taken(name: str | None, value: Any, like: Tensor | None) -> Any:
+    def convert(name: str | None, value: Any, like: Tensor | None) -> Any:
         return as_data(str(name), value, like) if name in data and isinstance(value, _LISTS) else as_tensors(value, like)
 
     @functools.wraps(method)
-    def converted(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the method with tensors in place of arrays."""
         if not any(_may_hold_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
         like = module_number(args[0] if args else kwargs.get("model"))
-        positional = [taken(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
-        named = {name: taken(name, value, like) for name, value in kwargs.items()}
+        positional = [convert(name, value, like) for name, value in itertools.zip_longest(names[1 : len(args)], args[1:])]
+        named = {name: convert(name, value, like) for name, value in kwargs.items()}
         return method(*args[:1], *positional, **named)  # type: ignore[arg-type]
 
-    return converted
+    return wrapper
 
 
 _LISTS = (list, tuple, memoryview)

@@ -297,7 +297,7 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
     raise TypeError(f"no function is registered that converts a {type(owner).__name__} to ArviZ data (convert_owner.register)")
 
 
-def converter_of(owner: Any) -> Callable[..., Any] | None:
+def find_converter(owner: Any) -> Callable[..., Any] | None:
     """The function registered for an object's class or bases, if any."""
     found = convert_owner.dispatch(type(owner))
     return None if found is convert_owner.dispatch(object) else found

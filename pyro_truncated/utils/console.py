@@ -60,7 +60,7 @@ def note_once(message: str) -> None:
         print(f"pyro_truncated: {message}", file=sys.stderr)
 
 
-class Described:
+class ReprFromArguments:
     """An object whose ``repr`` is the call that creates an equal one.
 
     Only arguments that the object keeps under their own names are shown.

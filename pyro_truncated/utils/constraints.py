@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_data
 from pyro_truncated.utils.budget import current_budget
-from pyro_truncated.utils.devices import answers_of, cached_answer
+from pyro_truncated.utils.devices import cached_answer, cached_answers
 
 
 class _Finite(constraints.Constraint):
@@ -135,7 +135,7 @@ def has_missing(value: Tensor) -> bool:
 def missing_where(value: Tensor, other: Tensor) -> Tensor:
     """Values computed from others, whose missing entries they share on devices."""
     if not value.is_cpu:
-        answers_of(value)["has missing entries"] = has_missing(other)
+        cached_answers(value)["has missing entries"] = has_missing(other)
     return value
 
 
@@ -181,12 +181,12 @@ def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
         index: positions of the selected ones; ``None`` of a plate without a size.
     """
     if y is None or index is None:
-        return y if y is None else signed(y)
+        return y if y is None else as_signed(y)
     if index.is_cpu and len(index) == len(y) and torch.equal(index, torch.arange(len(y), device="cpu")):
-        return signed(y)
-    return signed(missing_where(y[index.to(y.device, non_blocking=True)], y))
+        return as_signed(y)
+    return as_signed(missing_where(y[index.to(y.device, non_blocking=True)], y))
 
 
-def signed(y: Tensor) -> Tensor:
+def as_signed(y: Tensor) -> Tensor:
     """The data, with unsigned integers above eight bits made signed."""
     return y.long() if y.dtype in _UNSIGNED else y

@@ -48,7 +48,7 @@ def brought(state: Any, device: torch.device) -> Any:
 _facts: Any = WeakIdKeyDictionary()
 
 
-def answers_of(value: Tensor) -> dict[str, bool]:
+def cached_answers(value: Tensor) -> dict[str, bool]:
     """What is known of a tensor's entries, by question.
 
     It is kept on a device. On the CPU memory may be shared with arrays that change unseen, and inference tensors change unseen, too.
@@ -66,7 +66,7 @@ def answers_of(value: Tensor) -> dict[str, bool]:
 
 def cached_answer(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
     """The answer about a tensor's entries, kept on a device."""
-    answers = answers_of(value)
+    answers = cached_answers(value)
     if question not in answers:
         answers[question] = bool(find_out())
     return answers[question]

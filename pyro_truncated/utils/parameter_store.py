@@ -41,7 +41,7 @@ class Assign(Messenger):
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Hides sample statements, but no parameters, from outer handlers."""
     with poutine.block(hide_fn=lambda msg: msg["type"] != "param"), free_plate_dims():
         yield
@@ -269,7 +269,7 @@ def _complaint(names: Iterable[str]) -> str:
     )
 
 
-class TakesPrefixed(torch.nn.Module):
+class PrefixStrippingModule(torch.nn.Module):
     """A module that loads states saved from a wrapper."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -314,7 +314,7 @@ _logger = logging.getLogger("pyro_truncated")
 _counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 
-class UniqueModule(TakesPrefixed, PyroModule):
+class UniqueModule(PrefixStrippingModule, PyroModule):
     """A ``PyroModule`` whose parameter names are unique in Pyro's store.
 
     The first ``BinarySparseCoding`` of a process keeps its ``weight`` as ``BinarySparseCoding.weight``, the second as

@@ -22,7 +22,7 @@ from pyro_truncated.gplvm import (
     natural_step,
     update_switches,
 )
-from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, collapsed
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, collapsed_bound
 from tests.gplvm import exact
 
 DOUBLE = torch.float64
@@ -175,7 +175,7 @@ def test_data_points_without_a_view_have_no_part_in_it():
     views = [torch.randn(6, 3, dtype=DOUBLE), torch.randn(6, 2, dtype=DOUBLE)]
     views[1][[1, 4]] = torch.nan
     view, inputs = model.views[1], model.inputs(1)
-    entrywise = collapsed(view.statistics(inputs, True), view.cholesky(), Observations.from_outputs(views[1]), view.noise)[0]
+    entrywise = collapsed_bound(view.statistics(inputs, True), view.cholesky(), Observations.from_outputs(views[1]), view.noise)[0]
     found = view.optimal(inputs, views[1])[0]
     torch.testing.assert_close(found, entrywise, rtol=1e-10, atol=1e-10)
     views[1][:] = torch.nan

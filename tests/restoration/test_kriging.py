@@ -8,8 +8,8 @@ import torch
 from sklearn.datasets import load_sample_image
 
 from pyro_truncated.restoration import Patches, denoise, inpaint, kriging
-from pyro_truncated.restoration.kriging import predicted
-from pyro_truncated.restoration.noise import filled, nearly_no_noise, smoothed
+from pyro_truncated.restoration.kriging import predict_missing
+from pyro_truncated.restoration.noise import fill_missing, nearly_no_noise, smooth_image
 
 
 def generator(seed):
@@ -64,12 +64,12 @@ def conditional_mean(rest, covariance, noise):
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
     monkeypatch.setattr(kriging, "_PART_OF_ALL", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
-    smooth = smoothed(filled(image, 2), 2)
+    smooth = smooth_image(fill_missing(image, 2), 2)
     known = rest = image - smooth
     for _ in range(3):
         (covariance,) = covariances_by_loops(known, 4, [(2.0, 2.0)], math.sqrt(628 / (2 * math.pi)), 30)
         known = conditional_mean(rest, covariance, 0.2)
-    torch.testing.assert_close(predicted(image, 2, 0.2), smooth + known)
+    torch.testing.assert_close(predict_missing(image, 2, 0.2), smooth + known)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_windows_of_small_arrays_are_small(shape, most):
     errors = []
     for seed in range(10):
         damaged = with_holes(image, 0.2, seed)
-        errors.append((predicted(damaged, len(shape), 0.04) - image)[damaged.isnan()].square().mean() / image.var())
+        errors.append((predict_missing(damaged, len(shape), 0.04) - image)[damaged.isnan()].square().mean() / image.var())
     assert float(torch.stack(errors).mean()) < most
 
 
@@ -111,7 +111,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     errors = []
     for limit in (2 / 3, 1.0):
         monkeypatch.setattr(kriging, "_MOST_IS_SEEN", limit)
-        errors.append(float((predicted(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
+        errors.append(float((predict_missing(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
     assert errors[0] < 0.9 * errors[1]  # .85, .54 and .50
 
 
@@ -120,7 +120,7 @@ def test_a_long_signal_has_few_places():
     # Of 50 000 entries there would be 125, each of which weighs all entries.
     signal = (0.3 * torch.arange(50_000.0)).sin()
     assert int(kriging._nearest_place(Patches(signal.shape, 32)).max()) == 63
-    errors = (predicted(with_holes(signal, 0.5, 15), 1, 0.03) - signal).square()
+    errors = (predict_missing(with_holes(signal, 0.5, 15), 1, 0.03) - signal).square()
     assert float(errors.mean()) < 0.01 * float(signal.square().mean())
 
 
@@ -137,7 +137,7 @@ def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(mo
     errors = []
     for neighbours in (628, 1e8):
         monkeypatch.setattr(kriging, "_NEIGHBOURS", neighbours)
-        errors.append(float((predicted(damaged, 2, 0.03) - image)[missing].square().mean()))
+        errors.append(float((predict_missing(damaged, 2, 0.03) - image)[missing].square().mean()))
     assert errors[0] < 0.25 * float(image.square().mean())
     # Of three other masks .57 to .63.
     assert errors[0] < 0.75 * errors[1]
@@ -150,7 +150,7 @@ def test_channels_tell_what_others_are():
     damaged = with_holes(texture, 0.6, 4)
     seen_in_one = ~damaged.isnan().all(-1, keepdim=True).expand_as(damaged)
     missing = damaged.isnan() & seen_in_one
-    errors = [float((guess - texture)[missing].square().mean()) for guess in (predicted(damaged, 2, 0.05), filled(damaged, 2))]
+    errors = [float((guess - texture)[missing].square().mean()) for guess in (predict_missing(damaged, 2, 0.05), fill_missing(damaged, 2))]
     assert errors[0] < 0.1
     assert errors[1] > 0.5  # the mean of neighbours knows nothing of white noise
 
@@ -161,7 +161,7 @@ def test_channels_tell_what_others_are():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_arrays_of_any_dimensions_have_finite_predictions(shape, num_dims, dtype):
     array = with_holes(torch.randn(shape, generator=generator(5), dtype=dtype), 0.5, 6)
-    found = predicted(array, num_dims, 1e-3)
+    found = predict_missing(array, num_dims, 1e-3)
     assert found.shape == shape
     assert found.dtype == dtype
     assert bool(found.isfinite().all())
@@ -173,15 +173,15 @@ def test_arrays_of_any_dimensions_have_finite_predictions(shape, num_dims, dtype
 def test_large_holes_and_single_entries_are_no_obstacle():
     array = torch.full((30, 30), math.nan)
     array[3, 4] = 2.0
-    torch.testing.assert_close(predicted(array, 2, 0.1), torch.full((30, 30), 2.0))
+    torch.testing.assert_close(predict_missing(array, 2, 0.1), torch.full((30, 30), 2.0))
     image = waves(30)
     image[8:22, 8:22] = math.nan
-    assert bool(predicted(image, 2, 0.1).isfinite().all())
+    assert bool(predict_missing(image, 2, 0.1).isfinite().all())
 
 
 def test_without_missing_entries_nothing_is_done():
     image = torch.randn(8, 8, generator=generator(7))
-    assert predicted(image, 2, 0.5) is image
+    assert predict_missing(image, 2, 0.5) is image
 
 
 @pytest.mark.nightly
@@ -190,13 +190,13 @@ def test_colours_that_are_missing_by_themselves_come_back_in_painting():
     damaged = with_holes(texture, 0.7, 8)
     missing = damaged.isnan()
     restored = inpaint(damaged, generator=generator(9), progress=False).image
-    ratio = float((restored - texture)[missing].square().mean() / (filled(damaged, 2) - texture)[missing].square().mean())
+    ratio = float((restored - texture)[missing].square().mean() / (fill_missing(damaged, 2) - texture)[missing].square().mean())
     assert ratio < 0.1
 
 
 def test_of_very_many_channels_neighbours_are_the_guess():
     image = with_holes(torch.randn(6, 6, 109, generator=generator(10)), 0.3, 11)
-    assert torch.equal(predicted(image, 2, 0.1), filled(image, 2))
+    assert torch.equal(predict_missing(image, 2, 0.1), fill_missing(image, 2))
 
 
 @pytest.mark.nightly

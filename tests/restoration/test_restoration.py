@@ -12,7 +12,7 @@ import torch
 from pyro_truncated import AutoTruncated
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.restoration import Pursuit, denoise, inpaint, noise, patch_mixture, restore
-from pyro_truncated.restoration.noise import filled, nearly_no_noise, noise_level
+from pyro_truncated.restoration.noise import fill_missing, nearly_no_noise, noise_level
 
 QUICK = {"passes": 6, "num_states": 10, "batch_size": 300, "progress": False}
 
@@ -70,7 +70,7 @@ def test_of_a_large_image_some_windows_say_how_much_noise_there_is(monkeypatch):
 
 def test_missing_entries_are_filled_from_near_to_far():
     array = torch.tensor([1.0, math.nan, 3.0, math.nan, math.nan, math.nan])
-    torch.testing.assert_close(filled(array, 1), torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
+    torch.testing.assert_close(fill_missing(array, 1), torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
 
 
 def test_pursuit_proposes_the_path_of_a_loop():
@@ -192,7 +192,7 @@ def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_na
         pyro.set_rng_seed(0)
         results.append(inpaint(*arguments, noise=2.0, model=model, side=6, generator=generator(2), **QUICK).image)
     torch.testing.assert_close(*results)
-    smoothed = filled(torch.where(mask, damaged, math.nan), 2)
+    smoothed = fill_missing(torch.where(mask, damaged, math.nan), 2)
     assert error(results[0][~mask], truth[~mask]) < error(smoothed[~mask], truth[~mask])
 
 

@@ -27,13 +27,13 @@ from pyro_truncated.diagnostics.arviz.draws import (
     prior_draws,
     role,
 )
-from pyro_truncated.diagnostics.truncation.coverage import gathered
+from pyro_truncated.diagnostics.truncation.coverage import gather_guide
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
-from pyro_truncated.utils.arviz_compat import converter_of, make_idata
+from pyro_truncated.utils.arviz_compat import find_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -190,7 +190,7 @@ class Naming:
         self.used = reserved | set(map(variable_name, draws.nodes)) | set(map(default_plate, frames))
         self.labels = DataLabels()
 
-    def of(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
+    def label(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
         """Names the dimensions of observed sites and unobserved arguments."""
         self.used |= set(map(variable_name, arguments))
         for tensor in tensors:
@@ -288,7 +288,9 @@ class Writer:
         self.nodes, self.num_chains = draws.nodes, num_chains
         self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
         self.labels = DataLabels()
-        self.labels = Naming(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).of(labelled, arguments)
+        self.labels = Naming(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).label(
+            labelled, arguments
+        )
         self.coords = {**self.labels.coords, **coords}
         self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
         unknown = set(dims) - set(self.nodes) - set(arguments)
@@ -566,7 +568,7 @@ def to_arviz(
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():
         with world.failing_together():
-            found = [gathered(one, args, kwargs) for one in (guide if several else [guide])]
+            found = [gather_guide(one, args, kwargs) for one in (guide if several else [guide])]
         every = [one for one in found if one is not None]
         if not every:
             return None
@@ -602,8 +604,8 @@ def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None
 
 def _convert(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings) -> Any:
     """What :func:`to_arviz` returns of data that one process holds."""
-    owner, data = (model, (guide, *args)) if converter_of(model) else (getattr(guide, "__self__", None), args)
-    if converter := converter_of(owner):
+    owner, data = (model, (guide, *args)) if find_converter(model) else (getattr(guide, "__self__", None), args)
+    if converter := find_converter(owner):
         if given := [name for name in ("training", "checks", "stores", "dims", "coords") if getattr(settings, name) is not None]:
             raise TypeError(f"{type(owner).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}")
         counts = {"num_samples": settings.num_samples, "num_chains": settings.num_chains}
@@ -647,7 +649,7 @@ def _add_records(datasets: dict[str, xr.Dataset], settings: _Settings) -> None:
         if "truncated_posterior" not in datasets:
             raise ValueError("checks needs a guide with an AutoTruncated part, whose posterior is truncated; leave checks out")
         exact = datasets["truncated_posterior"]
-        datasets["truncated_posterior"] = exact.merge(_named_like(settings.checks.arrays(), exact))
+        datasets["truncated_posterior"] = exact.merge(_label_like(settings.checks.arrays(), exact))
     if settings.training is not None:
         datasets["training"] = training_dataset(settings.training)
 
@@ -687,7 +689,7 @@ def _build_groups(
         # Of a space beyond the integers that files hold, the size does not matter.
         limits = {"num_states": draws.states.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
         datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
-    datasets = _without_unseen(datasets, draws, writer)
+    datasets = _drop_unobserved(datasets, draws, writer)
     # Whether some global latent has a posterior that is no point.
     of_all = [values for name, values in draws.latents.items() if name not in draws.local]
     is_drawn = draws.states is not None and not draws.states.part.layout.plates
@@ -699,7 +701,7 @@ def _build_groups(
     return {name: data.assign_attrs(attrs) for name, data in datasets.items() if data.sizes or data.data_vars}
 
 
-def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
+def _drop_unobserved(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
     """Drops data points without observations from the groups on data."""
     seen = draws.observed()
     if seen is None:
@@ -771,7 +773,7 @@ def _side_by_side(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:
     return joined
 
 
-def _named_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Dataset:
+def _label_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Dataset:
     """Names arrays ``(N,)`` like the free energy of the data points."""
     like = data["free_energy"]
     for name, values in arrays.items():

@@ -28,7 +28,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import family, sample_nodes
 from pyro_truncated.search.conditional import Moves
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.parameter_store import Assign, isolated, spare_random_numbers
+from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 Node = Mapping[str, Any]
 
@@ -129,9 +129,9 @@ class Enumeration:
 
     def draw(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Draws the discrete latents from their posterior given the others."""
-        prepared = self._prepare(values, self.names)
-        with isolated():
-            trace = poutine.trace(infer_discrete(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+        program = self._prepare(values, self.names)
+        with isolate():
+            trace = poutine.trace(infer_discrete(program, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
         return {name: trace.nodes[name]["value"] for name in self.names}
 
     def log_evidence(self, values: Mapping[str, Any]) -> Tensor:
@@ -158,17 +158,17 @@ class Enumeration:
         marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
         configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
 
-        def prepared(*args: Any, **kwargs: Any) -> Any:
+        def program(*args: Any, **kwargs: Any) -> Any:
             """The model, called with its own arguments."""
             with Assign(given), _Silence(self.hidden):
                 return configured(*args, **kwargs)
 
-        return prepared
+        return program
 
     def _enumerate(self, values: Mapping[str, Any], names: Collection[str]) -> poutine.Trace:
-        prepared = self._prepare(values, names)
-        with isolated():
-            trace = poutine.trace(poutine.enum(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
+        program = self._prepare(values, names)
+        with isolate():
+            trace = poutine.trace(poutine.enum(program, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
         trace = prune_subsample_sites(trace)
         trace.compute_log_prob()
         trace.pack_tensors()
@@ -335,7 +335,7 @@ class Collector:
         self.groups["log_likelihood"].append(log_likelihood)
         self.groups["log_prior"].append({name: nodes[name]["log_prob_sum"].double() for name in latents if name not in self.local})
 
-    def stacked(self) -> dict[str, Any]:
+    def stack(self) -> dict[str, Any]:
         """All draws, by field of :class:`Draws`."""
         groups = {group: _stack(draws) for group, draws in self.groups.items()}
         return {"lp": torch.stack(self.lp), "log_q": torch.stack(self.log_q), **groups}
@@ -408,13 +408,13 @@ def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: M
         if not guide.layout.other_latents and guide.layout.plates and guide.product is None:
             return draw_states(model, guide, args, kwargs, num_draws)
     with _plates_like_the_model(guide, model, args, kwargs):
-        part = _truncated_part(model, guide, args, kwargs)
+        part = _find_truncated_guide(model, guide, args, kwargs)
         if part is None or part.product is not None:
             return draw_from_guide(model, guide, args, kwargs, num_draws)
         return draw_jointly(model, guide, part, args, kwargs, num_draws)
 
 
-def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
+def _find_truncated_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
     """The truncated guide that takes part when a guide runs."""
     with spare_random_numbers():
         nodes = sample_nodes(trace_guide(model, guide, args, kwargs)).values()
@@ -491,7 +491,7 @@ class _Program:
             )
 
     def _run(self, values: Mapping[str, Any]) -> poutine.Trace:
-        with isolated(), Assign(values):
+        with isolate(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
     def add(self, guide_trace: poutine.Trace) -> None:
@@ -527,7 +527,7 @@ class _Program:
         summed = self.enumeration.local if self.enumeration is not None else frozenset()
         return Draws(
             nodes=self.nodes,
-            **self.collector.stacked(),
+            **self.collector.stack(),
             local=self.local,
             given=self.local - summed - self.leaves,
             plates=plates or data_plate_sizes(self.nodes),
@@ -562,7 +562,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
 def _trace_draws(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[poutine.Trace]:
     """The model's run on each draw of the latents."""
     for position in range(len(draws.lp)):
-        with isolated(), Assign(draws.values(position)):
+        with isolate(), Assign(draws.values(position)):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         yield trace
 
@@ -685,7 +685,7 @@ class _Accumulator:
         local = self.local | (frozenset() if self.is_global else frozenset(self.part.layout.sites))
         return Draws(
             nodes=self.log_joint.nodes,
-            **self.collector.stacked(),
+            **self.collector.stack(),
             local=local,
             given=self.given,
             plates=_plates(self.log_joint),
@@ -733,7 +733,7 @@ def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple
 
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the model without observations, with some latents given."""
-    with isolated(), Assign(values), FreeData():
+    with isolate(), Assign(values), FreeData():
         return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
 
 

@@ -136,7 +136,7 @@ def _text(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict(trust.Judged):
+class Verdict(trust.CheckResult):
     """What :func:`diagnose` found.
 
     Example:

@@ -27,7 +27,7 @@ from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
-def truncated_part(guide: Any) -> AutoTruncated:
+def find_truncated_guide(guide: Any) -> AutoTruncated:
     """The ``AutoTruncated`` that a guide is, or that a guide list holds."""
     if isinstance(guide, AutoTruncated):
         return guide
@@ -39,7 +39,7 @@ def truncated_part(guide: Any) -> AutoTruncated:
 
 def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a guide has a set of states for each node."""
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     if part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
             guide(*args, **kwargs)
@@ -47,7 +47,7 @@ def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 @torch.no_grad()
-def scored_populations(
+def score_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> tuple[AutoTruncated, LogJoint, Population]:
     """The truncated part, scorer, and populations scored under the current model.
@@ -55,7 +55,7 @@ def scored_populations(
     Latents of other guides take ``values`` where given, else the medians of their guides. Every result is then about the posterior of the
     states given these.
     """
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     if is_on_product(guide, args, kwargs):
         raise NotImplementedError(
             "the guide has a set of states for each node of the model's factor graph, not a list of whole states. Call "
@@ -94,15 +94,15 @@ class AllData:
 def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes."""
     with world.failing_together(), spare_random_numbers():
-        every = gathered(guide, args, kwargs)
+        every = gather_guide(guide, args, kwargs)
         found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
     assert found is not None
     return found
 
 
-def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
+def gather_guide(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
     """The guide of all data on the first process, elsewhere ``None``."""
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
     held = world.collect([part.words, part.log_joint, *rows])
     if held is None:
@@ -159,7 +159,7 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
         TypeError: if the guide has no ``AutoTruncated``.
     """
     num_parents = None if num_parents is None else check_count("num_parents", num_parents)
-    _, log_joint, population = scored_populations(guide, args, kwargs)
+    _, log_joint, population = score_populations(guide, args, kwargs)
     return plain(certificate(log_joint, population, num_parents))
 
 
@@ -258,7 +258,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     check_search(search)
     # Before the model draws as many numbers as it has data points.
     random = ops.Stream(ops.draw_seed())
-    part, log_joint, population = scored_populations(guide, args, kwargs)
+    part, log_joint, population = score_populations(guide, args, kwargs)
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
     positions = torch.arange(len(population), device=population.words.device) if population.indices is None else population.indices
@@ -293,4 +293,4 @@ def effective_states(guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         >>> bool((effective_states(guide, y) <= 16).all())
         True
     """
-    return plain(scored_populations(guide, args, kwargs)[2].effective_states().double())
+    return plain(score_populations(guide, args, kwargs)[2].effective_states().double())

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.diagnostics.truncation.coverage import broadcast_answer, plain, scored_populations
+from pyro_truncated.diagnostics.truncation.coverage import broadcast_answer, plain, score_populations
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import is_spread
@@ -111,7 +111,7 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
         ValueError: if the space has more than ``max_states`` states, or their log joints exceed the memory budget.
     """
     max_states, memory_budget = check_counts(max_states=max_states, memory_budget=memory_budget)
-    _, log_joint, population = scored_populations(guide, args, kwargs)
+    _, log_joint, population = score_populations(guide, args, kwargs)
     space = population.space
     if space.size > max_states:
         raise ValueError(
@@ -307,7 +307,7 @@ def estimate_evidence(
         settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
         settings["exact_states"] = _gather_states(exact_states)
         return broadcast_answer(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
-    part, log_joint, population = scored_populations(guide, args, kwargs)
+    part, log_joint, population = score_populations(guide, args, kwargs)
     exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
     if exact_words is not None and exact_words.shape[:-1] != (len(population),):
         raise ValueError(f"exact_states must hold one state for each of {len(population)} data points; got {tuple(exact_words.shape[:-1])}")

@@ -54,7 +54,7 @@ class Finding:
         return f"{self.problem} {self.advice}"
 
 
-class Judged:
+class CheckResult:
     """A result of checks that is trusted unless something was found wrong."""
 
     findings: Sequence[Finding]

@@ -20,11 +20,11 @@ from pyro_truncated.diagnostics.truncation.coverage import (
     Growth,
     broadcast_answer,
     certificate,
+    find_truncated_guide,
     is_on_product,
     plain,
     population_growth,
-    scored_populations,
-    truncated_part,
+    score_populations,
 )
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
@@ -64,7 +64,7 @@ class NodeReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductReport(trust.Judged):
+class ProductReport(trust.CheckResult):
     r"""What :func:`check_truncation` measured of a posterior on a product of sets.
 
     Joint states with exactly one node outside its set are disjoint events, so that
@@ -125,7 +125,7 @@ def check_product(
     """The checks of a posterior on a product of sets, see :func:`check_truncation`."""
     steps = check_count("steps", steps)
     search = AutomaticSearch() if search is None else search
-    part = truncated_part(guide)
+    part = find_truncated_guide(guide)
     call = Call(part.model, args, kwargs)
     with poutine.block(), spare_random_numbers():
         batch = part.batch(call, part.other_values(call, median=True))
@@ -165,14 +165,14 @@ def _check_chains(batch: ChainBatch, steps: int) -> ProductReport:
     free_energy = posterior.free_energy()
     blocks = BlockSearch(4, generator=torch.Generator().manual_seed(0))
 
-    def improved(start: ChainPosterior) -> Tensor:
+    def improve(start: ChainPosterior) -> Tensor:
         for _ in range(0 if start.is_complete else steps):
             start.improve_(2).search_(blocks)
         return start.free_energy()
 
-    searched = torch.maximum(improved(batch.posterior()), free_energy)
+    searched = torch.maximum(improve(batch.posterior()), free_energy)
     moves = posterior.transitions
-    doubled = searched if posterior.is_complete else torch.maximum(improved(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
+    doubled = searched if posterior.is_complete else torch.maximum(improve(ChainPosterior(batch.scorer, moves, 2 * size)), searched)
     # All pairs of states of two steps are summed over.
     exact = ChainPosterior(batch.scorer, moves, space.size).free_energy() if space.size <= 2**8 else None
     effective, added = posterior.effective_states().double().flatten(), posterior.best_additions().double().flatten()
@@ -260,7 +260,7 @@ def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TruncationReport(trust.Judged):
+class TruncationReport(trust.CheckResult):
     """What :func:`check_truncation` measured, for each of ``N`` data points.
 
     Example:
@@ -414,7 +414,7 @@ def check_truncation(
         return broadcast_answer(functools.partial(check_truncation, **settings), guide, args, kwargs)
     if is_on_product(guide, args, kwargs):
         return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
-    _, log_joint, population = scored_populations(guide, args, kwargs)
+    _, log_joint, population = score_populations(guide, args, kwargs)
     report = TruncationReport(
         num_states=population.num_states,
         space=population.space.readable_size,

@@ -288,7 +288,7 @@ SCOUTED, SCOUTING_ITERATIONS = 800, 30
 LEAST_EXPLAINED = 0.1
 
 
-def fitted_from_some_start(
+def fit_with_restart(
     attempt: Callable[[bool], float],
     kernel: DataKernel,
     targets: Tensor,
@@ -303,7 +303,7 @@ def fitted_from_some_start(
 
     The search for another start takes half of the time left at most.
     """
-    if not learned_length_scales(kernel):
+    if not kernels_with_length_scales(kernel):
         return attempt(False)
     parameters = hyper_parameters(kernel, log_noise)
     start = snapshot(parameters)
@@ -339,7 +339,7 @@ def scout_length_scales(
     return found
 
 
-def learned_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
+def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
     """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
     learned = {"lengthscale_unconstrained", "raw_lengthscale"}
     return [
@@ -350,7 +350,7 @@ def learned_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
 @torch.no_grad()
 def _shorten(kernel: DataKernel, share: float) -> None:
     with outside_programs():
-        for module in learned_length_scales(kernel):
+        for module in kernels_with_length_scales(kernel):
             setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
 
 

@@ -26,8 +26,8 @@ from pyro_truncated.gp.subset.alternation import (
     SCOUTED,
     SCOUTING_ITERATIONS,
     evidence_backward,
+    kernels_with_length_scales,
     learn_exactly,
-    learned_length_scales,
     scout_length_scales,
 )
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
@@ -222,7 +222,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             return self._left_out(everything)
 
         predicted = attempt()
-        may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
+        may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
             kept = snapshot(self._trainable_parameters)
             found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))

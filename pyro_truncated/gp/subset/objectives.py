@@ -338,7 +338,7 @@ def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, t
     )
 
 
-def calibrated_share(found: LeftOut, targets: Tensor) -> float:
+def calibrate_share(found: LeftOut, targets: Tensor) -> float:
     r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all predictions."""
     error = (targets - found.mean).square().mean(1)
 
@@ -430,4 +430,4 @@ class SparsePosterior:
         members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
         found = left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
         rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrated_share(LeftOut(*(part[rows] for part in found)), self.targets[rows])
+        return calibrate_share(LeftOut(*(part[rows] for part in found)), self.targets[rows])

@@ -27,7 +27,7 @@ from pyro_truncated.gp.subset.alternation import (
     ExactPosterior,
     default_size,
     fit_exactly,
-    fitted_from_some_start,
+    fit_with_restart,
     held_out_rows,
     hyper_parameters,
     num_alternation_rows,
@@ -359,7 +359,7 @@ class SubsetGPRegression(torch.nn.Module):
         tolerance = max(settings.tolerance, MIN_GAIN_NATS) if larger else settings.tolerance
         begin = functools.partial(attempt, size=size, known=self.index[self.index >= 0], tolerance=tolerance)
         if math.isnan(self.objective_value):
-            value = fitted_from_some_start(begin, self.kernel, self.targets, self.log_noise, record, self.generator)
+            value = fit_with_restart(begin, self.kernel, self.targets, self.log_noise, record, self.generator)
         else:
             value = begin(False)
         for size in larger:

@@ -483,7 +483,7 @@ class CandidateLatents:
             else:
                 log_own, spread = own.log_joint(visible, noise), own.spread((~visible.isnan()).double(), noise)
                 moments = [self._mix(logs / T, own, log_own / T[:, 0], T * spread) for T in temperatures]
-            found = [_fitted_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
+            found = [_fit_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
             best = int(torch.stack([score for score, _ in found]).argmax())
             temperature, noise = _TEMPERATURES[best], found[best][1]
         return temperature, noise
@@ -515,7 +515,7 @@ class CandidateLatents:
         return OwnLatents.at(self._others, z, decoder.loc, self._own_row)
 
 
-def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
+def _fit_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """Returns the log density of hidden entries, and each output's noise.
 
     The noise is estimated from the errors.

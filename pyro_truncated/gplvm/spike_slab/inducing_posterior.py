@@ -46,7 +46,7 @@ class Observations:
         return self.weights.sum(1)
 
     @property
-    def weighted(self) -> Tensor:
+    def weighted_values(self) -> Tensor:
         """Values times weights, ``(N, D)``."""
         return self.values if self.weights is None else self.values * self.weights
 
@@ -99,7 +99,7 @@ class InducingPosterior:
         return found
 
 
-def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:
+def collapsed_bound(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:
     r"""Returns the bound, and the optimal posterior of the inducing variables.
 
     .. math:: F = \tfrac{ND}{2}\log\tfrac{\beta}{2\pi} + \tfrac D2 \log|K_{uu}| - \tfrac D2 \log|K_{uu} + \beta\Psi_2|
@@ -126,7 +126,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
     half = torch.linalg.solve_triangular(cholesky, psi2, upper=False)
     gain = torch.linalg.solve_triangular(cholesky, half.mT, upper=False) / noise
     factor = torch.linalg.cholesky(eye + (gain + gain.mT) / 2)
-    projected = torch.linalg.solve_triangular(cholesky, psi1.mT @ data.weighted, upper=False) / noise
+    projected = torch.linalg.solve_triangular(cholesky, psi1.mT @ data.weighted_values, upper=False) / noise
     if len(factor) == 1:
         fitted = torch.linalg.solve_triangular(factor[0], projected, upper=False)
         mean = torch.linalg.solve_triangular(factor[0].mT, fitted, upper=True)
@@ -138,7 +138,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
         covariance = torch.cholesky_inverse(factor)[position]
     log_det = 2 * (multiplicity * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)).sum()
     trace = (multiplicity * gain.diagonal(dim1=-2, dim2=-1).sum(-1)).sum()
-    bound = data.normalizer(noise).sum() - (log_det + (data.values * data.weighted).sum() / noise) / 2
+    bound = data.normalizer(noise).sum() - (log_det + (data.values * data.weighted_values).sum() / noise) / 2
     bound = bound + (fitted.square().sum() - psi0_sum / noise + trace) / 2
     return bound, InducingPosterior(cholesky, mean, covariance)
 
@@ -153,7 +153,7 @@ def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, da
     alpha, reduction = posterior.weights, posterior.reduction
     counts = data.counts
     fixed = data.normalizer(noise)
-    square = ((data.values - 2 * (psi1 @ alpha)) * data.weighted).sum(1) + counts * psi0
+    square = ((data.values - 2 * (psi1 @ alpha)) * data.weighted_values).sum(1) + counts * psi0
     if data.weights is None:
         # Outputs enter through their number and their squared weights only.
         total = reduction.sum(0) if reduction.dim() == 3 else reduction * alpha.shape[1]

@@ -341,9 +341,9 @@ class SpikeSlabMRD(UniqueModule):
 
     def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
         """What a view sees of the latents of some data points."""
-        return self._seen(self.latents(index), view)
+        return self._view_inputs(self.latents(index), view)
 
-    def _seen(self, latents: Marginals, view: int) -> SpikeSlabInputs:
+    def _view_inputs(self, latents: Marginals, view: int) -> SpikeSlabInputs:
         dtype = self.views[view].inducing.dtype
         loc, variance = latents.loc.to(dtype), latents.scale.to(dtype).square()
         return SpikeSlabInputs(loc, variance, self.probability[view].to(dtype), validate_args=False)
@@ -417,7 +417,7 @@ class SpikeSlabMRD(UniqueModule):
 
     def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
         """The bound from outputs and latents of some data points, scaled."""
-        inputs = [self._seen(latents, c) for c in range(self.num_views)]
+        inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
         terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
         return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
 

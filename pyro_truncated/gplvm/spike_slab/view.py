@@ -26,7 +26,7 @@ from pyro_truncated.gp.uncertain import Expectation, PsiStatistics, SpikeSlabInp
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     InducingPosterior,
     Observations,
-    collapsed,
+    collapsed_bound,
     divergence,
     expected_log_likelihood,
     predict,
@@ -465,7 +465,7 @@ class View(UniqueModule):
             # Data points without this view have no part in it.
             inputs, y, point = inputs.rows(is_seen), y[is_seen], None if point is None else point[is_seen]
         data = self.observations(y, point)
-        return collapsed(self.statistics(inputs, data.weights is not None), self.cholesky(), data, self.noise.double())
+        return collapsed_bound(self.statistics(inputs, data.weights is not None), self.cholesky(), data, self.noise.double())
 
     def explicit(self) -> InducingPosterior:
         """The Gaussian posterior of the inducing variables that is optimised along."""
