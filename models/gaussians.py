@@ -409,7 +409,7 @@ class Moves:
 def insert_candidates(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
     """The populations that moves are proposed to."""
     scorer = guide.make_scorer(y)
-    population = guide.rescored(scorer)
+    population = guide.rescore(scorer)
     words = moves.candidates(population)
     return population.merge(Population(population.space, words, scorer.score(words)))
 

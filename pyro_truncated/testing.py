@@ -116,7 +116,7 @@ def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[
     """The contract of a guide with sets of states for each node."""
     call = Call(guide.model, args, kwargs)
     batch = guide.batch(call, guide.other_values(call))
-    for population in batch.rescored():
+    for population in batch.rescore():
         assert not len(population.find_duplicates()), f"states repeat within {len(population.find_duplicates())} sets"
     assert batch.scorer.takes_sets(), "the densities of the model on sets of states differ from those on single states"
     if guide.space.size <= max_states:
@@ -158,7 +158,7 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
         states = {name: value for name, value in states.items() if name not in log_joint.observed}
         # A state outside the support of an observation has probability zero: to the model it is no mistake.
         with poutine.block(), pyro.validation_enabled(False):
-            trace = log_joint.call.of(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
+            trace = log_joint.call.with_program(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
     return scores.masked_fill(log_joint.is_contradicted(words), -torch.inf) if log_joint.known is not None else scores

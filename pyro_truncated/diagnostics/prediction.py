@@ -273,7 +273,7 @@ def _state_transforms(
     equal: dict[str, Tensor] = {}
     true_levels = part.space.unpack(words, torch.int64)
     for draw in draws:
-        population = part.rescored(part.make_scorer(*args, values=draw, **kwargs))
+        population = part.rescore(part.make_scorer(*args, values=draw, **kwargs))
         weights, levels = population.weights().double(), population.states(torch.int64)
         statistics = {"active": ((levels != 0).sum(-1), (true_levels != 0).sum(-1)), "log_joint": (population.log_joint.double(), truth)}
         statistics |= {f"latent[{i}]": (levels[..., i], true_levels[..., i]) for i in range(part.space.num_latents)}

@@ -250,12 +250,14 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
             return rescore_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
-    def rescored(self, log_joint: LogJoint) -> Population:
+    def rescore(self, log_joint: LogJoint) -> Population:
         """Returns a scorer's stored populations with log joints under it.
 
         Nothing is stored.
         """
-        return Batch(self.populations, log_joint).rescored()
+        return Batch(self.populations, log_joint).rescore()
+
+    rescored = Renamed("rescore")
 
     def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
         """Improves a scorer's populations in place by search steps.

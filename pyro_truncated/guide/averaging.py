@@ -89,7 +89,7 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
             batch = guide.batch(call, {**values, **(subsamples or {})})
-            population = batch.rescored()
+            population = batch.rescore()
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
@@ -107,7 +107,7 @@ def rescore_over_draws(guide: TruncatedGuide, batch: Batch) -> Population:
     One draw is enough where they do not differ.
     """
     averaged = _average_weights(guide, batch)
-    return batch.rescored() if averaged is None else averaged
+    return batch.rescore() if averaged is None else averaged
 
 
 def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
@@ -119,15 +119,15 @@ def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
     """
     if guide.conditional is None or guide.is_conditional_exact:
         return None
-    population = batch.rescored()
-    one, other = population.log_joint.double(), batch.rescored().log_joint.double()
+    population = batch.rescore()
+    one, other = population.log_joint.double(), batch.rescore().log_joint.double()
     if guide.is_conditional_exact is None:
         guide.is_conditional_exact = _are_equal(one, other, population.log_joint.dtype)
     if guide.is_conditional_exact:
         return None
     num_draws = 2
     while num_draws < guide.num_draws or (num_draws < _MOST_DRAWS * guide.num_draws and _distance(one, other) > _HUNDREDTH):
-        one, other = (torch.logaddexp(half, batch.rescored().log_joint.double()) for half in (one, other))
+        one, other = (torch.logaddexp(half, batch.rescore().log_joint.double()) for half in (one, other))
         num_draws += 2
     mean = torch.logaddexp(one, other) - math.log(num_draws)
     return dataclasses.replace(population, log_joint=mean.to(population.log_joint.dtype))
@@ -190,7 +190,7 @@ def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> P
     wanted = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
     with spare_random_numbers(), poutine.block():
         for subsamples in _batches(guide, call, wanted):
-            batch = guide.batch(call, subsamples).rescored()
+            batch = guide.batch(call, subsamples).rescore()
             # Where nothing is stored, the store does not have the type of the model's numbers yet.
             log_joint = log_joint.to(batch.log_joint.dtype)
             log_joint[slice(None) if batch.indices is None else batch.indices] = batch.log_joint
@@ -267,7 +267,7 @@ def _batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[dict
     """
     given = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():
-        nodes = call.of(given(call.model)).trace().nodes
+        nodes = call.with_program(given(call.model)).trace().nodes
     frames = {f.name: f for f in nodes[next(iter(guide.layout.sites))]["cond_indep_stack"] if f.name in guide.layout.plates}
     chunks: list[list[tuple[str, Tensor]]] = []
     for name, frame in frames.items():

@@ -108,7 +108,7 @@ class Batch:
             return stored
         return dataclasses.replace(stored, words=self.scorer.insert_observed(stored.words))
 
-    def rescored(self) -> Population:
+    def rescore(self) -> Population:
         """Returns the populations with log joints in this run.
 
         Nothing is stored.
@@ -121,7 +121,7 @@ class Batch:
 
     def rescore_(self) -> Population:
         """Stores and returns the populations with log joints in this run."""
-        return self._store_(self.rescored())
+        return self._store_(self.rescore())
 
     def _store_(self, population: Population) -> Population:
         return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.known is not None else None)
@@ -176,7 +176,7 @@ class Batch:
         return dataclasses.replace(self, scored=self.search_(search, steps))
 
     def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
-        population = self.rescored()
+        population = self.rescore()
         shown = {name: value[: len(population)] for name, value in observations.items()}
         return SearchBatch(population, self.scorer.score, shown, **keys)
 
@@ -185,7 +185,7 @@ class Batch:
 
         They are over the batch's data points of all processes, before the search.
         """
-        population = self.rescored()
+        population = self.rescore()
         sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
         if self.populations.is_part:
             sums, number = world.add([sums, number])
@@ -256,7 +256,7 @@ class Batch:
         scorer, outside = self.scorer, self.outside()
         _accumulate(-outside / particles)
         with torch.no_grad():
-            population = self.rescored() if self.scored is None else self.scored
+            population = self.rescore() if self.scored is None else self.scored
             words, weights = _without_negligible(population, (population.log_joint / temperature).softmax(-1))
             weights = (self.scale / particles) * weights
         blocks = list(scorer.gradient_blocks(words.shape[1]))

@@ -101,7 +101,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         posterior.indices = self.scorer.plate_indices
         return posterior
 
-    def rescored(self) -> list[Population]:
+    def rescore(self) -> list[Population]:
         """Returns the sets, scored in this run of the model.
 
         Nothing is stored.

@@ -73,7 +73,7 @@ class Siblings:
         """Runs the earlier parts in the given plates."""
         with self._entering(plates):
             for part in self.earlier:
-                call.of(part)()
+                call.with_program(part)()
 
     def values(
         self, names: Sequence[str], call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None
@@ -101,7 +101,7 @@ class Siblings:
             if median:
                 with self._entering(recreate_plates(plates)):
                     for part in self.earlier:
-                        found.update(call.of(part.median)() or {})
+                        found.update(call.with_program(part.median)() or {})
             if any(name not in found for name in names):
                 with poutine.trace() as recorder:
                     self.run(recreate_plates(plates), call)

@@ -56,7 +56,7 @@ class SetBatch(Generic[_Scorer]):
         """
         return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
 
-    def rescored(self) -> list[Population]:
+    def rescore(self) -> list[Population]:
         """Returns the sets, scored in this run of the model.
 
         Nothing is stored.
@@ -68,7 +68,7 @@ class SetBatch(Generic[_Scorer]):
 
         Their log joints are those of this run of the model.
         """
-        populations = self.rescored()
+        populations = self.rescore()
         self.populations.store_(populations)
         return populations
 
@@ -170,7 +170,7 @@ class ProductBatch(SetBatch[ProductScorer]):
     # --- reading ---
 
     @torch.no_grad()
-    def rescored(self) -> list[Population]:
+    def rescore(self) -> list[Population]:
         """Returns the populations of all groups, scored in this run.
 
         Nothing is stored.

@@ -74,7 +74,7 @@ class ProductPosterior(SetReadings):
 
         Under several draws they have the mean weights.
         """
-        every = [batch.rescored() for batch in self.batches]
+        every = [batch.rescore() for batch in self.batches]
         if len(every) == 1:
             return every[0]
         return [_average(populations) for populations in zip(*every, strict=True)]

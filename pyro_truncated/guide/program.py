@@ -124,7 +124,7 @@ class ProgramRun:
             population = batch.search_(asked.search, asked.steps)
             if not batch.scorer.is_vectorized:
                 return population
-        return batch.rescored()
+        return batch.rescore()
 
     def _sample_conditional(self, states: dict[str, Any]) -> dict[str, Tensor]:
         conditional = self._guide.conditional

@@ -148,7 +148,7 @@ def _node_weights(batch: ProductBatch, node: int) -> Tensor:
     """The posterior of the states of a node, ``(S, *plates)``."""
     scorer, product = batch.scorer, batch.scorer.product
     number, at = product.place[node]
-    weights = scorer.split_nodes(batch.rescored()[number].weights().double(), number)[at]
+    weights = scorer.split_nodes(batch.rescore()[number].weights().double(), number)[at]
     table = product.spread(node, weights, scorer.plate_sizes(node)).movedim(product.tree.dim(node), 0)
     return table.reshape(len(table), *table.shape[product.tree.num_dims - product.tree.depth :])
 

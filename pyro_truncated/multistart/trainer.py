@@ -193,7 +193,7 @@ class Trainer:
             return
         log_joint = self.scorer()
         words = guide.space.pack(states)
-        population = guide.rescored(log_joint)
+        population = guide.rescore(log_joint)
         merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
         guide.populations.store_(merged.log_joint, None, merged.words)
 

@@ -52,7 +52,7 @@ class Call:
         """Runs the program under the handlers around, and returns what it returns."""
         return self.model(*self.args, **self.kwargs)
 
-    def of(self, program: Callable[..., Any]) -> Call:
+    def with_program(self, program: Callable[..., Any]) -> Call:
         """Returns a call of another program with the same arguments.
 
         It may be a guide, or the model under a handler.

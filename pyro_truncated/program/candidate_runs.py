@@ -182,7 +182,7 @@ class CandidateRuns:
             for frame in self.probe.frames:
                 subsample = self.probe.values[frame.name]
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
-            return self.probe.call.of(functools.partial(conditional, dict(states))).trace()
+            return self.probe.call.with_program(functools.partial(conditional, dict(states))).trace()
 
     def _check_sites(self, nodes: Mapping[str, Any]) -> None:
         changed = sorted(set(nodes) ^ set(self.probe.nodes))

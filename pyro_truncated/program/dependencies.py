@@ -53,7 +53,7 @@ class Dependencies:
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
-                trace = call.of(TrackProvenance()(call.model)).trace()
+                trace = call.with_program(TrackProvenance()(call.model)).trace()
             with torch.no_grad(), pyro.validation_enabled(False):
                 scopes = _scopes(trace)
         except Exception:

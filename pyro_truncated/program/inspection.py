@@ -41,7 +41,7 @@ def hidden_latents(call: Call) -> list[str]:
         handler, model = model.args[:2]
         if isinstance(handler, BlockMessenger):
             with poutine.block(), torch.no_grad():
-                nodes = latent_nodes(call.of(model).trace())
+                nodes = latent_nodes(call.with_program(model).trace())
             hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
     return hidden
 

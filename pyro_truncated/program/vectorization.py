@@ -228,7 +228,7 @@ def _read_line(log_joint: LogJoint) -> traceback.FrameSummary | None:
     """Where Python first looks at the value of a latent."""
     call = log_joint.call
     with isolate(), pyro.validation_enabled(False), PythonReads() as reader:
-        call.of(TrackProvenance()(call.model)).trace()
+        call.with_program(TrackProvenance()(call.model)).trace()
     return _user_frame(reader.stack)
 
 

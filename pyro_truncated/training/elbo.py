@@ -235,7 +235,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             if not parts:
                 raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
             if self._known_guide is not guide:
-                refuse_local_draws(parts, call.of(guide))
+                refuse_local_draws(parts, call.with_program(guide))
             self._meet(call, guide)
             self._others.prepare(call, guide)
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
@@ -430,7 +430,7 @@ class MixedGuides:
         if part is None:
             return self.stock_loss_and_grads(call, guide)
         try:
-            return sum(self._backward(part, call.of(guide)) for _ in range(self.stock.num_particles))
+            return sum(self._backward(part, call.with_program(guide)) for _ in range(self.stock.num_particles))
         except AllObservedError:
             return self.stock_loss_and_grads(call, guide)
 
@@ -457,7 +457,7 @@ class MixedGuides:
         """
         if self._known is None or self._known[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad():
-                marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.of(guide).trace()).values()]
+                marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
             self._known = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
         return self._known[1]
 
@@ -484,7 +484,7 @@ class MixedGuides:
         if part is None:
             return None
         try:
-            return torch.stack([free_energy_given_draws(part, call.of(guide)) for _ in range(self.stock.num_particles)]).mean()
+            return torch.stack([free_energy_given_draws(part, call.with_program(guide)) for _ in range(self.stock.num_particles)]).mean()
         except AllObservedError:
             return None
 
@@ -550,7 +550,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     _check_reparametrised(siblings)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
-    batch = part.batch(guide.of(part.model), {**drawn, **subsamples})
+    batch = part.batch(guide.with_program(part.model), {**drawn, **subsamples})
     beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
     return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
 

@@ -69,7 +69,7 @@ def complete(model, y):
     """The populations of all states, and their scorer."""
     guide = AutoTruncated(model, num_states=getattr(model, "num_values", 2) ** model.num_latents)
     log_joint = guide.make_scorer(y)
-    return guide.rescored(log_joint), log_joint
+    return guide.rescore(log_joint), log_joint
 
 
 def exact_losses(population):
@@ -139,7 +139,7 @@ def test_every_data_point_counts_however_little_memory_there_is():
     for budget in (2**20, 2**28):
         guide = AutoTruncated(model, num_states=64, memory_budget=budget)
         log_joint = guide.make_scorer(y)
-        losses.append(deletion_losses(guide.rescored(log_joint), log_joint))
+        losses.append(deletion_losses(guide.rescore(log_joint), log_joint))
         blocks = len(log_joint.row_blocks(3 * 6))
         assert (blocks > 1) == (budget == 2**20)
     torch.testing.assert_close(*losses)

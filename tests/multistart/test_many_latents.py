@@ -75,7 +75,7 @@ def test_training_begins_with_good_states(search):
     torch.manual_seed(0)
     model, y, run = bars_at_truth(search)
     exact = AutoTruncated(model, num_states=2**8)
-    optimum = exact.rescored(exact.make_scorer(y)).free_energy().mean()
+    optimum = exact.rescore(exact.make_scorer(y)).free_energy().mean()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run.find_states()
     found = run.truncated.population().free_energy().mean()

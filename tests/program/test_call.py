@@ -93,8 +93,8 @@ def test_a_run_takes_values_and_nobody_sees_it():
 
 def test_another_program_takes_the_same_arguments():
     call = Call(counting, (Y,), {"batch": 2})
-    assert call.of(lambda y, batch: (len(y), batch))() == (5, 2)
-    assert set(call.of(poutine.block(counting, hide=["s"])).trace().nodes) >= {"y", "data"}
+    assert call.with_program(lambda y, batch: (len(y), batch))() == (5, 2)
+    assert set(call.with_program(poutine.block(counting, hide=["s"])).trace().nodes) >= {"y", "data"}
     assert call.model is counting
 
 

@@ -58,7 +58,10 @@ def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
     with pytest.warns(DeprecationWarning, match="rows_of has a new name: use select_rows"):
         assert torch.equal(population.rows_of(y), y)
     with pytest.warns(DeprecationWarning, match="log_joint_of has a new name: use make_scorer"):
-        assert isinstance(guide.log_joint_of(y), LogJoint)
+        scorer = guide.log_joint_of(y)
+    assert isinstance(scorer, LogJoint)
+    with pytest.warns(DeprecationWarning, match="rescored has a new name: use rescore"):
+        assert torch.equal(guide.rescored(scorer).log_joint, guide.rescore(scorer).log_joint)
     with pytest.warns(DeprecationWarning, match="candidates_of has a new name: use num_candidates_for"):
         assert ConditionalSearch(64).candidates_of(8) == 64
     for old, new in (("positions_of", distributed.global_positions), ("sums_of", distributed.shard_sum)):

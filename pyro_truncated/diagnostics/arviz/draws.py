@@ -540,7 +540,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     with poutine.block():
         log_joint = guide.make_scorer(*args, **kwargs)
     refuse_subsamples(log_joint.nodes)
-    population = guide.rescored(log_joint)
+    population = guide.rescore(log_joint)
     free_energy = population.free_energy()
     index = torch.multinomial(population.weights(), num_draws, replacement=True).mT
     drawn = population.log_joint.double().gather(1, index.mT).mT
@@ -626,7 +626,7 @@ class _Accumulator:
 
     def add(self, log_joint: LogJoint, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
         """Adds a draw of the global sites: its populations and traces."""
-        population = self.part.rescored(log_joint)
+        population = self.part.rescore(log_joint)
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
         if len(self.covered) < 8:
@@ -679,7 +679,7 @@ class _Accumulator:
     def result(self) -> Draws:
         """Stacks the draws and averages probabilities and free energies."""
         # Log joints that give back both means.
-        population = self.part.rescored(self.log_joint)
+        population = self.part.rescore(self.log_joint)
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))
         states = States(self.part, self.log_joint, population, torch.stack(self.covered).mean(0), torch.stack(self.index))
         local = self.local | (frozenset() if self.is_global else frozenset(self.part.layout.sites))

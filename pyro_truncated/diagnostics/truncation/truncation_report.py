@@ -193,7 +193,7 @@ def full_sets(batch: ProductBatch) -> list[Tensor]:
 
 def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeReport:
     scorer, group = batch.scorer, batch.scorer.product.groups[number]
-    population = batch.rescored()[number]
+    population = batch.rescore()[number]
     is_exact = sets[number].shape[1] >= group.space.size
     addition = torch.zeros(len(population), dtype=torch.float64)
     if not is_exact:
