@@ -77,9 +77,9 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         """Returns what random data points share with others, and noise deviations."""
         weight, deviation = super()._first_dictionary(y, generator)
         above = y if self.bias is None else y - self.bias
-        return self._reduce_shared(weight, above), deviation
+        return self._keep_shared_part(weight, above), deviation
 
-    def _reduce_shared(self, weight: Tensor, rows: Tensor) -> Tensor:
+    def _keep_shared_part(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Reduces elements to the part that data points share."""
         part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
         return weight * part
@@ -127,7 +127,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
             power = left.double().square().sum(1).to(generator_device(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
-            self.weight = self.weight.index_copy(1, unused, self._reduce_shared(left[chosen.to(left.device)].mT, left))
+            self.weight = self.weight.index_copy(1, unused, self._keep_shared_part(left[chosen.to(left.device)].mT, left))
         return len(unused)
 
     @torch.no_grad()

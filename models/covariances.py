@@ -484,7 +484,7 @@ class Prior:
 
     @classmethod
     def from_pseudo_data(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
-        """The prior from results of :func:`known`, if empty only the floor."""
+        """The prior from results of :func:`prior_buffers`, if empty only the floor."""
         return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
 
     def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
@@ -518,16 +518,16 @@ class Prior:
         return len(self.covariance)
 
 
-def unknown(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
+def empty_prior_buffers(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
     """Zero buffers of a mixture without data ``(D,)``, empty without prior."""
     sizes: dict[str, tuple[int, ...]] = {"spread": tuple(center.shape) * (1 + kind.is_dense), "pseudo": (2,)}
     return {name: center.new_zeros(size if number else (0,)) for name, size in sizes.items()}
 
 
-def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict[str, Tensor]:
+def prior_buffers(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict[str, Tensor]:
     """These buffers with what is known from data ``(N, D)`` around their mean."""
     if not number:
-        return unknown(kind, number, rows[0])
+        return empty_prior_buffers(kind, number, rows[0])
     spread: Tensor = floor_covariance(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
     size = half_log_det(kind, spread)
     return {"spread": spread, "pseudo": torch.stack([size.new_tensor(number), size])}

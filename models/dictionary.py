@@ -29,12 +29,12 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
 
     If nothing is observed it raises ``ValueError``.
     """
-    raise_if(~(observed > 0), _refuse_nothing_observed)
+    raise_if(~(observed > 0), _raise_no_observed_entry)
     scale = (squares / observed).sqrt()
     return torch.where(scale > 0, scale, 1.0)
 
 
-def _refuse_nothing_observed() -> None:
+def _raise_no_observed_entry() -> None:
     raise ValueError("the data have no observed entry: all of them are NaN, so there is nothing to learn from")
 
 

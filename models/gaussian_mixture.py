@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
 from pyro_truncated.extend import check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.models.covariances import Prior, known, make_covariances, unknown
+from pyro_truncated.models.covariances import Prior, empty_prior_buffers, make_covariances, prior_buffers
 from pyro_truncated.models.data_model import MOST_ROWS, check_data, count_data
 from pyro_truncated.models.gaussians import (
     Agglomeration,
@@ -121,7 +121,7 @@ class GaussianMixture(LinearMixture):
 
     def later_buffers(self) -> dict[str, Tensor]:
         """Mixtures of earlier versions have no prior."""
-        return {**super().later_buffers(), **unknown(self._kind, self.pseudo_data, self.center)}
+        return {**super().later_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
@@ -163,7 +163,7 @@ class GaussianMixture(LinearMixture):
         self.center = rows.mean(0)
         above = rows - self.center
         floor = self._kind.floor(above.square().mean(0), rows.square().mean(0), self.loc.dtype)
-        self.spread, self.pseudo = known(self._kind, self.pseudo_data, above, floor).values()
+        self.spread, self.pseudo = prior_buffers(self._kind, self.pseudo_data, above, floor).values()
         self._take(self._first_components(above, floor, generator))
         self.knows_data.fill_(True)
         return self

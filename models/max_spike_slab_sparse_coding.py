@@ -254,7 +254,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         with :math:`n = \sum_n \langle b \rangle`, over the latents that share them. Positive slab means are then scaled to one, and the
         ``statistics`` to the same units.
         """
-        count, first, second = (self._sum_shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
+        sums = [statistics[name] for name in ("active", "coefficients", "coefficient_squares")]
+        count, first, second = (value.sum() for value in sums) if self.shared_slab else sums
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
         gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self._set_dictionary(dictionary_from_claims(self.weight.double(), statistics, gain), statistics, statistics["errors"])
@@ -263,10 +264,6 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         self.unit = self.unit * gain
         for name, factor in (("coefficients", gain), ("coefficient_squares", gain**2), ("wins", gain**2), ("claims", gain)):
             statistics[name] = statistics[name] * factor
-
-    def _sum_shared(self, sums: Tensor) -> Tensor:
-        """Sums over the latents, if they share their slab."""
-        return sums.sum() if self.shared_slab else sums
 
     @torch.no_grad()
     @takes_arrays

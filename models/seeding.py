@@ -53,7 +53,7 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
     nearest = _TwoNearest(points, chosen)
     failures, least = 0, _MIN_GAIN * nearest.cost / number
     for _ in range(max(_MIN_TRIES, number)):
-        failures = 0 if nearest.swap(_drawn(nearest.distance[0], trials, generator), least) else failures + 1
+        failures = 0 if nearest.swap(_draw_positions(nearest.distance[0], trials, generator), least) else failures + 1
         if failures == _PATIENCE:
             break
     return nearest.chosen, nearest.index[0]
@@ -61,10 +61,10 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
 
 def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator | None) -> Tensor:
     chosen = torch.zeros(number, dtype=torch.int64, device=points.device)
-    chosen[:1] = _drawn(torch.ones_like(points[:, 0]), 1, generator)
+    chosen[:1] = _draw_positions(torch.ones_like(points[:, 0]), 1, generator)
     distance = _square(points, chosen[:1])[0]
     for k in range(1, number):
-        drawn = _drawn(distance, trials, generator)
+        drawn = _draw_positions(distance, trials, generator)
         lower = _square(points, drawn).minimum(distance)
         best = lower.sum(1).argmin()
         chosen[k], distance = drawn[best], lower[best]
@@ -98,9 +98,9 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     distance = (points - points[chosen[cell]]).square().sum(1)
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
-            return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
+            return torch.cat([chosen, _draw_positions(distance, number - len(chosen), generator)])
         size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
-        drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
+        drawn = _best_first(points, distance, power, _draw_positions(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
         taken = drawn[_find_distant(points[drawn], at_most)]
         nearest = taken[_find_nearest(points, power, taken)]
@@ -199,7 +199,7 @@ class _TwoNearest:
         return found.values.square().mT, found.indices.mT
 
 
-def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+def _draw_positions(weight: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
     """Positions drawn in proportion to weights; evenly if all are zero."""
     total = weight.double().cumsum(0)
     total = total if bool(total[-1] > 0) else torch.ones_like(total).cumsum(0)

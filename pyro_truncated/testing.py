@@ -19,7 +19,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.supports import log_prob_on_support
 
 __all__ = ["check_guide", "enumerate_log_joint"]
 
@@ -175,7 +175,7 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
             continue
         # A latent that is summed out has a distribution whether masked or not.
         mask = None if node["name"] in layout.sites and not (node["is_observed"] or node["name"] in log_joint.idle) else node["mask"]
-        log_prob = scale_and_mask(supported_log_prob(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
+        log_prob = scale_and_mask(log_prob_on_support(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
         log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
         total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)
     return total

@@ -270,7 +270,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
         draw_alike(generator)
     if total <= number:
         return y if len(y) == total else whole(rows_at(y, torch.arange(total)))
-    return rows_at(y, _drawn(total, number, generator).sort().values)
+    return rows_at(y, _draw_positions(total, number, generator).sort().values)
 
 
 def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
@@ -280,10 +280,10 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
     """
     if isinstance(y, Shard) and y.portion.is_part:
         draw_alike(generator)
-    return whole(rows_at(y, _drawn(total_rows(y), number, generator)))
+    return whole(rows_at(y, _draw_positions(total_rows(y), number, generator)))
 
 
-def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor:
+def _draw_positions(total: int, number: int, generator: torch.Generator | None) -> Tensor:
     return torch.randperm(total, generator=generator, device=generator_device(generator))[:number]
 
 

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_truncated import ops
 from pyro_truncated.distributions.linear import error_with_bias
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums, trials
-from pyro_truncated.ops.unpacked import collapse, collapse_correlated, product
+from pyro_truncated.ops.unpacked import collapse, collapse_correlated_slabs, product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import finite, missing_where, or_missing, without_missing
@@ -456,4 +456,4 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         return standard @ self.slab_scale_tril.mT
 
     def _integrate(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return collapse_correlated(states, linear, gram, self.slab_mean.double(), self.slab_scale_tril.double())
+        return collapse_correlated_slabs(states, linear, gram, self.slab_mean.double(), self.slab_scale_tril.double())

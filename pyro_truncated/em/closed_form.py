@@ -17,7 +17,7 @@ from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.devices import brought, module_device
+from pyro_truncated.utils.devices import module_device, to_device
 
 Statistics = dict[str, Tensor]
 
@@ -194,7 +194,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
             change = new if old is None else {name: value - old[name] for name, value in new.items()}
-            change, held = total(self._replace_expected(change, indices, num_data)), self.statistics
+            change, held = total(self._replace_expected_statistics(change, indices, num_data)), self.statistics
             self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
@@ -212,7 +212,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         expected = _plus(visited, self.expected, int((~self.visited).sum()))
         self.statistics = sum_over_processes(expected) if is_part else expected
 
-    def _replace_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
+    def _replace_expected_statistics(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
         is_beginning = self.statistics is None
         if is_beginning and hasattr(self.model, "expected_statistics"):
@@ -253,7 +253,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         state_dict = copy.deepcopy(state_dict)
         # Files are read onto the CPU, whatever they were saved from.
         device = module_device(self.model)
-        self.statistics, self.expected = (brought(one, device) for one in (state_dict["statistics"], state_dict.get("expected")))
+        self.statistics, self.expected = (to_device(one, device) for one in (state_dict["statistics"], state_dict.get("expected")))
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]
         self._pending = False

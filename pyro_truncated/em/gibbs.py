@@ -154,12 +154,12 @@ class GibbsGuide(PyroModule):
 
     def marginals(self, indices: Tensor | None = None) -> Tensor:
         """Returns posterior probabilities that latents are active, ``(N, H)``."""
-        self._check_started()
+        self._check_has_draws()
         return self.probabilities if indices is None else self.probabilities[indices]
 
     def draws(self, indices: Tensor | None = None) -> GibbsDraws:
         """Returns the draws in the present units of the model."""
-        self._check_started()
+        self._check_has_draws()
         rows = slice(None) if indices is None else indices
         # The buffers change at the next step.
         selected = self.selected[rows].clone()
@@ -227,7 +227,7 @@ class GibbsGuide(PyroModule):
 
     def forward(self, y: Tensor, batch_size: int | None = None, num_data: int | None = None) -> dict[str, Tensor]:
         """Sets the model's latent sites to draws; takes the model's arguments."""
-        self._check_started()
+        self._check_has_draws()
         with pyro.plate("data", len(self.coefficients), subsample_size=batch_size) as index:
             draws = self.draws(index).spread(self.model.num_latents)
             chosen = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
@@ -283,7 +283,7 @@ class GibbsGuide(PyroModule):
         self.register_buffer("selected", selected)
         self.register_buffer("coefficients", coefficients)
 
-    def _check_started(self) -> None:
+    def _check_has_draws(self) -> None:
         if "selected" not in self._buffers:
             raise RuntimeError("the guide has no draws yet; train it with SVI and a GibbsEM, or call guide.update_(search, y)")
 

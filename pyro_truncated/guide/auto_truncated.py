@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
-from pyro_truncated.guide.companion_guides import refuse_uncovered
+from pyro_truncated.guide.companion_guides import refuse_uncovered_latents
 from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPosterior, ProductProgramRun
@@ -322,7 +322,9 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             guide.setup(*call.args, **call.kwargs)
             guide.inherit(self.siblings)
             values = guide.other_values(call)
-            refuse_uncovered([] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values])
+            refuse_uncovered_latents(
+                [] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values]
+            )
             guide.batch(call, values).search_(search, steps, is_new=True)
             average_over_conditional_(guide, call)
         return guide

@@ -162,7 +162,7 @@ def average_over_conditional_(guide: TruncatedGuide, call: Call) -> None:
 def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
     """Returns the posterior of all or the given data points.
 
-    It has their populations when last scored, see :func:`average_stored`.
+    It has their populations when last scored, see :func:`average_populations`.
 
     An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
     nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored.
@@ -176,9 +176,9 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
         RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
     """
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
-        return average_stored(guide, guide.populations.scored(indices), call)
+        return average_populations(guide, guide.populations.scored(indices), call)
     population = guide.populations.population(indices)
-    return average_stored(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
+    return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
 
 
 def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
@@ -198,7 +198,7 @@ def _rescore_now(guide: TruncatedGuide, population: Population, call: Call) -> P
 
 
 @torch.no_grad()
-def average_stored(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
+def average_populations(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
     """Returns stored populations with log joints averaged over draws.
 
     Only draws of other guides are averaged.

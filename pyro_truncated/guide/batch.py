@@ -106,7 +106,7 @@ class Batch:
         stored = self.populations.take(self.indices)
         if self.is_idle:
             return stored
-        return dataclasses.replace(stored, words=self.scorer.insert_observed(stored.words))
+        return dataclasses.replace(stored, words=self.scorer.insert_observed_values(stored.words))
 
     def rescore(self) -> Population:
         """Returns the populations with log joints in this run.
@@ -159,7 +159,7 @@ class Batch:
                 where = rows if self.indices is None else self.indices[rows]
                 shown = {name: value[rows] for name, value in observations.items()}
                 with ops.defer_checks():
-                    words = self.scorer.insert_observed(store.words[where])
+                    words = self.scorer.insert_observed_values(store.words[where])
                     score = self.scorer.scorer(rows)
                     log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
                     known = Population(store.space, words, log_joint, self._positions(rows))

@@ -75,12 +75,12 @@ class ChainBatch(SetBatch[ChainScorer]):
     def _shape(self) -> tuple[int, int]:
         return self.scorer.num_data, self.scorer.product.num_steps
 
-    def _take_stored(self) -> Population:
+    def _take_populations(self) -> Population:
         return self.populations.stores[0].take(self.scorer.rows)
 
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
-        return self._take_stored().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
+        return self._take_populations().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
 
     def _unary(self, words: Tensor) -> Tensor:
         return self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
@@ -171,7 +171,7 @@ class ChainBatch(SetBatch[ChainScorer]):
         generator = torch.Generator().manual_seed(store.next_search_().next())
         blocks = BlockSearch(_BLOCK_CHAINS, generator=generator)
         with poutine.block():
-            stored = self._take_stored()
+            stored = self._take_populations()
             is_scored = not bool(stored.log_joint.isnan().any())
             posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
             for _ in range(steps):

@@ -119,7 +119,7 @@ class Siblings:
                 "AutoGuideList; append AutoTruncated last"
             )
 
-    def refuse_unknown(self, layout: Layout, prototype: Any) -> None:
+    def refuse_unknown_latents(self, layout: Layout, prototype: Any) -> None:
         """Checks that the siblings know the latents of new data.
 
         Args:
@@ -183,7 +183,7 @@ def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, An
                 )
 
 
-def refuse_uncovered(names: Sequence[str]) -> None:
+def refuse_uncovered_latents(names: Sequence[str]) -> None:
     """Refuses new data of which no guide says anything about some latents.
 
     Raises:

@@ -161,10 +161,10 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     def sets(self) -> list[Tensor]:
         """The words ``(rows, S, num_words)`` of each group, with what is known put in."""
-        stored = self._take_stored()
-        return [self.scorer.insert_known(population.words, number) for number, population in enumerate(stored)]
+        stored = self._take_populations()
+        return [self.scorer.insert_known_values(population.words, number) for number, population in enumerate(stored)]
 
-    def _take_stored(self) -> list[Population]:
+    def _take_populations(self) -> list[Population]:
         return [store.take(self.scorer.population_rows(number)) for number, store in enumerate(self.populations.stores)]
 
     # --- reading ---
@@ -182,7 +182,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
         product, scorer = self.scorer.product, self.scorer
         beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
-        for number, (population, words) in enumerate(zip(self._take_stored(), sets, strict=True)):
+        for number, (population, words) in enumerate(zip(self._take_populations(), sets, strict=True)):
             nodes = product.groups[number].nodes
             sizes = scorer.plate_sizes(nodes[0])
             added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))

@@ -33,7 +33,7 @@ from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.console import note_once, readable_count
-from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import ShadowWatch, empty_store, isolate, refuse_shadowed_parameters, spare_random_numbers
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
@@ -42,7 +42,7 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
     Raises:
         ValueError: if the model hides latents, or what Pyro's parameter store holds under its names belongs to others.
     """
-    refuse_shadowed(call.model, conditional)
+    refuse_shadowed_parameters(call.model, conditional)
     with naming_earlier_parameters(call):
         refuse_hidden_latents(call)
         with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch(), warn_about_running_statistics():

@@ -290,7 +290,7 @@ class WholeModelGuide(AutoGuide):
                     f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
                 )
         if siblings is not None:
-            siblings.refuse_unknown(self.layout, self.prototype_trace)
+            siblings.refuse_unknown_latents(self.layout, self.prototype_trace)
             self._inherited = siblings.with_frames(self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:

@@ -259,9 +259,11 @@ def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tens
         basis = _columns(factor, ranks, part.group) / noise[:, None, None]
         above = (rows[row[part.entry]] - center) / noise[:, None, None]
         is_seen = (~above.isnan()).to(rows)
-        spread = torch.cholesky_inverse(cholesky(_identity(basis) + _weighted_gram(basis, is_seen)))
+        pairs = _pairs(basis)
+        gram = (is_seen @ pairs).unflatten(-1, 2 * basis.shape[-1:])
+        spread = torch.cholesky_inverse(cholesky(_identity(basis) + gram))
         mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
-        variances = spread.flatten(2) @ _pairs(basis).mT
+        variances = spread.flatten(2) @ pairs.mT
         noise = noise[:, None, None]
         found.append((center + noise * mean, noise**2 * variances))
     means, errors = (grouped.gather(list(part)) for part in zip(*found, strict=True))
@@ -279,12 +281,6 @@ def _ranks(factor: Tensor) -> Tensor | None:
 def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
     """Drops columns that are zero in all of some groups' matrices."""
     return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
-
-
-def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:
-    """``W' diag(w) W`` for bases ``(B, D, R)`` and weights ``(B, T, D)``, ``(B, T, R, R)``."""
-    gram: Tensor = (weight @ _pairs(basis)).unflatten(-1, (basis.shape[-1], basis.shape[-1]))
-    return gram
 
 
 def _pairs(basis: Tensor) -> Tensor:

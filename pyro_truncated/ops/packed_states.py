@@ -414,7 +414,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
     """
     if not fields.is_binary:
         return value_probabilities(words, weights, fields)[..., 1:].sum(-1)
-    _check_weighted(words, weights, fields)
+    _check_weights(words, weights, fields)
     check_bits(words, fields.num_latents)
     return backend("latent_values", words).activation_probabilities(words, weights, fields)  # type: ignore[no-any-return]
 
@@ -436,7 +436,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
     if fields.is_binary:
         active = activation_probabilities(words, weights, fields)
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
-    _check_weighted(words, weights, fields)
+    _check_weights(words, weights, fields)
     out, num_invalid = backend("latent_values", words).value_probabilities(words, weights, fields)
     raise_if(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
     return out  # type: ignore[no-any-return]
@@ -471,7 +471,7 @@ def _refuse_others(number: int) -> None:
     raise ValueError(f"{number} latents of the states hold values that they do not have; the states belong to another state space")
 
 
-def _check_weighted(words: Tensor, weights: Tensor, fields: Fields) -> None:
+def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:
     check_words("words", words)
     if words.shape[-1] != fields.num_words or weights.shape != words.shape[:2]:
         given = f"{tuple(words.shape)} and {tuple(weights.shape)}"

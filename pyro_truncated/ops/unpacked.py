@@ -55,7 +55,7 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
     return energy, factor, solution
 
 
-def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def collapse_correlated_slabs(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Does as :func:`collapse` for slabs :math:`z = \mu + T e`, ``root`` :math:`T` ``(*batch, H, H)``."""
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)

@@ -22,7 +22,7 @@ from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import site_log_density
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_masked, latent_nodes, sample_nodes
-from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob, impossible_entries
 from pyro_truncated.states.population import Moments
 from pyro_truncated.utils.parameter_store import Assign, isolate
@@ -193,7 +193,7 @@ class CandidateRuns:
 
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.probe.layout.checked:
-            return supported_log_prob(node["fn"], node["value"])
+            return log_prob_on_support(node["fn"], node["value"])
         is_latent = node["name"] in self.probe.layout.sites and not node["is_observed"]
         if is_latent and (self.probe.device.type == "cpu" or node["name"] in self.probe.layout.clamped):
             return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))

@@ -57,7 +57,7 @@ def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection
                 )
 
 
-def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:
+def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:
     """Checks that batch dimensions are those of plates.
 
     It concerns latent sites and all that depends on discrete latents.

@@ -18,7 +18,7 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated
+from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated_dims
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
@@ -216,7 +216,7 @@ class Layout(SiteLayout):
                 f"the model has no discrete latent site, so AutoTruncated has nothing to infer; its latents are: {others}. If it observes "
                 "the discrete sites in this call, first call guide.setup(*args) with arguments for which it does not."
             )
-        refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
+        refuse_unplated_dims(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
         for node in nodes:
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])

@@ -254,7 +254,7 @@ class Probe:
             return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
         return self.known.contradicts(words)
 
-    def insert_observed(self, words: Tensor) -> Tensor:
+    def insert_observed_values(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.
 
         States that would repeat others stay as they are.

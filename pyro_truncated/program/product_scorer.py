@@ -26,7 +26,7 @@ from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
-from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
 
 _STATES_TRIED = 3
@@ -153,7 +153,7 @@ class ProductScorer(Probe):
     def _selects(self, sets: Sets) -> bool:
         """Whether the first run is one of these sets, in all rows."""
         return not self.uncovered and all(
-            self.population_rows(number) is None and torch.equal(self.insert_known(words, number), words)
+            self.population_rows(number) is None and torch.equal(self.insert_known_values(words, number), words)
             for number, words in enumerate(sets)
         )
 
@@ -236,7 +236,7 @@ class ProductScorer(Probe):
             for group in self.product.groups
         ]
 
-    def insert_known(self, words: Tensor, group: int) -> Tensor:
+    def insert_known_values(self, words: Tensor, group: int) -> Tensor:
         """Returns the states of a group with known values put in."""
         known = self.known_sets[group]
         if all(levels is None for levels in known):
@@ -333,7 +333,7 @@ class ProductScorer(Probe):
         layout = self.product.layout
         others = [node for node in nodes if node["name"] not in layout.checked]
         latents = [node for node in others if node["name"] in layout.sites and not node["is_observed"]]
-        found = {node["name"]: supported_log_prob(node["fn"], node["value"]) for node in nodes if node["name"] in layout.checked}
+        found = {node["name"]: log_prob_on_support(node["fn"], node["value"]) for node in nodes if node["name"] in layout.checked}
         found |= _by_name(latents, lambda fn, value: exact_log_prob(fn, value, lambda: log_density(fn, value)))
         found |= _by_name([node for node in others if node["name"] not in found], log_density)
         return [found[node["name"]] for node in nodes]

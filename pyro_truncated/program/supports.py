@@ -69,7 +69,7 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
     return check.flatten(check.dim() - entry_dims).all(-1) if entry_dims > 0 else check
 
 
-def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
+def log_prob_on_support(fn: Any, value: Tensor) -> Tensor:
     """Returns the log density of values that may lie outside.
 
     Outside of the support it is ``-inf``, whatever the formula says.

@@ -540,7 +540,7 @@ def _gain(counts: Tensor) -> float | None:
     return 1.0 if is_whole else None
 
 
-def check_stabilised(stable: Tensor, num_dims: int, gain: float) -> None:
+def check_stabilised_counts(stable: Tensor, num_dims: int, gain: float) -> None:
     """Warns if stabilised counts have other noise than one.
 
     Warns:

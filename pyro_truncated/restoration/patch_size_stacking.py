@@ -232,11 +232,13 @@ def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tens
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)
     linear = deviations @ (held_out.double() - centre).flatten() + shrinkage / number
     supports = [list(chosen) for size in range(1, number + 1) for chosen in itertools.combinations(range(number), size)]
-    possible = [weights for weights in (_on(support, quadratic, linear) for support in supports) if bool((weights >= 0).all())]
+    possible = [
+        weights for weights in (_minimize_on_support(support, quadratic, linear) for support in supports) if bool((weights >= 0).all())
+    ]
     return min(possible, key=lambda weights: float(weights @ quadratic @ weights - 2 * linear @ weights))
 
 
-def _on(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
+def _minimize_on_support(support: list[int], quadratic: Tensor, linear: Tensor) -> Tensor:
     """Minimises the quadratic function over weights on these arrays, with sum one.
 
     All other weights are zero.

@@ -18,7 +18,7 @@ from pyro_truncated.restoration.noise import (
     channel_axis,
     check_image,
     check_noise,
-    check_stabilised,
+    check_stabilised_counts,
     estimate_gain,
     fill_missing,
     floating,
@@ -234,7 +234,7 @@ def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_chann
         raise ValueError(f"noise must be a positive standard deviation, one for each channel, or 'poisson'; got {noise!r}")
     gain = estimate_gain(image)
     stable = stabilise(image / gain)
-    check_stabilised(stable, image.dim() - has_channels, gain)
+    check_stabilised_counts(stable, image.dim() - has_channels, gain)
     found = _restore(stable, 1.0, settings, has_channels=has_channels)
     return dataclasses.replace(found, image=gain * unbiased_inverse(found.image))
 

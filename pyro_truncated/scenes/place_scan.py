@@ -21,7 +21,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.components import k_means
 from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
-from pyro_truncated.search.base import SearchBatch, forget, learned_state, set_state
+from pyro_truncated.search.base import SearchBatch, forget, get_state, set_state
 from pyro_truncated.search.gp_select import LearnedAffinity, gather_function
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -228,7 +228,7 @@ class RefinedPlaces:
 
     def state_dict(self) -> dict[str, Any]:
         """What the affinity has learned of data."""
-        return learned_state(self.affinity)
+        return get_state(self.affinity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the affinity go on from where it has been."""

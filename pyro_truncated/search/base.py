@@ -236,13 +236,13 @@ def forget(part: object) -> None:
     getattr(part, "forget", lambda: None)()
 
 
-def learned_state(part: object) -> dict[str, Any]:
+def get_state(part: object) -> dict[str, Any]:
     """Returns what a part of a search has learned; empty if nothing."""
     return dict(getattr(part, "state_dict", dict)())
 
 
 def set_state(part: object, state: Mapping[str, Any]) -> None:
-    """Gives a part of a search what :func:`learned_state` has returned."""
+    """Gives a part of a search what :func:`get_state` has returned."""
     getattr(part, "load_state_dict", lambda state: None)(state)
 
 

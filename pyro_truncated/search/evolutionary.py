@@ -123,7 +123,7 @@ class EvolutionarySearch(Search):
             return self._automatic.propose(batch)
         target = self._target(batch) if self.mutation == "sparseflips" else math.nan
         pool, draws = batch.population, batch.draws(self.generator)
-        ops.draw_ahead(self._words_drawn(pool), **draws)
+        ops.draw_ahead(self._count_words(pool), **draws)
         generations: list[Population] = []
         for _ in range(self.generations):
             children = batch.scored(self._breed(pool, target, draws, known_distinct=not generations))
@@ -158,7 +158,7 @@ class EvolutionarySearch(Search):
         activity = batch.activity()
         return float(activity[batch.space.fields.on(activity.device, "binary")].sum())
 
-    def _words_drawn(self, pool: Population) -> list[int]:
+    def _count_words(self, pool: Population) -> list[int]:
         """Returns how many random words per data point all operators take."""
         counts: list[int] = []
         num_states = pool.num_states

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.packed_states import combine, single_states
-from pyro_truncated.search.base import Search, SearchBatch, forget, learned_state, set_state
+from pyro_truncated.search.base import Search, SearchBatch, forget, get_state, set_state
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
@@ -87,7 +87,7 @@ class AffinitySearch(Search):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the generator's state and what the affinity has learned."""
-        return {**super().state_dict(), "affinity": learned_state(self.affinity)}
+        return {**super().state_dict(), "affinity": get_state(self.affinity)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a search has been."""
@@ -331,11 +331,11 @@ class Preselection(AffinitySearch):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the affinity must return a tensor of shape {expected}, data points by latents (or values); got {got}")
-        ops.raise_if(scores.isnan().any(), lambda: _refuse_unknown(scores))
+        ops.raise_if(scores.isnan().any(), lambda: _raise_nan_affinity(scores))
         return scores.detach()
 
 
-def _refuse_unknown(scores: Tensor) -> None:
+def _raise_nan_affinity(scores: Tensor) -> None:
     raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points: check its inputs")
 
 

@@ -658,7 +658,9 @@ class SurrogateSearch(Search):
                 samples, regression = explained, self._update_regression("rest", explained, batch)
         if likelihoods is None:
             self._surprise = None
-        functions = QuadraticFunctions(self._drawn(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs)
+        functions = QuadraticFunctions(
+            self._draw_effects(EffectsPosterior(samples, regression, self._surprise), batch), regression.effects.pairs
+        )
         start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
             found = batch.scored(batch.space.pack(functions.best_new_states(functions.ascend(start), scored.space, scored.words).long()))
@@ -757,7 +759,7 @@ class SurrogateSearch(Search):
             found.append(likelihood.near(states, rest).best_new_states(states, self._scored.space, self._scored.words[rows]))
         return torch.cat(found)
 
-    def _drawn(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
+    def _draw_effects(self, posterior: EffectsPosterior, batch: SearchBatch) -> Tensor:
         """Linear effects for each child, ``(n, children, H)``."""
         num_samples, num_latents = posterior.samples.states.shape[1:]
         uniform = ops.uniform(shape=(self.children, num_latents + num_samples), **batch.draws(self.generator))
@@ -845,7 +847,7 @@ class ScoredStates:
         log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
         size = max(1, int(is_new.sum(1).max()))
         order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
-        return self._at(order, words, log_joint)
+        return self._select(order, words, log_joint)
 
     def truncate(self, size: int) -> ScoredStates:
         """Keeps the best half, and the latest of the others.
@@ -858,7 +860,7 @@ class ScoredStates:
         age = torch.arange(number, device=self.log_joint.device).expand_as(self.log_joint)
         best = self.log_joint.topk(size - size // 2, 1).indices
         rank = age.masked_fill(self.log_joint <= _LOWEST, -1).scatter(1, best, number)
-        return self._at(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
+        return self._select(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
 
     def num_since_best(self) -> Tensor:
         """Returns how many states were scored after the best one, ``(N,)``.
@@ -867,7 +869,7 @@ class ScoredStates:
         """
         return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
 
-    def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
+    def _select(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
         return dataclasses.replace(self, words=ops.gather_states(words, order), log_joint=log_joint.gather(1, order))
 
     def states(self) -> Tensor:

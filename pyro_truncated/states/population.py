@@ -111,14 +111,14 @@ class Population:
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
         possible = log_joint.amax(-1, keepdim=True) > -math.inf
         if ops.is_vectorised(possible):
-            ops.raise_if(log_joint.isnan().any(), self._refuse_unscored)
+            ops.raise_if(log_joint.isnan().any(), self._refuse_unscored_states)
             log_joint = log_joint.masked_fill(~possible, 0.0)
         elif not bool(possible.all()):
-            self._refuse_unscored()
+            self._refuse_unscored_states()
             log_joint = log_joint.masked_fill(~possible, 0.0)
         return log_joint.softmax(-1, dtype)
 
-    def _refuse_unscored(self) -> None:
+    def _refuse_unscored_states(self) -> None:
         unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)
         if len(unscored):
             raise RuntimeError(

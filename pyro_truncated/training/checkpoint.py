@@ -27,7 +27,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
 from pyro_truncated.training.fingerprint import describe_run
-from pyro_truncated.utils.devices import brought, module_device
+from pyro_truncated.utils.devices import module_device, to_device
 from pyro_truncated.utils.parameter_store import absolute_names, relative_names, replaced_parameters
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
@@ -313,7 +313,7 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
         _set_optimizer(svi.optim, state["optim"])
     search = find_search(svi)
     if search is not None and "search" not in leaves:
-        search.load_state_dict(brought(state["search"], _model_device(svi)))
+        search.load_state_dict(to_device(state["search"], _model_device(svi)))
     for name, generator in find_generators(svi):
         if name in state["generators"]:
             generator.set_state(state["generators"][name])
@@ -432,7 +432,7 @@ def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
 _SEARCH = "search"
 
 
-def refuse_unsaved(svi: SVI) -> None:
+def refuse_partial_checkpoint(svi: SVI) -> None:
     """Refuses checkpoints that would not hold what every process has.
 
     Raises:

@@ -48,7 +48,7 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
 from pyro_truncated.utils.console import ReprFromArguments
-from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
 
 
 class Truncated_ELBO(ReprFromArguments, ELBO):
@@ -230,7 +230,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
             raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; beside other guides train without")
         with spare_random_numbers():
             if self._known_guide is not guide:
-                refuse_shadowed(call.model, guide)
+                refuse_shadowed_parameters(call.model, guide)
             parts = self._others.parts(call, guide)
             if not parts:
                 raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
@@ -243,7 +243,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
     def _meet(self, call: Call, guide: Any) -> None:
         """Prepares a guide before its first training step."""
         if self._known_guide is not guide:
-            refuse_shadowed(call.model, guide, training=True)
+            refuse_shadowed_parameters(call.model, guide, training=True)
             start_alike(call, guide, self)
             if isinstance(guide, AutoTruncated):
                 guide.populations.seen.is_new = False
@@ -547,7 +547,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     own = {*part.layout.sites, *part.index_names}
     siblings = {name: node for name, node in sample_nodes(trace).items() if name not in own}
     log_q = log_density(siblings.values())
-    _check_reparametrised(siblings)
+    _check_reparametrisation(siblings)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
     batch = part.batch(guide.with_program(part.model), {**drawn, **subsamples})
@@ -555,7 +555,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]
 
 
-def _check_reparametrised(nodes: Mapping[str, Any]) -> None:
+def _check_reparametrisation(nodes: Mapping[str, Any]) -> None:
     for name, node in nodes.items():
         fn = node["fn"]
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:

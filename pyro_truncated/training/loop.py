@@ -24,7 +24,7 @@ from pyro_truncated.training.checkpoint import (
     lacks_parameters,
     read_checkpoint,
     refuse_other_runs,
-    refuse_unsaved,
+    refuse_partial_checkpoint,
     restore,
     save_checkpoint,
     save_sharded_checkpoint,
@@ -34,7 +34,7 @@ from pyro_truncated.training.data_parallel import propagate_errors, shared_porti
 from pyro_truncated.training.fingerprint import describe_arguments, describe_run
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import progress_bar
-from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed, spare_random_numbers
+from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed_parameters, spare_random_numbers
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]
@@ -163,7 +163,7 @@ def fit(
             return training
         path, portion = Path(checkpoint), shared_portion(svi.guide, (args, kwargs))
         if portion is not None:
-            refuse_unsaved(svi)
+            refuse_partial_checkpoint(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
         with claim_path(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
             if path.exists() if portion is None else world.agree(path.exists()):
@@ -209,7 +209,7 @@ def _run(
         if callable(start := getattr(callback, "start", None)):
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
-    refuse_shadowed(model, guide, training=True)
+    refuse_shadowed_parameters(model, guide, training=True)
     decided: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else world.agree
     shown = False if world.rank() and decided is not bool else progress
     training.stopped_early = decided(_has_ended(training, patience, tolerance))

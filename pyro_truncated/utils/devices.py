@@ -33,14 +33,14 @@ def module_device(module: Any) -> torch.device:
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
-def brought(state: Any, device: torch.device) -> Any:
+def to_device(state: Any, device: torch.device) -> Any:
     """Moves a nested state to a device, except entries named ``generator``."""
     if isinstance(state, Tensor):
         return state.to(device)
     if isinstance(state, Mapping):
-        return {name: value if name == _GENERATOR else brought(value, device) for name, value in state.items()}
+        return {name: value if name == _GENERATOR else to_device(value, device) for name, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(brought(value, device) for value in state)
+        return type(state)(to_device(value, device) for value in state)
     return state
 
 

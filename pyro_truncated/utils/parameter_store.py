@@ -171,7 +171,7 @@ def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
                 yield parameter, stored
 
 
-def refuse_shadowed(*programs: Any, training: bool = False) -> None:
+def refuse_shadowed_parameters(*programs: Any, training: bool = False) -> None:
     """Checks that programs have their parameters for themselves.
 
     Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of the module's own. If that tensor belongs

@@ -77,7 +77,7 @@ def compiled_log_odds(problem: tuple[Tensor, ...], prior: float) -> Tensor:
     terms, order, segments = np.empty((4, NUM_OBSERVED + 1)), np.empty(NUM_OBSERVED + 1, np.int64), np.empty((4, NUM_OBSERVED + 2))
     odds = []
     for n in range(len(value)):
-        count = compiled_maximum._won(value[n], others[n], element[n], precision, terms)
+        count = compiled_maximum._win_terms(value[n], others[n], element[n], precision, terms)
         compiled_maximum._sort(terms[0], count, order)
         compiled_maximum._masses(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
         odds.append(np.logaddexp.reduce(segments[3, : count + 1]))

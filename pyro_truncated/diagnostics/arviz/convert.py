@@ -689,7 +689,7 @@ def _build_groups(
         # Of a space beyond the integers that files hold, the size does not matter.
         limits = {"num_states": draws.states.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
         datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
-    datasets = _drop_unobserved(datasets, draws, writer)
+    datasets = _drop_unobserved_data(datasets, draws, writer)
     # Whether some global latent has a posterior that is no point.
     of_all = [values for name, values in draws.latents.items() if name not in draws.local]
     is_drawn = draws.states is not None and not draws.states.part.layout.plates
@@ -701,9 +701,9 @@ def _build_groups(
     return {name: data.assign_attrs(attrs) for name, data in datasets.items() if data.sizes or data.data_vars}
 
 
-def _drop_unobserved(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
+def _drop_unobserved_data(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
     """Drops data points without observations from the groups on data."""
-    seen = draws.observed()
+    seen = draws.observed_rows()
     if seen is None:
         return datasets
     (plate,) = writer.datum

@@ -294,7 +294,7 @@ class Draws:
     joint: str = ""
     states: States | None = None
 
-    def observed(self) -> Tensor | None:
+    def observed_rows(self) -> Tensor | None:
         """Which data points have an unmasked observation, ``(N,)``, or ``None``."""
         if len(self.plates) != 1:
             return None

@@ -188,7 +188,7 @@ def full_sets(batch: ProductBatch) -> list[Tensor]:
     scorer = batch.scorer
     groups = scorer.product.groups
     words = [group.space.enumerate(scorer.device).expand(scorer.num_rows(number), -1, -1) for number, group in enumerate(groups)]
-    return [scorer.insert_known(own, number) for number, own in enumerate(words)]
+    return [scorer.insert_known_values(own, number) for number, own in enumerate(words)]
 
 
 def _node_report(batch: ProductBatch, sets: list[Tensor], number: int) -> NodeReport:
@@ -235,7 +235,7 @@ def _double(batch: ProductBatch, words: Tensor, number: int) -> Tensor:
     others = initial_population(space, len(words), size, batch.populations.stores[number].stream(0), words.device)
     first = torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
     found, _ = ops.select_top(words, first, others, -1.0 - torch.rand(others.shape[:2]).double().to(words.device), size)
-    return batch.scorer.insert_known(found, number)
+    return batch.scorer.insert_known_values(found, number)
 
 
 def _node_findings(report: ProductReport, num_states: int) -> list[Finding]:

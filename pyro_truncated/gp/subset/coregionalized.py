@@ -64,7 +64,7 @@ class ObservedEntries:
         chosen = order[place[turn.argsort(stable=True)[:num]]]
         return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
 
-    def left_out(self, inverse: Tensor) -> Tensor:
+    def predict_left_out(self, inverse: Tensor) -> Tensor:
         r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`."""
         _, group = self.row.unique(return_inverse=True)
         place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
@@ -219,7 +219,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             """Fits to all entries; predicts each input from all others."""
             settings = FitSettings(max_iterations, record.seconds_left, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
-            return self._left_out(everything)
+            return self._predict_left_out(everything)
 
         predicted = attempt()
         may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.seconds_left() > 0
@@ -247,14 +247,14 @@ class CoregionalizedGPRegression(torch.nn.Module):
         def scout() -> float:
             """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
-            return value if self._is_explained(some, self._left_out(some)) else math.inf
+            return value if self._is_explained(some, self._predict_left_out(some)) else math.inf
 
         return scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
 
     @torch.no_grad()
-    def _left_out(self, entries: ObservedEntries) -> Tensor:
+    def _predict_left_out(self, entries: ObservedEntries) -> Tensor:
         """Predictions of the entries of each input from those of all others."""
-        return entries.left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
+        return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
 
     def _is_explained(self, entries: ObservedEntries, predicted: Tensor) -> bool:
         return explained_share(entries.value[:, None], predicted[:, None])[0] >= LEAST_EXPLAINED

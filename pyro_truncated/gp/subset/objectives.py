@@ -309,7 +309,7 @@ class LeftOut(NamedTuple):
     unexplained: Tensor
 
 
-def left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
+def predict_left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
     r"""Predicts each data point from all others, without its inducing input.
 
     Let :math:`S = \hat K + \sigma^2 I`. Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of
@@ -428,6 +428,6 @@ class SparsePosterior:
 
     def _share_without(self, triangle: Tensor, kept: Tensor, held_out: Tensor | None) -> float:
         members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
-        found = left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
+        found = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
         rows = slice(None) if held_out is None or not len(held_out) else held_out
         return calibrate_share(LeftOut(*(part[rows] for part in found)), self.targets[rows])

@@ -131,7 +131,7 @@ def add_to_rows(table, rows, num_rows, addend, size):
 
 
 @njit(cache=True, nogil=True)
-def find_observed(row, index):
+def find_observed_entries(row, index):
     """Writes positions of entries that are not NaN; returns their number."""
     count = 0
     for d in range(row.shape[0]):

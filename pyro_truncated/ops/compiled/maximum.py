@@ -18,7 +18,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     as_words,
     count_blocks,
     ever_active,
-    find_observed,
+    find_observed_entries,
     gather,
     least_weight,
     round_up,
@@ -146,7 +146,7 @@ def _maximum_error(words, value, weight, precision, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = find_observed(value[n], index)
+            count = find_observed_entries(value[n], index)
             size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
             gather(precision, index, count, 0.0, near_precision)
@@ -242,7 +242,7 @@ def _maximum_score(words, value, natural, partition, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = find_observed(value[n], index)
+            count = find_observed_entries(value[n], index)
             size = round_up(count)
             gather(value[n], index, count, 0.0, near_value)
             for a in range(num_used + 1):
@@ -308,7 +308,7 @@ def _sort(keys, count, order):
 
 
 @njit(cache=True, nogil=True)
-def _won(value, others, element, precision, terms):
+def _win_terms(value, others, element, precision, terms):
     """Computes what winning a dimension adds to the log density; returns places.
 
     Rows of ``terms`` hold its threshold, constant, slope and curvature. Dimensions that no other cause claims are summed up in the first
@@ -426,7 +426,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
                     places[i], places[j] = places[j], places[i]
                     k = places[i]
                     _offers(weight, selected[n], chain, k, others)
-                    count = _won(value[n], others, weight[selected[n, k]], precision, terms)
+                    count = _win_terms(value[n], others, weight[selected[n, k]], precision, terms)
                     _sort(terms[0], count, order)
                     best = _masses(terms, order, count, log_odds[n, k], mean[n, k], 1.0 / deviation[n, k] ** 2, segments)
                     state += STEP

@@ -20,7 +20,7 @@ from pyro_truncated.ops.compiled.iterate_active import (
     as_words,
     count_blocks,
     ever_active,
-    find_observed,
+    find_observed_entries,
     gather,
     least_weight,
     round_up,
@@ -176,7 +176,7 @@ def _square_error(words, value, weight, precision, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             num_used = ever_active(words, row, union, active)
-            count = find_observed(value[n], index)
+            count = find_observed_entries(value[n], index)
             gather(value[n], index, count, 0.0, start)
             gather(precision, index, count, 0.0, near_precision)
             for a in range(num_used):

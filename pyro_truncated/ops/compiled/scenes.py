@@ -131,7 +131,7 @@ _LOST = -60.0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def shared_pixels(count, shape, state, space):
+def list_shared_pixels(count, shape, state, space):
     """Lists pixels that several objects cover, with their bits; returns their number.
 
     The first array of ``space`` is zero before and after.
@@ -355,7 +355,7 @@ def _add_ratios(count, model, memory, state, local, space, out):
     for j in range(count):
         for i in range(masks.shape[1]):
             out[pixel_under(shape, top[j], left[j], i)] += memory[3][slots[j], i]
-    for x in range(shared_pixels(count, shape, state, space)):
+    for x in range(list_shared_pixels(count, shape, state, space)):
         pixel = space[1][x]
         over = those_over(
             pixel, space[2][x], count, masks, memory[2], shape[0], shape[1], shape[3], found, top, left, slots, member, entry, alpha, ratio
@@ -377,7 +377,7 @@ def _correction(count, model, memory, state, local, space):
     member, entry, alpha, ratio, share, responsibility, _, factor = local
     value, product = 0.0, 1.0
     pixels, bits = space[1], space[2]
-    for x in range(shared_pixels(count, model[3], state, space)):
+    for x in range(list_shared_pixels(count, model[3], state, space)):
         over = those_over(
             pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
         )
@@ -403,7 +403,7 @@ def _collect(weight, count, model, memory, state, local, space, held, owned, swi
     pixels, bits = space[1], space[2]
     for j in range(count):
         held[slots[j]] += weight
-    for x in range(shared_pixels(count, model[3], state, space)):
+    for x in range(list_shared_pixels(count, model[3], state, space)):
         over = those_over(
             pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
         )

@@ -55,7 +55,7 @@ def _normalize(message: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(total.unsqueeze(-1) > -torch.inf, message - total.unsqueeze(-1), message), total
 
 
-def _replace_ended(message: Tensor, is_part: Tensor) -> Tensor:
+def _replace_after_end(message: Tensor, is_part: Tensor) -> Tensor:
     """Messages with all weight on the first member where sequences have ended."""
     first = torch.full_like(message, -torch.inf)
     first[..., 0] = 0.0
@@ -78,7 +78,7 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
             is_last = ~steps.is_part(t + 1)
             message = torch.where(is_last.unsqueeze(-1), 0.0, message)
             total = torch.where(is_last, 0.0, total)
-        out[:, t] = _replace_ended(message, steps.is_part(t))
+        out[:, t] = _replace_after_end(message, steps.is_part(t))
         log_norm[:, t] = torch.where(steps.is_part(t), total, 0.0)
     return out, log_norm
 
@@ -118,7 +118,7 @@ def select(
         chosen[:, t] = place
         at = place.clamp(min=0)
         message, total = _normalize((left if forward else right).gather(1, at).masked_fill(place < 0, -torch.inf))
-        out[:, t], log_norm[:, t] = _replace_ended(message, is_part), torch.where(is_part, total, 0.0)
+        out[:, t], log_norm[:, t] = _replace_after_end(message, is_part), torch.where(is_part, total, 0.0)
         kept = states.gather(1, at.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
         own = out[:, t] if forward else out[:, t] + unary[:, t].gather(1, at).masked_fill(place < 0, -torch.inf)
     return chosen, out, log_norm
@@ -204,7 +204,7 @@ def masses(words: Tensor, unary: Tensor, others: Tensor, forward: Tensor, onward
         mass = _from_left(steps, t, before, steps.bits(t - 1), states) + unary[:, t]
         if t + 1 < kind.shape[1]:
             mass = mass + _from_right(steps, t, onward[:, t + 1], states, None)
-        out[:, t] = _replace_ended(mass, steps.is_part(t))
+        out[:, t] = _replace_after_end(mass, steps.is_part(t))
     return out
 
 

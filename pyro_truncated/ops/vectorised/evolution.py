@@ -44,7 +44,7 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
     """Successive draws without replacement, all data points at once."""
-    uniform = 1 - random.uniform(random.drawn(seed, rows, num_parents))
+    uniform = 1 - random.uniform(random.draw_words(seed, rows, num_parents))
     weights, chosen = _fitness(log_joint.double(), by_fitness), []
     for threshold in uniform.split(1, 1):
         running = weights.cumsum(1)
@@ -73,7 +73,7 @@ def cross(parents: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     device = parents.device
     num_parents = parents.shape[1]
     first, second = _pairs(num_parents, device)
-    draws = random.drawn(seed, rows, len(first))
+    draws = random.draw_words(seed, rows, len(first))
     # What lies below the field of the first latent that is swapped stays.
     swapped = (parents[:, first] ^ parents[:, second]) & fields.on(device, "tails")[random.below(draws, fields.num_latents - 1)]
     return torch.stack([parents[:, first] ^ swapped, parents[:, second] ^ swapped], 2).flatten(1, 2)
@@ -87,7 +87,7 @@ def _pairs(number: int, device: torch.device) -> Tensor:
 
 def flip_random(words: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Changes one latent of every state."""
-    draws = random.drawn(seed, rows, 2 * words.shape[1])
+    draws = random.draw_words(seed, rows, 2 * words.shape[1])
     return words ^ change_latent(words, fields, draws.view(*words.shape[:2], 2))
 
 

@@ -37,7 +37,7 @@ def stream(seed: int, rows: Tensor) -> Tensor:
     return seed.streams if isinstance(seed, Drawn) and seed.rows is rows else mix(_scramble(rows) + seed)
 
 
-def drawn(seed: int, rows: Tensor, count: int) -> Tensor:
+def draw_words(seed: int, rows: Tensor, count: int) -> Tensor:
     """The first so many words of the streams of data points, ``(N, count)``."""
     if isinstance(seed, Drawn) and seed.rows is rows and seed.words.shape[1] == count:
         return seed.words
@@ -110,7 +110,7 @@ def below(words: Tensor, bound: int | Tensor) -> Tensor:
 
 def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.uniform`."""
-    return uniform(drawn(seed, rows, count))
+    return uniform(draw_words(seed, rows, count))
 
 
 def shuffle_step(order: Tensor, i: int, words: Tensor) -> Tensor:

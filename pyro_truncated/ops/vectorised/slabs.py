@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.deferred_checks import cholesky
-from pyro_truncated.ops.unpacked import collapse, collapse_correlated
+from pyro_truncated.ops.unpacked import collapse, collapse_correlated_slabs
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, active_blocks, gram_matrix
 
 _INDEPENDENT_MATRICES = 12
@@ -143,9 +143,9 @@ def expected_log_prior(
 
 
 def _integrate(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated` returns."""
+    """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated_slabs` returns."""
     root = cholesky(_active_covariance(block, covariance.double()))
-    return root, collapse_correlated(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
+    return root, collapse_correlated_slabs(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 
 
 def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _CollapsedSlabs:

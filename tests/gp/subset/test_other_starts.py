@@ -158,7 +158,7 @@ def test_entries_left_out_by_input_agree_with_dense_conditioning():
     row, output = torch.tensor([[0, 0], [0, 2], [3, 1], [4, 0], [4, 1], [4, 2], [7, 2]]).unbind(1)
     root = torch.randn(7, 7, generator=generator).double()
     covariance, value = root @ root.mT + torch.eye(7).double(), torch.randn(7, generator=generator).double()
-    found = ObservedEntries(row, output, value).left_out(torch.linalg.inv(covariance))
+    found = ObservedEntries(row, output, value).predict_left_out(torch.linalg.inv(covariance))
     for one in (0, 3, 4, 7):
         own, others = row == one, row != one
         expected = covariance[own][:, others] @ torch.linalg.solve(covariance[others][:, others], value[others])
