@@ -130,7 +130,7 @@ class BinaryChains(TorchDistribution):
         """Variance of each chain at each step, ``(*batch, T, M)``."""
         return self.mean * (1 - self.mean)
 
-    def flattened(self) -> BinaryChains:
+    def flatten(self) -> BinaryChains:
         """The same sequences in a batch ``(N,)``."""
         if len(self.batch_shape) == 1:
             return self

@@ -120,7 +120,7 @@ class ChainScorer(Probe):
         chains: BinaryChains = self.nodes[self.product.site.name]["fn"]
         if chains.batch_shape.numel() != self.num_data:
             chains = chains.expand(self.layout.spread(self.sizes))
-        return chains.flattened().transitions()
+        return chains.flatten().transitions()
 
     @torch.no_grad()
     def __call__(self, words: Tensor) -> Tensor:
