@@ -21,7 +21,7 @@ from pyro_truncated.multistart.model_parameters import is_a_network, layer_param
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.sites import is_subsampled
-from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
+from pyro_truncated.search.automatic import AutomaticSearch, has_many_latents
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.preselection import Preselection
@@ -154,7 +154,7 @@ class Profile:
 
         To double them, or to evaluate each, costs several times the training.
         """
-        return self.space is not None and is_of_many(self.space)
+        return self.space is not None and has_many_latents(self.space)
 
     @property
     def is_matched(self) -> bool:
@@ -191,7 +191,7 @@ class Profile:
         if isinstance(self.model, SearchedModel) and not self.is_product:
             return self.model.default_search(self.num_states)
         is_combined = 2 * space.cardinalities.count(2) > space.num_latents or self.is_resizable
-        if self.is_product or not is_combined or space.size <= self.num_states or is_of_many(space):
+        if self.is_product or not is_combined or space.size <= self.num_states or has_many_latents(space):
             return AutomaticSearch()
         # Parents of evolution under user-defined models, whose scores dominate the cost. Their 30
         # children reached as much as the 56 of eight parents; four parents once ended in a worse

@@ -80,15 +80,15 @@ class AutomaticSearch(Search):
         self.chosen = self._conditional
         if space.size <= size:
             self.chosen, how = ExhaustiveSearch(), "exhaustively"
-        elif is_of_many(space) and batch.is_linear:
+        elif has_many_latents(space) and batch.is_linear:
             self.chosen, how = CombinedFlips(), by_flips
-        elif is_of_many(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
+        elif has_many_latents(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
         if not batch.population.is_complete:
             note_once(f"no search is named: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
 
 
-def is_of_many(space: StateSpace) -> bool:
+def has_many_latents(space: StateSpace) -> bool:
     """Whether a space has too many binary latents for random flips."""
     return space.is_binary and space.num_latents > AutomaticSearch.MANY

@@ -173,7 +173,7 @@ class SASFunctionDecoder(SASDecoder):
             found: Tensor = self.observe(super().sample(num)).sample()
         return found
 
-    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+    def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         return ActiveSet(latents, self.sites(x).detach(), self.kernel, (self.noise_variance + self.width).detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:

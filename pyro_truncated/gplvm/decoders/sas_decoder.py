@@ -701,7 +701,7 @@ class SASDecoder(UniqueModule):
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
         with torch.no_grad():
             z = self.z_loc.detach().clone()
-            posterior = self._given(rows_at(x, active), rows_at(as_shard_like(z, x), active))
+            posterior = self._make_active_set(rows_at(x, active), rows_at(as_shard_like(z, x), active))
             moved = torch.zeros((), dtype=torch.int64)
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
@@ -711,7 +711,7 @@ class SASDecoder(UniqueModule):
             self.z_loc = z
         return int(shard_sum(x)([moved])[0]) / self.num_data
 
-    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+    def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """The posterior of deviations from ``loc`` given data points at their latents."""
         return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
 
