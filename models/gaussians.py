@@ -207,7 +207,7 @@ class Agglomeration:
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = Merging(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
+        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -250,7 +250,7 @@ class Agglomeration:
         return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor.mean())
 
 
-class Merging:
+class ClusterMerger:
     """Clusters that become fewer."""
 
     def __init__(self, kind: Covariances, likeliest: Callable[[Statistics], Gaussians], statistics: Statistics, pairs: Tensor) -> None:

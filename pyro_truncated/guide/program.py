@@ -33,7 +33,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 
 
-class Searching(Messenger):
+class SearchRequest(Messenger):
     """Effect handler under which a truncated guide searches when it runs.
 
     It does so once.
@@ -49,10 +49,10 @@ class Searching(Messenger):
 
 
 @effectful(type="truncated_search")
-def find_search_request() -> Searching | None:
+def find_search_request() -> SearchRequest | None:
     """Returns the surrounding handler that asks for a search, if any.
 
-    It is a message that only :class:`Searching` answers.
+    It is a message that only :class:`SearchRequest` answers.
     """
     return None
 

@@ -14,7 +14,7 @@ from pyro_truncated.ops.backend import is_vectorised
 _Action = Callable[[], None]
 
 
-class _Pending:
+class _PendingChecks:
     """Deferred checks, and actions to take when they have passed."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
 class _Lazy:
     """Numbers on a device, which are read with the next checks."""
 
-    def __init__(self, value: Tensor, pending: _Pending) -> None:
+    def __init__(self, value: Tensor, pending: _PendingChecks) -> None:
         self.values, self._pending = value.detach().flatten(), pending
         self.known: list[float] = []
         pending.lazy.append(self)
@@ -61,7 +61,7 @@ class _Lazy:
         return self.known
 
 
-_pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_checks", default=None)
+_pending: ContextVar[_PendingChecks | None] = ContextVar("pyro_truncated_pending_checks", default=None)
 
 
 def raise_if(problem: Tensor, complain: _Action) -> None:
@@ -135,7 +135,7 @@ def defer_checks() -> Iterator[None]:
     if _pending.get() is not None:
         yield
         return
-    pending = _Pending()
+    pending = _PendingChecks()
     token = _pending.set(pending)
     try:
         yield

@@ -17,7 +17,7 @@ from pyro_truncated.states.space import StateSpace
 
 
 @runtime_checkable
-class ScoresPackedStates(Protocol):
+class PackedStateScorer(Protocol):
     """The interface of observation distributions that evaluate packed states.
 
     Those of :mod:`pyro_truncated.distributions` have it.
@@ -62,7 +62,7 @@ class PackedModel:
     logits: Tensor
     constant: Tensor
     certain: tuple[Tensor, Tensor] | None
-    observations: list[tuple[ScoresPackedStates, Tensor]]
+    observations: list[tuple[PackedStateScorer, Tensor]]
 
     @classmethod
     def from_probe(cls, probe: Probe) -> PackedModel | None:

@@ -25,7 +25,7 @@ from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
-from pyro_truncated.guide.program import Searching
+from pyro_truncated.guide.program import SearchRequest
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
 from pyro_truncated.program.call import Call
@@ -238,7 +238,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 refuse_local_draws(parts, call.with_program(guide))
             self._meet(call, guide)
             self._others.prepare(call, guide)
-        return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
+        return SearchRequest(self.search, self.search_steps) if self._search_is_due() else nullcontext()
 
     def _meet(self, call: Call, guide: Any) -> None:
         """Prepares a guide before its first training step."""

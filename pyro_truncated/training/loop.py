@@ -168,8 +168,8 @@ def fit(
         with claim_path(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
             if path.exists() if portion is None else world.agree(path.exists()):
                 _resume(training, path, settings, run, may_differ, args, kwargs)
-            saving = _Saving(path, checkpoint_seconds, settings, run, portion)
-            _run(training, work, steps, callbacks, progress, patience, tolerance, saving)
+            writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
+            _run(training, work, steps, callbacks, progress, patience, tolerance, writer)
     return training
 
 
@@ -203,7 +203,7 @@ def _run(
     progress: bool | None,
     patience: int | None,
     tolerance: float,
-    saving: _Saving | None = None,
+    writer: _CheckpointWriter | None = None,
 ) -> None:
     for callback in callbacks:
         if callable(start := getattr(callback, "start", None)):
@@ -221,8 +221,8 @@ def _run(
             bar.update()
             training.stopped_early = decided(_has_ended(training, patience, tolerance))
             ended = training.steps >= steps or training.stopped_early
-            if saving is not None:
-                saving.after_step(training, ended)
+            if writer is not None:
+                writer.after_step(training, ended)
 
 
 def _step(training: Training, callbacks: Sequence[Callback], work: _Work) -> None:
@@ -249,7 +249,7 @@ def _has_ended(training: Training, patience: int | None, tolerance: float) -> bo
     return training.stopped_early
 
 
-class _Saving:
+class _CheckpointWriter:
     """Writes checkpoints at intervals and at the end; failures are warnings."""
 
     def __init__(

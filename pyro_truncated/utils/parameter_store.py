@@ -350,7 +350,7 @@ class _UniqueContext(_Context):
     def __init__(self, module: UniqueModule) -> None:
         super().__init__()
         self._module = weakref.ref(module)
-        self._sites: _WithoutPrefix | None = None
+        self._sites: _PrefixStripper | None = None
 
     def __enter__(self) -> None:
         module = self._module()
@@ -358,7 +358,7 @@ class _UniqueContext(_Context):
             if not self.used:
                 _settle(module)
             # Nobody hears of names outside of all handlers.
-            self._sites = _WithoutPrefix(f"{module._unique_name}.") if am_i_wrapped() else None
+            self._sites = _PrefixStripper(f"{module._unique_name}.") if am_i_wrapped() else None
         super().__enter__()
         if self.active == 1 and self._sites is not None:
             self._sites.__enter__()
@@ -372,7 +372,7 @@ class _UniqueContext(_Context):
         return _Context, ()
 
 
-class _WithoutPrefix(Messenger):
+class _PrefixStripper(Messenger):
     """Takes a prefix from the names of sample sites."""
 
     def __init__(self, prefix: str) -> None:

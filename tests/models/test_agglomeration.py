@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariances import make_covariances
-from pyro_truncated.models.gaussians import Agglomeration, Merging
+from pyro_truncated.models.gaussians import Agglomeration, ClusterMerger
 from tests.models.mixture import free_energies
 
 D64 = torch.float64
@@ -74,7 +74,7 @@ def test_clusters_become_one_in_the_order_of_what_that_costs(covariance: str) ->
     within = around.mT @ around / (80 - 8)
     # One at a time, as a third of no more than three is.
     for number in (7, 6, 5):
-        merging = Merging(
+        merging = ClusterMerger(
             kind, lambda some: clusters.likeliest(some, within), clusters.statistics(owner, 8), torch.combinations(torch.arange(8))
         )
         found = merging.down_to(number)[owner].unique(return_inverse=True)[1]
@@ -87,7 +87,7 @@ def test_costs_are_those_of_two_components_that_become_one(covariance: str) -> N
     owner = torch.arange(8).repeat_interleave(10)
     kind = make_covariances(covariance, 3, rank_of(covariance), False)
     clusters, pairs, within = Agglomeration(kind, x, FLOOR), torch.combinations(torch.arange(8)), torch.cov(x.mT) / 50
-    costs = Merging(kind, lambda some: clusters.likeliest(some, within), clusters.statistics(owner, 8), pairs).costs(pairs)
+    costs = ClusterMerger(kind, lambda some: clusters.likeliest(some, within), clusters.statistics(owner, 8), pairs).costs(pairs)
     alone = [likeliest(covariance, rows, within).log_prob(rows).sum() for rows in x.split(10)]
     for pair, cost in zip(pairs.tolist(), costs, strict=True):
         both = x[torch.isin(owner, torch.tensor(pair))]

@@ -16,7 +16,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import plates_around
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.packed_scoring import ScoresPackedStates
+from pyro_truncated.program.packed_scoring import PackedStateScorer
 from pyro_truncated.program.probe import Probe
 
 Y = torch.tensor([[0.0, 1.0, 3.0], [2.0, 2.0, 1.0], [1.0, 0.0, 0.0], [3.0, 1.0, 1.0], [0.5, 2.5, 1.5]]).double()
@@ -66,7 +66,7 @@ def test_a_likelihood_that_follows_the_protocol_is_scored_packed_as_the_model_sc
     call = Call(counting, (Y,))
     layout = Layout(call.trace())
     log_joint, dense = LogJoint(call, layout), LogJoint(Call(masked, (Y,)), layout)
-    assert isinstance(log_joint.nodes["y"]["fn"], ScoresPackedStates)
+    assert isinstance(log_joint.nodes["y"]["fn"], PackedStateScorer)
     assert log_joint.packed_model is not None
     assert dense.packed_model is None
     words = torch.arange(16).reshape(1, 16, 1).expand(5, 16, 1)
@@ -75,7 +75,7 @@ def test_a_likelihood_that_follows_the_protocol_is_scored_packed_as_the_model_sc
 
 
 def test_a_distribution_that_does_not_follow_it_is_no_packed_one():
-    assert not isinstance(dist.Normal(0.0, 1.0), ScoresPackedStates)
+    assert not isinstance(dist.Normal(0.0, 1.0), PackedStateScorer)
 
 
 def test_a_run_takes_values_and_nobody_sees_it():

@@ -166,7 +166,7 @@ def _bare(value: Any, like: Tensor, found: list[LabelledTensor]) -> Any:
     return value
 
 
-class Naming:
+class DimensionNamer:
     """Finds which plates and events the axes of labelled data are.
 
     Args:
@@ -288,7 +288,7 @@ class Writer:
         self.nodes, self.num_chains = draws.nodes, num_chains
         self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
         self.labels = DataLabels()
-        self.labels = Naming(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).label(
+        self.labels = DimensionNamer(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).label(
             labelled, arguments
         )
         self.coords = {**self.labels.coords, **coords}

@@ -295,7 +295,7 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
     return _Terms(float(value), for_columns, for_square, float(d_noise))
 
 
-class LeftOut(NamedTuple):
+class LeaveOneOutPrediction(NamedTuple):
     """What each data point's targets are predicted to be without it.
 
     Attributes:
@@ -309,7 +309,9 @@ class LeftOut(NamedTuple):
     unexplained: Tensor
 
 
-def predict_left_out(covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor) -> LeftOut:
+def predict_left_out(
+    covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor
+) -> LeaveOneOutPrediction:
     r"""Predicts each data point from all others, without its inducing input.
 
     Let :math:`S = \hat K + \sigma^2 I`. Without member :math:`j`, :math:`\hat K` loses :math:`\ell_j \ell_j^\top`, and the inverse of
@@ -322,7 +324,7 @@ def predict_left_out(covariance: LowRankCovariance, triangle: Tensor, members: T
     """
     mean, variance = covariance.leave_one_out(targets)
     if not len(members):
-        return LeftOut(mean, variance, unexplained)
+        return LeaveOneOutPrediction(mean, variance, unexplained)
     identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
     inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
     lost = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
@@ -331,14 +333,14 @@ def predict_left_out(covariance: LowRankCovariance, triangle: Tensor, members: T
     own = solved[members].diagonal()
     precision = covariance.inverse_diagonal[members] + own.square() / room
     weights = covariance.solve(targets, members) + (own / room)[:, None] * (solved.mT @ targets)
-    return LeftOut(
+    return LeaveOneOutPrediction(
         mean.index_copy(0, members, targets[members] - weights / precision[:, None]),
         variance.index_copy(0, members, 1 / precision),
         unexplained.index_copy(0, members, lost[members].diagonal().square()),
     )
 
 
-def calibrate_share(found: LeftOut, targets: Tensor) -> float:
+def calibrate_share(found: LeaveOneOutPrediction, targets: Tensor) -> float:
     r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all predictions."""
     error = (targets - found.mean).square().mean(1)
 
@@ -430,4 +432,4 @@ class SparsePosterior:
         members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
         found = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
         rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrate_share(LeftOut(*(part[rows] for part in found)), self.targets[rows])
+        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in found)), self.targets[rows])
