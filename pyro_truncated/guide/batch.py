@@ -227,7 +227,7 @@ class Batch:
         """
         yield self
         for _ in range(self._num_draws(particles) - 1):
-            yield dataclasses.replace(self, scorer=_redrawn(self.scorer), scored=None)
+            yield dataclasses.replace(self, scorer=_redraw(self.scorer), scored=None)
 
     def _num_draws(self, particles: int) -> int:
         return particles if self.scorer.layout.other_latents else 1
@@ -310,7 +310,7 @@ def _accumulate(loss: Tensor) -> None:
         ops.on_success(lambda: loss.backward(retain_graph=True))
 
 
-def _redrawn(scorer: LogJoint) -> LogJoint:
+def _redraw(scorer: LogJoint) -> LogJoint:
     """A scorer of the same data points from another run."""
     with torch.set_grad_enabled(scorer.takes_gradients):
         return LogJoint(

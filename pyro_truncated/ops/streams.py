@@ -31,7 +31,7 @@ class Stream:
     def __init__(self, seed: int) -> None:
         self.seed, self._count = seed, 0
         self._branches: dict[int, Stream] = {}
-        self._ahead: dict[int, Drawn] = {}
+        self._ahead: dict[int, CachedSeed] = {}
         # Of generators by their identity, which they keep as long as they are held; shared by all streams that begin again.
         self._seeds: dict[int, tuple[torch.Generator, int]] = {}
 
@@ -45,7 +45,7 @@ class Stream:
         """Draws the first ``counts`` words of the next seeds together."""
         seeds = [mix_bits(self.seed, self._count + 1 + i) for i in range(len(counts))]
         drawn = backend("random", rows).several(rows, seeds, counts)
-        self._ahead = {seed: Drawn(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
+        self._ahead = {seed: CachedSeed(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
 
     def again(self) -> Stream:
         """The stream, with its branches, from its beginning."""
@@ -63,14 +63,14 @@ class Stream:
         return self._branches.setdefault(key, Stream(self._seeds[key][1]))
 
 
-class Drawn(int):
+class CachedSeed(int):
     """A seed with what has been drawn for it already."""
 
     rows: Tensor
     streams: Tensor
     words: Tensor
 
-    def __new__(cls, seed: int, rows: Tensor, streams: Tensor, words: Tensor) -> Drawn:
+    def __new__(cls, seed: int, rows: Tensor, streams: Tensor, words: Tensor) -> CachedSeed:
         """A number that carries tensors."""
         drawn = super().__new__(cls, seed)
         drawn.rows, drawn.streams, drawn.words = rows, streams, words

@@ -98,8 +98,8 @@ class CandidateRuns:
         if not self.probe.hidden:
             return {}
         if self.scoring == "together":
-            return self._hidden(self._together(words))
-        columns = [self._hidden(states) for states in _unbind(self._one_by_one(words))]
+            return self._hidden_values(self._together(words))
+        columns = [self._hidden_values(states) for states in _unbind(self._one_by_one(words))]
         return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
 
     # --- the candidates as values of the model's sites ---
@@ -152,7 +152,7 @@ class CandidateRuns:
                 terms[name] = self._reduce(node)
         return terms
 
-    def _hidden(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _hidden_values(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         nodes = sample_nodes(self._trace({**self.probe.values, **states}))
         hidden = {}
         for name in self.probe.hidden:

@@ -57,7 +57,7 @@ class Tables:
         return [(scope, part.view(shape)) for scope, shape, part in zip(self.scopes, self.shapes, parts, strict=True)]
 
 
-class _Known(torch.autograd.Function):
+class _GivenGradient(torch.autograd.Function):
     """A number whose gradient with respect to a tensor is known."""
 
     @staticmethod
@@ -78,7 +78,7 @@ def _by_name(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor]) -> d
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:
     """A number as a function of table entries, by its gradient."""
-    return _Known.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
+    return _GivenGradient.apply(entries, value, gradient) if entries.requires_grad else value  # type: ignore[no-untyped-call]
 
 
 class ProductScorer(Probe):

@@ -15,7 +15,7 @@ from pyro_truncated.ops.max_inner_products import follow_neighbours, max_inner_p
 from pyro_truncated.utils.arguments import check_count
 
 # Values and numbers of functions, ``(N, S)`` both.
-Found = tuple[Tensor, Tensor]
+TopProducts = tuple[Tensor, Tensor]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -168,7 +168,7 @@ class MaxInnerProductIndex:
             return self._follow(features, self._search_groups(features, number, self.EFFORT.groups), self.EFFORT.depth)[1]
         return self._search_in_stages(features, self._search_first_groups(features, number))[0]
 
-    def _search_in_stages(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
+    def _search_in_stages(self, features: Tensor, first: TopProducts, known: Tensor | None = None) -> tuple[Tensor, float]:
         """Searches first groups, neighbours, and more groups where values are low.
 
         Also returns the share that took more groups.
@@ -185,7 +185,7 @@ class MaxInnerProductIndex:
                 break
         return index, looked / max(1, len(order))
 
-    def _follow(self, features: Tensor, found: Found, depth: int, known: Tensor | None = None) -> Found:
+    def _follow(self, features: Tensor, found: TopProducts, depth: int, known: Tensor | None = None) -> TopProducts:
         return follow_neighbours(features, self.coefficients, self._neighbours, *found, depth, known)
 
     def _are_apart(self, number: int) -> bool:
@@ -194,12 +194,12 @@ class MaxInnerProductIndex:
         looked_at = min(self.EFFORT.groups, len(sizes))
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, self.EFFORT.neighbours)))
 
-    def _search_first_groups(self, features: Tensor, number: int) -> Found:
+    def _search_first_groups(self, features: Tensor, number: int) -> TopProducts:
         """Searches two groups, or as many as surely hold enough functions."""
         too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
         return self._search_groups(features, number, max(self.EFFORT.first_groups, too_few + 1))
 
-    def _search_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
+    def _search_groups(self, features: Tensor, number: int, looked_at: int) -> TopProducts:
         """The largest of the groups that are largest on average."""
         visited = max_inner_products(features, self._mean, min(looked_at, len(self._sizes)))[1]
         return max_inner_products_in_groups(features, self.coefficients, self._group, len(self._sizes), visited, number)
@@ -233,6 +233,6 @@ class MaxInnerProductIndex:
         return torch.cat([self._search_groups(some, self.EFFORT.neighbours, self.EFFORT.groups_for_neighbours)[1] for some in parts])
 
 
-def _select(found: Found, rows: Tensor) -> Found:
+def _select(found: TopProducts, rows: Tensor) -> TopProducts:
     """Those of some data points."""
     return found[0][rows], found[1][rows]

@@ -56,7 +56,7 @@ class ObservedEntries:
     def __len__(self) -> int:
         return len(self.value)
 
-    def drawn(self, num: int, generator: torch.Generator | None = None) -> ObservedEntries:
+    def subsample(self, num: int, generator: torch.Generator | None = None) -> ObservedEntries:
         """Returns at most ``num`` random entries, of as many inputs as possible."""
         order = torch.randperm(len(self), generator=generator).to(self.row.device)
         by_input, place = self.row[order].sort(stable=True)
@@ -242,7 +242,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     def _scout(self, start: list[Tensor], settings: FitSettings) -> list[Tensor] | None:
         """Parameters of fits to some entries from other length-scales, if any."""
-        some = self._entries.drawn(SCOUTED, self.generator)
+        some = self._entries.subsample(SCOUTED, self.generator)
 
         def scout() -> float:
             """A fit to these entries."""

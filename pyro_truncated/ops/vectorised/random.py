@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.streams import Drawn
+from pyro_truncated.ops.streams import CachedSeed
 from pyro_truncated.utils.budget import current_budget, rows_per_block
 
 
@@ -34,12 +34,12 @@ def mix(x: Tensor) -> Tensor:
 
 def stream(seed: int, rows: Tensor) -> Tensor:
     """First states ``(N,)`` of the streams of data points."""
-    return seed.streams if isinstance(seed, Drawn) and seed.rows is rows else mix(_scramble(rows) + seed)
+    return seed.streams if isinstance(seed, CachedSeed) and seed.rows is rows else mix(_scramble(rows) + seed)
 
 
 def draw_words(seed: int, rows: Tensor, count: int) -> Tensor:
     """The first so many words of the streams of data points, ``(N, count)``."""
-    if isinstance(seed, Drawn) and seed.rows is rows and seed.words.shape[1] == count:
+    if isinstance(seed, CachedSeed) and seed.rows is rows and seed.words.shape[1] == count:
         return seed.words
     return numbers(stream(seed, rows), count)
 

@@ -169,14 +169,14 @@ def test_entries_are_drawn_from_as_many_inputs_as_there_are():
     row, output = torch.arange(6).repeat_interleave(3), torch.arange(3).repeat(6)
     entries = ObservedEntries(row, output, torch.arange(18.0))
     for num, most in ((4, 1), (6, 1), (9, 2), (18, 3), (50, 3)):
-        some = entries.drawn(num, torch.Generator().manual_seed(num))
+        some = entries.subsample(num, torch.Generator().manual_seed(num))
         assert len(some) == min(num, 18)
         assert len(some.value.unique()) == len(some)
         counts = some.row.bincount(minlength=6)
         assert int(counts.max()) == most
         assert int(counts.max() - counts.min()) <= 1
         torch.testing.assert_close(some.value, (3 * some.row + some.output).float())
-    first, second = (entries.drawn(6, torch.Generator().manual_seed(seed)).output for seed in (0, 1))
+    first, second = (entries.subsample(6, torch.Generator().manual_seed(seed)).output for seed in (0, 1))
     assert not torch.equal(first, second)
 
 
