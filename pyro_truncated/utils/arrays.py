@@ -131,14 +131,18 @@ def _without_fill_values(array: Any) -> np.ndarray:
     kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
     fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
     if not fills or values.dtype.kind not in "biuf":
-        return values
+        return _from_objects(values)
     is_fill = np.isin(values, np.concatenate(fills))
     return with_missing(values, is_fill) if is_fill.any() else values
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """A floating point copy with NaN where entries are missing."""
-    found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
+    """A copy with NaN where entries are missing.
+
+    Numbers become floating point numbers, anything else objects.
+    """
+    kind = values.dtype.kind
+    found = values.astype(np.float64 if kind in "biu" else values.dtype if kind in "fc" else object)
     found[is_missing] = np.nan
     return found
 
@@ -199,7 +203,7 @@ def as_plain_array(value: Any, name: str | None = None) -> Any:
         value = as_numpy(value, name)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
-        return with_missing(value.data, is_masked) if is_masked.any() and value.dtype.kind in "biuf" else value.data
+        return _from_objects(with_missing(value.data, is_masked) if is_masked.any() else value.data)
     return _from_objects(value) if isinstance(value, np.ndarray) else value
 
 
@@ -209,7 +213,7 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     Lists hold numbers, ``None`` where one is missing, or arrays of one shape.
     """
     if isinstance(value, Tensor):
-        return value
+        return check_dense_real(name, value)
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
     found = as_plain_array(value, name)
@@ -227,6 +231,15 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         kind = f"an array of {found.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
     return _moved(found, like)
+
+
+def check_dense_real(name: str, value: Tensor) -> Tensor:
+    """Returns a tensor that is neither sparse nor complex."""
+    if value.is_complex():
+        raise TypeError(f"{name} must hold real numbers; got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be dense; got a tensor of layout {value.layout}: call its to_dense()")
+    return value
 
 
 def holds_arrays(value: Any) -> bool:
