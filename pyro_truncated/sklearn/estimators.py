@@ -37,7 +37,12 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
     Raises:
         ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
     """
-    return validate_data(estimator, _with_nan("X", X), y=_with_nan("y", y), **options)
+    X, y = _with_nan("X", X), _with_nan("y", y)
+    for name, values in (("X", X), ("y", y)):
+        if options["dtype"] is not None and isinstance(values, np.ndarray) and values.dtype.kind in "mM":
+            # Scikit-learn takes times for numbers, and those that are missing for very low ones.
+            raise TypeError(f"{name} must hold numbers; got times ({values.dtype}): divide differences of times by a unit")
+    return validate_data(estimator, X, y=y, **options)
 
 
 def validated_array(X: Any, **options: Any) -> Any:
@@ -53,11 +58,7 @@ def _with_nan(name: str, values: Any) -> Any:
     if isinstance(values, Tensor) or holds_arrays(values):
         tensor = as_data(name, values).detach().cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    array = as_plain_array(values, name)
-    if isinstance(array, np.ndarray) and array.dtype.kind in "mM":
-        # Scikit-learn takes times for numbers, and those that are missing for very low ones.
-        raise TypeError(f"{name} must hold numbers; got times ({array.dtype}): divide differences of times by a unit")
-    return array
+    return as_plain_array(values, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import itertools
 import numbers
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 _FILL_VALUES = ("_FillValue", "missing_value")
+# Rows that are looked at for rounding, and the largest share of a column's deviation that it may take.
+_ROUNDED_ROWS, _MOST_ROUNDED = 4096, 0.01
 _UNNAMED = re.compile(r"dim_\d+")
 
 
@@ -189,7 +192,33 @@ def _moved(tensor: Tensor, like: Tensor | None) -> Tensor:
     """A tensor on another one's device, floating point numbers in its type."""
     if like is None:
         return tensor
+    if tensor.is_floating_point():
+        warn_if_rounded(tensor, like.dtype)
     return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+
+
+def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
+    """Warns if a type loses what varies within a column of data ``(N, ...)``.
+
+    Of very many data points some are looked at.
+    """
+    if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
+        return
+    rows = data[:: max(1, len(data) // _ROUNDED_ROWS)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
+    exact = rows.detach().double()
+    center = exact.nanmean(0)
+    deviation = (exact - center).abs().nanmean(0)
+    error = (rows.detach().to(dtype).double() - exact).abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
+    # But for columns that are constant but for rounding.
+    is_lost = (deviation > 4 * torch.finfo(torch.float64).eps * center.abs()) & (error > _MOST_ROUNDED * deviation)
+    if bool(is_lost.any()):
+        column = int(is_lost.nonzero()[0, 0])
+        warnings.warn(
+            f"data near {float(center[column]):.3g} that vary by {float(deviation[column]):.3g} lose their digits in {dtype}, the type of "
+            "the model: subtract the mean and divide by the deviation, or make the model of torch.float64.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -151,3 +154,18 @@ def test_complex_and_sparse_tensors_are_named():
         denoise(torch.eye(8).to_sparse())
     with pytest.raises(TypeError, match="X must be dense"):
         TruncatedMixture(2).fit(torch.eye(8).to_sparse())
+
+
+@pytest.mark.parametrize("as_given", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 1e8), (1e-50, 0.0), (1e50, 0.0)])
+def test_digits_that_the_type_of_a_model_loses_are_named(y, as_given, scale, offset):
+    far = as_given(scale * y.numpy() + offset)
+    with pytest.warns(UserWarning, match=r"lose their digits in torch.float32, the type of the model"), contextlib.suppress(ValueError):
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(far)
+
+
+def test_digits_that_are_kept_are_not_named(y):
+    constant = np.where(np.arange(y.shape[1]) == 0, 0.1, y.numpy() + 1e3)
+    with warnings.catch_warnings(action="error"):
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(constant)
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float64).initialize(y + 1e8)
