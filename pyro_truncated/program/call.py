@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
@@ -19,19 +20,35 @@ from pyro_truncated.utils.parameter_store import Assign, isolate
 
 
 class _ObservesTensors(Messenger):
-    """Effect handler that refuses observed values that are no tensors.
+    """Effect handler that refuses observed values that are no dense real tensors.
 
     Pyro fails on them without naming the site.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
         value = msg["value"]
-        if msg["is_observed"] and value is not None and not isinstance(value, torch.Tensor):
+        if not msg["is_observed"] or value is None:
+            return
+        if not isinstance(value, torch.Tensor):
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            advice = "of a pandas Series or DataFrame data.to_numpy()"
+            if isinstance(value, np.ma.MaskedArray):
+                advice = "with data.filled(0), and the site under poutine.mask(mask=torch.as_tensor(~data.mask))"
             raise TypeError(
                 f"site '{msg['name']}' observes a {kind}, where Pyro needs a tensor. Pass torch.as_tensor(data, dtype="
-                f"{torch.get_default_dtype()}) to the model in place of the data, of a pandas Series or DataFrame data.to_numpy()."
+                f"{torch.get_default_dtype()}) to the model in place of the data, {advice}."
             )
+        if value.layout != torch.strided:
+            raise TypeError(f"site '{msg['name']}' observes a tensor of layout {value.layout}: call its to_dense()")
+        if value.is_complex() and _is_of_real_numbers(msg["fn"]):
+            raise TypeError(f"site '{msg['name']}' observes {value.dtype}, and its distribution is one of real numbers")
+
+
+def _is_of_real_numbers(fn: Any) -> bool:
+    """Whether a distribution is one of torch or Pyro, which have none of complex numbers."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return type(fn).__module__.startswith(("torch.", "pyro."))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -60,9 +60,7 @@ def refuse_changing_sites(call: Call, trace: poutine.Trace, dependencies: Depend
     """
     nodes = sample_nodes(trace)
     read = [name for name, node in nodes.items() if not node["is_observed"] and (name in dependencies.read or dependencies.scopes is None)]
-    changing = _names(trace) - dependencies.parents.keys()
-    if read:
-        changing |= changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
+    changing = _names(trace) - dependencies.parents.keys() | changing_sites(call, trace, _joint_values([nodes[name] for name in read]))
     if changing:
         raise ChangingSitesError(changing, [name for name in read if name not in changing])
 

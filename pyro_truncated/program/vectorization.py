@@ -108,7 +108,7 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
         is_enumerable = most_dims <= log_joint.depth + 1
         culprit = _difference(together, single)
         read = log_joint.layout.read
-        is_random = _warn_if_random(log_joint, words, *((single, "singly") if culprit is not None or read else (together, "together")))
+        is_random = _warn_if_unlike(log_joint, words, single)
         if is_random or (culprit is None and not read):
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
@@ -125,18 +125,44 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     return scoring, False
 
 
-def _warn_if_random(log_joint: LogJoint, words: Tensor, found: dict[str, Tensor] | Exception, scoring: Scoring) -> bool:
-    """Whether repeated scores of the same states differ; warns of it."""
-    name = _difference(_terms(log_joint, words, scoring)[0], found)
-    if name:
+def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor]) -> bool:
+    """Whether repeated scores of single states differ; warns of it.
+
+    They are repeated beside other states of the other data points, so it also warns of sites that depend on those.
+    """
+    number = words.shape[1]
+    order = (torch.arange(number, device=words.device) + torch.arange(len(words), device=words.device).unsqueeze(-1)) % number
+    beside_others = words.gather(1, order.unsqueeze(-1).expand_as(words))
+    name = _difference(_terms(log_joint, beside_others, "singly")[0], _in_order(single, order))
+    if not name:
+        return False
+    drawn = _difference(_terms(log_joint, words, "singly")[0], single)
+    if drawn:
         warnings.warn(
-            f"site '{name}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
+            f"site '{drawn}' gets other log probabilities whenever the same states are scored: the model draws random numbers outside of "
             "sample sites (dropout, torch.randn). Call .eval() of modules with dropout, and draw noise by "
             "pyro.sample.",
             UserWarning,
             stacklevel=2,
         )
-    return name is not None
+    else:
+        warnings.warn(
+            f"site '{name}' of a data point depends on the states of other data points, which the posterior takes to be independent: the "
+            f"model computes across the plates {sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data "
+            "points, or make the plate an event: all data are then one data point.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return drawn is not None
+
+
+def _in_order(terms: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+    """Returns log probabilities ``(C, ..., N)`` with candidates in an order ``(N, C)``."""
+    found = {}
+    for name, term in terms.items():
+        index = order.mT.reshape(order.shape[1], *(1,) * (term.dim() - 2), len(order))
+        found[name] = torch.take_along_dim(term.expand(order.shape[1], *term.shape[1:]), index, 0)
+    return found
 
 
 def _can_run_on_many_states(log_joint: LogJoint, packed: PackedModel) -> bool:

@@ -34,7 +34,7 @@ def check_image(image: Any) -> Tensor:
     """Returns a damaged array in single precision or more.
 
     Raises:
-        ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are.
+        ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
     """
     array = floating(as_data("image", image))
     observed = array[~array.isnan()]
@@ -48,16 +48,22 @@ def check_image(image: Any) -> Tensor:
         raise ValueError("the image has infinite entries; mark what is missing by NaN")
     if not bool(observed.square().sum().isfinite()):
         raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
+    if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:
+        raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: give it in another unit")
     return array
 
 
 def floating(image: Tensor) -> Tensor:
     """Returns the array in floating point numbers.
 
-    Half precision becomes the default precision, as linear algebra does not have it.
+    Half precision becomes the default precision, as linear algebra does not have it. So do integers, but for those that it would round.
     """
-    has_precision = image.is_floating_point() and torch.finfo(image.dtype).bits >= 32
-    return image if has_precision else image.to(torch.get_default_dtype())
+    if image.is_floating_point():
+        return image if torch.finfo(image.dtype).bits >= 32 else image.to(torch.get_default_dtype())
+    found = image.to(torch.get_default_dtype())
+    # Compared as numbers: torch's wide unsigned integers cannot be.
+    is_exact = image.dtype.itemsize <= 2 or bool((found.double() == image.double()).all())
+    return found if is_exact else image.double()
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:
@@ -380,7 +386,8 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     levels = per_channel(noise_level, image, num_dims)
     if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
         return levels
-    return levels * noise_level(image / levels, num_dims)
+    # Means of channels that lie far apart are no deviation.
+    return levels * noise_level((image - image.flatten(0, -2).nanmean(0)) / levels, num_dims)
 
 
 def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> list[list[int]]:

@@ -21,7 +21,7 @@ from pyro_truncated.search.conditional import Moves
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
-from pyro_truncated.utils.arrays import as_data, as_plain_array, holds_arrays
+from pyro_truncated.utils.arrays import as_data, as_plain_array, find_package, holds_arrays
 from pyro_truncated.utils.parameter_store import empty_store, spare_random_numbers
 
 
@@ -37,7 +37,12 @@ def validated_data(estimator: Any, X: Any, y: Any = "no_validation", **options: 
     Raises:
         ValueError: for what scikit-learn refuses, as NaN where an estimator takes none.
     """
-    return validate_data(estimator, _with_nan("X", X), y=_with_nan("y", y), **options)
+    X, y = _with_nan("X", X), _with_nan("y", y)
+    for name, values in (("X", X), ("y", y)):
+        if options["dtype"] is not None and isinstance(values, np.ndarray) and values.dtype.kind in "mM":
+            # Scikit-learn takes times for numbers, and those that are missing for very low ones.
+            raise TypeError(f"{name} must hold numbers; got times ({values.dtype}): divide differences of times by a unit")
+    return validate_data(estimator, X, y=y, **options)
 
 
 def validated_array(X: Any, **options: Any) -> Any:
@@ -46,9 +51,10 @@ def validated_array(X: Any, **options: Any) -> Any:
 
 
 def _with_nan(name: str, values: Any) -> Any:
-    # Tables stay as they are: scikit-learn reads the names of their columns, and takes their nulls for NaN.
+    # Tables stay tables: scikit-learn reads the names of their columns, and takes their nulls for NaN, but not pandas.NA among objects.
     if hasattr(values, "columns"):
-        return values
+        has_objects = find_package(values) == "pandas" and "object" in map(str, values.dtypes)
+        return values.where(values.notna(), np.nan) if has_objects else values
     if isinstance(values, Tensor) or holds_arrays(values):
         tensor = as_data(name, values).detach().cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

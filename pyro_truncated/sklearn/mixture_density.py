@@ -113,9 +113,13 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             y: ignored.
         """
         rows = self._rows(X, reset=True)
+        # Second moments of data far from zero would lose their digits.
+        center = rows.mean(0) if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
         with apart(self.random_state) as generator:
             model = self._make(rows)
-            starts, steps = self._train(model, rows, generator)
+            starts, steps = self._train(model, rows - center, generator)
+        if self.family == "gaussian":
+            model.loc = model.loc.detach() + center
         self.model_, self.starts_, self.n_iter_ = model, starts, steps
         self.converged_, self.lower_bound_ = steps < self.max_iter, self.score(X)
         return self

@@ -13,6 +13,7 @@ import itertools
 import numbers
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 _FILL_VALUES = ("_FillValue", "missing_value")
+# Rows that are looked at for rounding, and the largest share of a column's deviation that it may take.
+_ROUNDED_ROWS, _MOST_ROUNDED = 4096, 0.01
 _UNNAMED = re.compile(r"dim_\d+")
 
 
@@ -131,14 +134,18 @@ def _without_fill_values(array: Any) -> np.ndarray:
     kept = {} if array.encoding.keys() & {"scale_factor", "add_offset"} else array.encoding
     fills = [np.ravel(source[name]) for source in (array.attrs, kept) for name in _FILL_VALUES if source.get(name) is not None]
     if not fills or values.dtype.kind not in "biuf":
-        return values
+        return _from_objects(values)
     is_fill = np.isin(values, np.concatenate(fills))
     return with_missing(values, is_fill) if is_fill.any() else values
 
 
 def with_missing(values: np.ndarray, is_missing: np.ndarray) -> np.ndarray:
-    """A floating point copy with NaN where entries are missing."""
-    found = values.astype(values.dtype if values.dtype.kind == "f" else np.float64)
+    """A copy with NaN where entries are missing.
+
+    Numbers become floating point numbers, anything else objects.
+    """
+    kind = values.dtype.kind
+    found = values.astype(np.float64 if kind in "biu" else values.dtype if kind in "fc" else object)
     found[is_missing] = np.nan
     return found
 
@@ -185,7 +192,33 @@ def _move(tensor: Tensor, like: Tensor | None) -> Tensor:
     """A tensor on another one's device, floating point numbers in its type."""
     if like is None:
         return tensor
+    if tensor.is_floating_point():
+        warn_if_rounded(tensor, like.dtype)
     return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+
+
+def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
+    """Warns if a type loses what varies within a column of data ``(N, ...)``.
+
+    Of very many data points some are looked at.
+    """
+    if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
+        return
+    rows = data[:: max(1, len(data) // _ROUNDED_ROWS)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
+    exact = rows.detach().double()
+    center = exact.nanmean(0)
+    deviation = (exact - center).abs().nanmean(0)
+    error = (rows.detach().to(dtype).double() - exact).abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
+    # But for columns that are constant but for rounding.
+    is_lost = (deviation > 4 * torch.finfo(torch.float64).eps * center.abs()) & (error > _MOST_ROUNDED * deviation)
+    if bool(is_lost.any()):
+        column = int(is_lost.nonzero()[0, 0])
+        warnings.warn(
+            f"data near {float(center[column]):.3g} that vary by {float(deviation[column]):.3g} lose their digits in {dtype}, the type of "
+            "the model: subtract the mean and divide by the deviation, or make the model of torch.float64.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def as_plain_array(value: Any, name: str | None = None) -> Any:
@@ -199,7 +232,7 @@ def as_plain_array(value: Any, name: str | None = None) -> Any:
         value = as_numpy(value, name)
     if isinstance(value, np.ma.MaskedArray):
         is_masked = np.ma.getmaskarray(value)
-        return with_missing(value.data, is_masked) if is_masked.any() and value.dtype.kind in "biuf" else value.data
+        return _from_objects(with_missing(value.data, is_masked) if is_masked.any() else value.data)
     return _from_objects(value) if isinstance(value, np.ndarray) else value
 
 
@@ -209,7 +242,7 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     Lists hold numbers, ``None`` where one is missing, or arrays of one shape.
     """
     if isinstance(value, Tensor):
-        return value
+        return check_dense_real(name, value)
     if _is(value, "xarray", "Dataset"):
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got a Dataset: give one of its variables")
     found = as_plain_array(value, name)
@@ -227,6 +260,15 @@ def as_data(name: str, value: Any, like: Tensor | None = None) -> Tensor:
         kind = f"an array of {found.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise TypeError(f"{name} must be a tensor, an array or a list of numbers; got {kind}")
     return _move(found, like)
+
+
+def check_dense_real(name: str, value: Tensor) -> Tensor:
+    """Returns a tensor that is neither sparse nor complex."""
+    if value.is_complex():
+        raise TypeError(f"{name} must hold real numbers; got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be dense; got a tensor of layout {value.layout}: call its to_dense()")
+    return value
 
 
 def holds_arrays(value: Any) -> bool:

@@ -176,3 +176,18 @@ def test_data_that_are_no_tensor_are_refused_by_the_name_of_their_site(data, kin
 def test_several_arguments_of_the_model_are_no_search():
     with pytest.raises(TypeError, match=r"search must be .* got a Tensor; several arguments of the model go in as a tuple, guide\.infer"):
         AutoTruncated(observing).infer(torch.zeros(3), torch.zeros(3))
+
+
+def test_tensors_that_no_distribution_takes_are_named():
+    def model(y):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(z.unsqueeze(-1), 1.0).expand([3, 2]).to_event(1), obs=y)
+
+    y = torch.ones(3, 2)
+    with pytest.raises(TypeError, match=r"site 'y' observes torch.complex64, and its distribution is one of real numbers"):
+        Truncated_ELBO().loss(model, AutoTruncated(model), y + 0j)
+    with pytest.raises(TypeError, match=r"site 'y' observes a tensor of layout torch.sparse_coo: call its to_dense\(\)"):
+        Truncated_ELBO().loss(model, AutoTruncated(model), y.to_sparse())
+    with pytest.raises(TypeError, match=r"site 'y' observes a numpy.ma.*data\.filled\(0\), and the site under poutine\.mask"):
+        Truncated_ELBO().loss(model, AutoTruncated(model), np.ma.masked_less(y.numpy(), 0.0))

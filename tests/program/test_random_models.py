@@ -55,6 +55,7 @@ def test_layers_that_update_statistics_in_every_run_are_named():
     model, net = observed_through(Flat(4))
     with (
         pytest.warns(UserWarning, match="the model runs Flat in training mode: each run normalises by the states in it"),
+        pytest.warns(UserWarning, match="depends on the states of other data points"),
         warnings.catch_warnings(action="ignore", category=VectorizationWarning),
     ):
         AutoTruncated(model).setup(Y)
@@ -62,6 +63,40 @@ def test_layers_that_update_statistics_in_every_run_are_named():
     AutoTruncated(model).setup(Y)
     model, _ = observed_through(nn.LayerNorm(4))
     AutoTruncated(model).setup(Y)
+
+
+def across(function):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
+            pyro.sample("y", dist.Normal(function(z).sum(-1), 1.0), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: z - z.mean(-2, keepdim=True),
+        lambda z: z.cumsum(-2),
+        lambda z: z + z.roll(1, -2),
+        lambda z: torch.softmax(z @ z.mT, -1) @ z,
+        nn.LayerNorm([12, 2]),
+        Flat(2, track_running_stats=False).eval(),
+    ],
+)
+def test_computing_across_data_points_is_named(function):
+    with (
+        pytest.warns(UserWarning, match=r"site 'y' of a data point depends on the states of other data points.* \['data'\]"),
+        warnings.catch_warnings(action="ignore", category=VectorizationWarning),
+    ):
+        AutoTruncated(across(function)).setup(Y.repeat(3))
+
+
+def test_computing_within_data_points_is_taken():
+    for function in (nn.LayerNorm(2), lambda z: z.cumsum(-1), lambda z: z * Y.mean(), lambda z: z / Y.unsqueeze(-1)):
+        with warnings.catch_warnings(action="error"):
+            AutoTruncated(across(function)).setup(Y)
 
 
 def test_sums_over_plates_are_told_to_keep_their_dimension():

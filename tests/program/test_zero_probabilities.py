@@ -23,6 +23,12 @@ def zeros(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def with_logits(fn):
+    """The distribution once both of its parameters are computed."""
+    assert fn.logits.shape == fn.probs.shape
+    return fn
+
+
 # Each: a distribution of counts 0, 1, 2, ..., and its probabilities.
 SCALARS = {
     "Bernoulli(0)": (lambda: dist.Bernoulli(zeros(0.0)[0]), [1, 0]),
@@ -44,6 +50,9 @@ SCALARS = {
         lambda: dist.ZeroInflatedNegativeBinomial(zeros(2.0)[0], probs=zeros(0.0)[0], gate=zeros(0.3)[0]),
         [1, 0, 0, 0],
     ),
+    "MixtureSameFamily": (lambda: dist.MixtureSameFamily(dist.Categorical(zeros(1.0, 0.0)), dist.Bernoulli(zeros(0.0, 1.0))), [1, 0]),
+    "Categorical with logits looked at": (lambda: with_logits(dist.Categorical(zeros(0.25, 0.0, 0.75))), [0.25, 0, 0.75]),
+    "Bernoulli with probabilities looked at": (lambda: with_logits(dist.Bernoulli(logits=zeros(-200.0)[0])), [1, math.exp(-200)]),
     "masked": (lambda: dist.Bernoulli(zeros(0.0)[0]).mask(torch.tensor(True)), [1, 0]),
 }
 

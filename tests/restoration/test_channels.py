@@ -91,6 +91,18 @@ def test_channels_of_other_units_are_restored_alike(noise):
     torch.testing.assert_close(first.image.movedim(0, 2), found.image)
 
 
+@pytest.mark.parametrize("offset", [1e4, 1e6, 1e8])
+def test_channels_far_from_each_other_are_restored_alike(offset):
+    clean = 30 * waves(20, 22, 3).double()
+    noisy = clean + 3 * torch.randn(clean.shape, generator=generator(), dtype=torch.float64)
+    offsets = torch.tensor([0.0, offset, -offset], dtype=torch.float64)
+    options = {"side": 4, "rounds": 1, "passes": 3, "num_components": 4, "progress": False}
+    found = [denoise(noisy + shift, generator=generator(), **options) for shift in (0.0, offsets)]
+    torch.testing.assert_close(found[1].channel_noise, found[0].channel_noise, rtol=1e-3, atol=0.0)
+    errors = [(one.image - shift - clean).square().mean().sqrt() for one, shift in zip(found, (0.0, offsets), strict=True)]
+    assert errors[1] < 1.1 * errors[0] < 2.0
+
+
 @pytest.mark.nightly
 def test_channels_of_unlike_noise_are_all_restored():
     levels = torch.tensor([0.5, 2.0, 8.0]).double()

@@ -233,6 +233,8 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
         (torch.full((8, 8), math.inf), {}, "infinite"),
         (torch.tensor(3.0), {}, "single number"),
         (1e25 * torch.randn(8, 8), {}, "too large"),
+        (1e-25 * torch.randn(8, 8), {}, "varies by so little"),
+        (1e-170 * torch.randn(8, 8, dtype=torch.float64), {}, "varies by so little"),
         (torch.randn(8, 8), {"channels": 3}, "channels"),
         (torch.randn(8), {"channels": True}, "channels"),
         (torch.randn(8, 8), {"noise": 0.0}, "noise"),
@@ -271,3 +273,10 @@ def test_masks_that_do_not_say_what_is_seen_are_refused(mask, named):
 def test_constant_arrays_stay_what_they_are(shape):
     image = torch.full(shape, 128.1)
     torch.testing.assert_close(denoise(image, rounds=1).image, image)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.uint64])
+def test_integers_keep_their_digits(dtype):
+    small = (100 + 20 * torch.randn(12, 12, generator=torch.Generator().manual_seed(0))).round().long()
+    found = [denoise((small + offset).to(dtype), side=4, rounds=1, progress=False).image.double() - offset for offset in (0, 2**31 - 1000)]
+    torch.testing.assert_close(*found, rtol=0.0, atol=0.1)

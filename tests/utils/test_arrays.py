@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import numpy as np
 import pytest
 import torch
+import xarray
 from pyro.contrib.gp import kernels
 from pyro.infer import SVI
 
@@ -21,7 +25,9 @@ from pyro_truncated import (
 )
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.gp import PyroKernel
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.restoration import denoise
+from pyro_truncated.sklearn import TruncatedMixture
+from pyro_truncated.utils.arrays import as_data, as_tensors
 
 
 @pytest.fixture
@@ -115,3 +121,51 @@ def test_arrays_that_torch_cannot_share_are_copied():
     assert as_tensors(array, torch.zeros(1)).dtype == torch.float32
     assert as_tensors(np.arange(3), torch.zeros(1)).dtype == torch.int64
     assert as_tensors("text") == "text"
+
+
+HIDDEN = np.array([[True, False], [False, False]])
+UNDER = np.array([[-9999, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "uint8", "object"])
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_masked_entries_are_missing_whatever_the_type(dtype, is_hard):
+    masked = np.ma.MaskedArray(UNDER.clip(0).astype(dtype), HIDDEN, hard_mask=is_hard)
+    expected = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]], dtype=torch.float64)
+    for found in (as_data("y", masked), as_tensors(masked), as_data("y", list(masked))):
+        torch.testing.assert_close(found.double(), expected, equal_nan=True)
+
+
+def test_text_below_a_mask_is_missing():
+    column = np.ma.MaskedArray(np.array(["n/a", 2.5], dtype=object), [True, False])
+    torch.testing.assert_close(as_data("y", column), torch.tensor([torch.nan, 2.5], dtype=torch.float64), equal_nan=True)
+
+
+def test_numbers_as_objects_are_numbers_in_xarray():
+    table = xarray.DataArray(np.array([[1, None], [2.5, 3]], dtype=object))
+    expected = torch.tensor([[1.0, torch.nan], [2.5, 3.0]], dtype=torch.float64)
+    torch.testing.assert_close(as_data("y", table), expected, equal_nan=True)
+
+
+def test_complex_and_sparse_tensors_are_named():
+    with pytest.raises(TypeError, match=r"image must hold real numbers; got torch.complex64"):
+        denoise(torch.zeros(8, 8, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"image must be dense; got a tensor of layout torch.sparse_coo: call its to_dense\(\)"):
+        denoise(torch.eye(8).to_sparse())
+    with pytest.raises(TypeError, match="X must be dense"):
+        TruncatedMixture(2).fit(torch.eye(8).to_sparse())
+
+
+@pytest.mark.parametrize("as_given", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 1e8), (1e-50, 0.0), (1e50, 0.0)])
+def test_digits_that_the_type_of_a_model_loses_are_named(y, as_given, scale, offset):
+    far = as_given(scale * y.numpy() + offset)
+    with pytest.warns(UserWarning, match=r"lose their digits in torch.float32, the type of the model"), contextlib.suppress(ValueError):
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(far)
+
+
+def test_digits_that_are_kept_are_not_named(y):
+    constant = np.where(np.arange(y.shape[1]) == 0, 0.1, y.numpy() + 1e3)
+    with warnings.catch_warnings(action="error"):
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(constant)
+        models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float64).initialize(y + 1e8)
