@@ -126,7 +126,6 @@ def learn(
             multi_start = MultiStart(restart.replace(watch=watch))
             multi_start.run(bar)
             disagreement = multi_start.rule.disagreement(multi_start.pool)
-            multi_start.pool.complete()
         bar.total = bar.n + steps
         has_all = total_rows(restart.y) == total_rows(profile.y)
         best = multi_start.pool.best if has_all else multi_start.pool.best.replace(population=None)

@@ -130,7 +130,6 @@ def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
     multi_start = MultiStart(found.replace(watch=lambda free_energy: None))
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
-        multi_start.pool.complete()
     return likeliest_states(found, multi_start.pool.best)
 
 

@@ -17,7 +17,6 @@ from pyro_truncated.multistart.recombination import Recombination, build_recombi
 from pyro_truncated.multistart.solution import NOTHING, Solution, converge, fit_likeliest_states, settle
 from pyro_truncated.multistart.solution_moves import (
     Complement,
-    CompletionByOthers,
     Crossover,
     DifferenceCodes,
     Move,
@@ -91,20 +90,6 @@ class SolutionPool:
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
             if self.best.parameters:
                 self._join(self.best)
-
-    def complete(self) -> None:
-        """Adds latents of other restarts to the best, after the comparison.
-
-        Of a hundred latents one or two missing ones change the free energy by less than restarts may differ. Chance lets another restart
-        miss others. It is for causes with closed-form M-steps.
-        """
-        if len(self.kept) < 2 or not self._profile.is_matched:
-            return
-        self.best, *others = self.kept
-        group = find_exchange(self._profile, self.best)
-        if group is not None and all(one.population is not None for one in self.kept):
-            move = CompletionByOthers(group, others)
-            self.best = improve_converged(self._profile, self.best, move, group, self.moves)
 
     def is_complete(self) -> bool:
         """Whether two restarts have found each latent of the best.
@@ -205,26 +190,15 @@ class SolutionPool:
         return group.find_redundant(self._best)
 
 
-def find_exchange(profile: Profile, solution: Solution) -> Recombination | None:
-    """The exchange of latents of converged solutions, if there is one."""
-    groups = build_recombinations(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)
-    return groups[0] if groups else None
-
-
-def improve_converged(profile: Profile, best: Solution, move: Move, group: Recombination, counts: MoveCounts | None = None) -> Solution:
-    """Returns a converged solution after a move, with trained proposals."""
-    return improve(best, move, partial(converge, profile), 0.0, counts, group.rescore(best))
-
-
 def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:
     """Replaces difference codes by causes where this raises the free energy.
 
     Most restarts hold no latent that is active only where another one is, and cost only this check.
     """
-    group = find_exchange(profile, solution)
-    if group is None or solution.population is None:
+    groups = build_recombinations(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)[:1]
+    if not groups or solution.population is None:
         return solution
-    return improve_converged(profile, solution, DifferenceCodes([group]), group)
+    return improve(solution, DifferenceCodes(groups), partial(converge, profile), 0.0, known=groups[0].rescore(solution))
 
 
 def have_found_the_same(profile: Profile, one: Solution, other: Solution) -> bool:

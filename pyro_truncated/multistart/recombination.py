@@ -15,7 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.multistart.agreement import ROUNDING, SHARED, FreeEnergyEstimate, are_shared, match_latents, share_most
+from pyro_truncated.multistart.agreement import ROUNDING, FreeEnergyEstimate, are_shared, match_latents, share_most
 from pyro_truncated.multistart.model_parameters import Medians
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.redundancy import deletion_losses, is_redundant, value_deletion_losses
@@ -82,22 +82,6 @@ class Recombination:
         partner = self._pair_unmatched(better, other, correlation, partner)
         # Relative difference of parameters below which latents are equal.
         differs = self.latents.distances(better.parameters, other.parameters, partner) > 0.2
-        return self._take_blocks(better, other, correlation, partner, differs)
-
-    def complete(self, one: Solution, other: Solution) -> Solution:
-        """Completes the first of two similar solutions by differing latents that gain.
-
-        What differs are latents that are not on for the same data points: most often none.
-        """
-        correlation, partner = self._match(one, other)
-        differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
-        # Share of differing latents up to which solutions are nearly equal.
-        if not 0 < int(differs.sum()) <= 0.25 * len(differs):
-            return one
-        partner = self._pair_unmatched(one, other, correlation, partner)
-        return self._take_blocks(one, other, correlation, partner, differs)
-
-    def _take_blocks(self, better: Solution, other: Solution, correlation: Tensor, partner: Tensor, differs: Tensor) -> Solution:
         gains = {}
         for block in _blocks(correlation[:, partner]):
             if bool(differs[list(block)].any()):

@@ -81,23 +81,6 @@ class Crossover:
                 best = yield child
 
 
-class CompletionByOthers:
-    """The crossover of converged solutions, which differ in few latents."""
-
-    name = "crossover"
-
-    def __init__(self, group: Recombination, others: Sequence[Solution]) -> None:
-        self._group, self._others = group, others
-
-    def propose(self, best: Solution) -> Proposals:
-        """Yields the solution with latents of all others that gain."""
-        child = best
-        for other in self._others:
-            child = self._group.complete(child, self._group.rescore(other))
-        if child is not best:
-            yield child
-
-
 class DifferenceCodes:
     """Difference codes, replaced by the causes."""
 

@@ -45,7 +45,7 @@ class _ObservesTensors(Messenger):
 
 
 def _is_of_real_numbers(fn: Any) -> bool:
-    """Whether a distribution is one of torch or Pyro, which have none of complex numbers."""
+    """Whether a distribution is torch's or Pyro's: none is of complex numbers."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return type(fn).__module__.startswith(("torch.", "pyro."))

@@ -198,7 +198,7 @@ def _move(tensor: Tensor, like: Tensor | None) -> Tensor:
 
 
 def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
-    """Warns if a type loses what varies within a column of data ``(N, ...)``.
+    """Warns if a type loses what varies within columns ``(N, ...)``.
 
     Of very many data points some are looked at.
     """

@@ -1,4 +1,4 @@
-"""What several starts have found, put together once they are at rest."""
+"""Converged restarts: difference codes, redundant latents, agreement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.convergence import to_convergence, train
-from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
-from pyro_truncated.multistart.pool import SolutionPool, resolve_difference_codes
+from pyro_truncated.multistart.pool import resolve_difference_codes
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.solution import Solution, record_solution
 from pyro_truncated.multistart.trainer import Trainer
@@ -45,33 +44,9 @@ def bars_of(start: Solution) -> int:
     return matched_bars(model.weight, bar_components(4))
 
 
-def combine(y: Tensor, *starts: Solution) -> Solution:
-    pyro.clear_param_store()
-    pool = SolutionPool(profile_of(y))
-    for start in starts:
-        pool.add(start, Restart("initialize", 10, start.free_energy))
-    pool.complete()
-    return pool.best
-
-
 def rolled(population: Population, shift: int) -> Population:
     """The states of other data points."""
     return Population(population.space, population.words.roll(shift, 0), population.log_joint)
-
-
-@pytest.mark.slow
-def test_starts_that_miss_different_causes_have_all_of_them_together() -> None:
-    y, truth = linear_bars(400, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
-    found = []
-    for missed, other in ((2, 5), (6, 1)):
-        # One latent for either of two bars, and one that makes the other one of it: free energies hardly show it.
-        weight = truth.clone()
-        weight[:, missed] -= truth[:, other]
-        found.append(start_that_knows(weight, y))
-    assert [bars_of(start) for start in found] == [7, 7]
-    together = combine(y, *found)
-    assert bars_of(together) == 8
-    assert together.free_energy > max(start.free_energy for start in found)
 
 
 @pytest.mark.slow
@@ -87,14 +62,6 @@ def test_a_latent_that_is_on_only_where_another_one_is_becomes_the_cause_that_bo
     assert same is complete
     assert (bars_of(lesser), bars_of(whole)) == (7, 8)
     assert abs(whole.free_energy - complete.free_energy) < 0.05
-
-
-@pytest.mark.slow
-def test_starts_that_have_found_the_same_exchange_nothing() -> None:
-    y, truth = linear_bars(200, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
-    best, other = start_that_knows(truth, y), start_that_knows(truth[:, torch.arange(7, -1, -1)], y)
-    assert combine(y, best, other) is max(best, other, key=lambda start: start.free_energy)
-    assert profile_of(y).is_matched
 
 
 @pytest.mark.slow

@@ -370,7 +370,7 @@ MECHANISMS = {
     "use of redundant latents": without(solution_moves.RedundantLatents),
     "revival of dead latents": without(solution_moves.DeadLatents),
     "replacement of difference codes": without(solution_moves.DifferenceCodes),
-    "crossover": without(solution_moves.Crossover, solution_moves.CompletionByOthers),
+    "crossover": without(solution_moves.Crossover),
     "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_same_code"),)),
     "equal latents, networks": rule("share_most", True, is_false),
     "equal data points, gradients": rule("are_alike", True, is_false),
