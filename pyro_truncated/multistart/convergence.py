@@ -178,13 +178,16 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstima
         # Half of the steps that are left, so that some are taken at smaller rates.
         left = schedule.max_steps - steps
         most = left if reduction == _REDUCTIONS else (left + 1) // 2
-        some = dataclasses.replace(schedule, steps=0 if reduction else min(schedule.steps, most), max_steps=most)
+        # Two windows fit into them.
+        window = min(schedule.window, max(_COMPANION_WINDOW_STEPS, most // 2))
+        least = 0 if reduction else min(schedule.steps, most)
+        some = dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window)
         values = _until_convergence(trainer, some)
         steps, before = steps + len(values), reached
         if values:
-            reached = estimate_on_trend(values[-_window_length(values, schedule.window) :])
+            reached = estimate_on_trend(values[-_window_length(values, window) :])
         gain = max(0.0, reached.free_energy - before.free_energy - _error(before, reached))
-        remaining = remaining_gain(values, schedule.window) + gain * _RATE_FACTOR / (1 - _RATE_FACTOR)
+        remaining = remaining_gain(values, window) + gain * _RATE_FACTOR / (1 - _RATE_FACTOR)
         reached = reached._replace(remaining=remaining, steps=steps)
         if remaining <= schedule.tol:
             break

@@ -305,6 +305,27 @@ def test_runs_that_are_cut_off_say_what_they_would_have_gained_and_do_not_agree(
     assert (cut.remaining, cut.steps) == (math.inf, 30)
 
 
+class Slow(Noisy):
+    """A tenth of a nat in three hundred steps, at any rate, after a quick beginning: less in any twenty than the noise."""
+
+    profile = SimpleNamespace(config=LearnConfig(), has_companion=True, tolerance=0.01)
+
+    def step(self):
+        self.steps += 1
+        return -0.5 * math.exp(-self.steps / 10) - 0.1 * math.exp(-self.steps / 300) + float(self.noise[self.steps])
+
+    def intensify_search(self):
+        return False
+
+
+def test_the_last_training_beside_continuous_latents_sees_gains_that_short_windows_do_not():
+    run = Slow()
+    reached = finish(run, 1600, 0.0)
+    # Of the tenth of a nat at most the tolerance is left.
+    assert 0.1 * math.exp(-run.steps / 300) < 0.01
+    assert reached.remaining <= 0.01
+
+
 def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converged():
     done: list[str] = []
     run = run_of([0.0] * 60)
