@@ -25,7 +25,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.arrays import module_number, warn_if_rounded
+from pyro_truncated.utils.arrays import check_dense_real, module_number, warn_if_rounded
 from pyro_truncated.utils.budget import row_slices
 from pyro_truncated.utils.constraints import as_signed
 from pyro_truncated.utils.parameter_store import spare_random_numbers
@@ -92,12 +92,13 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
 
     Raises:
         ValueError: naming the first impossible value and its data point.
+        TypeError: if the data are sparse or complex.
 
     Warns:
         UserWarning: if the model's type loses the digits of the data.
     """
     number = module_number(model)
-    warn_if_rounded(y, torch.get_default_dtype() if number is None else number.dtype)
+    warn_if_rounded(check_dense_real("y", y), torch.get_default_dtype() if number is None else number.dtype)
     for rows in row_slices(len(y), 16 * y[:1].numel()):
         block = as_signed(y[rows])
         possible = support.check(block) & ~block.isinf()

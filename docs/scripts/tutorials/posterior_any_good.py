@@ -37,12 +37,12 @@ print(report)
 # gained by twice the states* searches on with a larger population. Both say here that much is missing. The exact lines are there because
 # this space has only 1024 states.
 #
-# ============================== ========================== ==================================
-# line                           good                       else
-# ============================== ========================== ==================================
-# covered mass, at most          near 1, but no proof       small: enlarge ``num_states``
-# nats gained by twice the states below what you can accept  enlarge ``num_states``
-# ============================== ========================== ==================================
+# ===============================  =========================  =============================
+# line                             good                       else
+# ===============================  =========================  =============================
+# covered mass, at most            near 1, but no proof       small: enlarge ``num_states``
+# nats gained by twice the states  below what you can accept  enlarge ``num_states``
+# ===============================  =========================  =============================
 #
 # With 256 states:
 
