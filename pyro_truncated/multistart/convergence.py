@@ -138,7 +138,15 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
 
 
 def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float = 1.0) -> Schedule:
-    """Gradient steps at a learning rate that falls at each plateau."""
+    """Gradient steps at a learning rate that falls at each plateau.
+
+    Args:
+        max_steps: the most steps.
+        tol: what may remain to be gained.
+        steps: least number of a restart. Zero is the last training: its windows are an eighth of all steps, as a slow gain hides in the
+            noise of short ones.
+        first_rate: what the learning rate is multiplied by at first.
+    """
     window = max(2, max_steps // 8)
     if steps:
         window = min(_COMPANION_WINDOW_STEPS, window)

@@ -195,7 +195,7 @@ def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:
 
     Most restarts hold no latent that is active only where another one is, and cost only this check.
     """
-    groups = build_recombinations(profile, profile.config.exchange_gain * profile.tolerance, solution.parameters)[:1]
+    groups = build_recombinations(profile, profile.config.replacement_gain * profile.tolerance, solution.parameters)[:1]
     if not groups or solution.population is None:
         return solution
     return improve(solution, DifferenceCodes(groups), partial(converge, profile), 0.0, known=groups[0].rescore(solution))

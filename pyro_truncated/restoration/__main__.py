@@ -143,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads, restores and writes; returns the exit status."""
     args = _parser().parse_args(arguments)
     try:
+        if args.invert and args.mask is None:
+            raise ValueError("--invert is of a mask, and --mask names none")
         picture = _read(args.image)
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())

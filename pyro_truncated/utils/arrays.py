@@ -23,7 +23,7 @@ from torch import Tensor
 
 _FILL_VALUES = ("_FillValue", "missing_value")
 # Rows that are looked at for rounding, and the largest share of a column's deviation that it may take.
-_ROUNDED_ROWS, _MOST_ROUNDED = 4096, 0.01
+_ROUNDED_ROWS, _MOST_ROUNDED = 256, 0.01
 _UNNAMED = re.compile(r"dim_\d+")
 
 

@@ -224,6 +224,13 @@ def test_masks_that_hide_nothing_or_all_are_refused(tmp_path, capsys, level, wha
     assert f"--mask hides {what}" in capsys.readouterr().err
 
 
+def test_an_inverted_mask_must_be_there(tmp_path, capsys):
+    Image.fromarray(np.zeros((20, 18), np.uint8)).save(tmp_path / "grey.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--invert"]) == 1
+    assert "--mask names none" in capsys.readouterr().err
+    assert not (tmp_path / "out.png").exists()
+
+
 def test_more_than_half_missing_is_said(tmp_path, capsys):
     Image.fromarray(np.arange(240, dtype=np.uint8).reshape(12, 20)).save(tmp_path / "grey.png")
     Image.fromarray((np.arange(240).reshape(12, 20) % 3 == 0).astype(np.uint8) * 255).save(tmp_path / "mask.png")
