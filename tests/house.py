@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("pyro_truncated", "models")
-# A likelihood is a file of one name on up to five floors.
-ONE_IDEA = {"pyro_truncated/ops", "pyro_truncated/ops/compiled", "pyro_truncated/ops/vectorised", "pyro_truncated/distributions", "models"}
+# A likelihood is a file of one name on up to five floors. Functions that numba or Triton compile take arrays, not objects.
+KERNELS = ("pyro_truncated/ops/compiled", "pyro_truncated/ops/vectorised", "pyro_truncated/ops/fused")
+ONE_IDEA = {"pyro_truncated/ops", *KERNELS, "pyro_truncated/distributions", "models"}
 # Above the face and the models.
 ABOVE = ("pyro_truncated/__main__.py", "pyro_truncated/warmup.py", "pyro_truncated/restoration/", "pyro_truncated/sklearn/")
 # Private names of torch and Pyro that files import; pyproject.toml says what they are good for, beside those of objects.
 OF_OTHERS = {"_pytree", "_PYRO_STACK", "_DIM_ALLOCATOR", "_Context"}
 MAX_PARAMETERS = 8
-# Functions that numba compiles take arrays, not objects.
-KERNELS = "pyro_truncated/ops/compiled/"
 MIN_LINES = 60
 REASON = "A file of its own"
 

@@ -1,4 +1,5 @@
-"""The same results elsewhere as from the compiled kernels: in plain torch on the CPU, as on any other device, and on a GPU if there is one.
+"""The same results elsewhere as from the compiled kernels: in plain torch on the CPU, as on any other device, and on a GPU
+if there is one, there by fused kernels where Triton is installed.
 
 Random numbers are the same everywhere, so searches propose the same states, and whole runs take the same course up to rounding.
 """
@@ -82,7 +83,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
     params=[
         pytest.param(Place("cpu", "vectorised", 1e-12), id="cpu forced"),
         pytest.param(Place(DEVICE.type, "vectorised", 1e-12), id="pretended", marks=PRETENDED),
-        pytest.param(Place("cuda", "vectorised", 1e-9), id="cuda", marks=[pytest.mark.gpu, NO_GPU]),
+        pytest.param(Place("cuda", "compiled", 1e-9), id="cuda", marks=[pytest.mark.gpu, NO_GPU]),
     ]
 )
 def elsewhere(request: pytest.FixtureRequest) -> Place:

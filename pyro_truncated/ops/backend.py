@@ -1,13 +1,16 @@
-"""Backends, loaded when first used: kernels compiled for the CPU, vectorised torch."""
+"""Backends, loaded when first used: compiled for CPUs, fused for GPUs, vectorised."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+_LOGGER = logging.getLogger(__name__)
 _is_forked = False
 
 
@@ -37,7 +41,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=enter_child)
 
 
-_KINDS = ("compiled", "vectorised")
+_KINDS = ("compiled", "vectorised", "fused")
+# Modules of which some functions have fused kernels; all others are those of vectorised torch.
+_FUSED = ("evolution", "latent_values", "noisy_or", "quadratic", "slabs")
 _chosen: ContextVar[str] = ContextVar("pyro_truncated_ops", default="compiled")
 _compiles_first: ContextVar[bool] = ContextVar("pyro_truncated_compiles_first", default=False)
 _loaded: dict[tuple[str, str], Any] = {}
@@ -73,24 +79,46 @@ def backend(name: str, tensor: Tensor) -> Any:
 
     The first request loads the module, and with the first compiled one numba.
     """
-    kind = "vectorised" if is_vectorised(tensor) else "compiled"
+    kind = _kind(tensor)
     return _loaded.get((kind, name)) or _load(kind, name)
 
 
 def is_vectorised(tensor: Tensor) -> bool:
-    """Whether vectorised kernels compute with a tensor."""
-    return not tensor.is_cpu or _chosen.get() == "vectorised"
+    """Whether kernels for devices compute with a tensor: vectorised or fused ones."""
+    return not tensor.is_cpu or _chosen.get() != "compiled"
+
+
+def _kind(tensor: Tensor) -> str:
+    chosen = _chosen.get()
+    if chosen != "compiled" or tensor.is_cpu:
+        return chosen
+    return "fused" if tensor.is_cuda and runs_triton() else "vectorised"
+
+
+@functools.cache
+def runs_triton() -> bool:
+    """Whether Triton is installed, and its kernels run on this machine's GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        evolution = importlib.import_module("pyro_truncated.ops.fused.evolution")
+        evolution.find_duplicates(torch.zeros(1, 2, 1, dtype=torch.int64, device="cuda"))
+    except Exception as error:  # such as a missing C compiler, or a GPU that is too old
+        _LOGGER.warning("Triton's kernels do not run here, plain torch is used in their place: %s", error)
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def use_backend(kind: str) -> Iterator[None]:
-    """A context that fixes the kind of kernels for CPU tensors.
+    """A context that fixes the kind of kernels.
 
-    Other threads and tasks are not affected. Both kinds compute the same and draw the same random numbers, but sum in another order. If
-    ``"vectorised"`` is all that is used, numba is never loaded.
+    Other threads and tasks are not affected. All kinds compute the same and draw the same random numbers, but sum in another order. If
+    ``"vectorised"`` is all that is used, neither numba nor Triton is ever loaded.
 
     Args:
-        kind: ``"compiled"``, the default, or ``"vectorised"``.
+        kind: ``"compiled"``, the default: compiled kernels on the CPU, fused ones on NVIDIA GPUs where Triton is installed, else
+            vectorised. ``"vectorised"``: plain torch on every device. ``"fused"``: Triton's, on the CPU by its interpreter.
 
     Raises:
         ValueError: if there is no such kind.
@@ -147,5 +175,8 @@ def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load(kind: str, name: str) -> Any:
     found: Any = _Kernels(name) if kind == "compiled" else importlib.import_module(f"pyro_truncated.ops.vectorised.{name}")
+    if kind == "fused" and name in _FUSED:
+        fused = importlib.import_module(f"pyro_truncated.ops.fused.{name}")
+        found = SimpleNamespace(**{**vars(found), **vars(fused)})
     _loaded[kind, name] = found
     return found

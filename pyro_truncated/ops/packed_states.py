@@ -462,8 +462,9 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
             f"probabilities must have the shape (N, {fields.num_latents}, {fields.num_values}); got {tuple(probabilities.shape)}"
         )
     keys = positions(rows, len(probabilities), probabilities.device), draw_seed(generator)
-    # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
-    tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
+    # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never
+    # drawn. Sums along the first axis: along a last one this short they are slow on a GPU.
+    tails = probabilities.detach().double()[..., 1:].movedim(-1, 0).flip(0).cumsum(0).flip(0).movedim(0, -1).contiguous()
     return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
 
 

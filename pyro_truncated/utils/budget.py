@@ -45,15 +45,10 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def budget_on(device: torch.device) -> int:
-    """The default budget: an eighth of free memory, at most 4 GiB.
-
-    Where that is not known, 256 MiB.
-    """
+    """The default budget: an eighth of free memory, or 256 MiB."""
     free = free_memory(device)
     # What else an operation allocates, and what does not lie in one piece, must find room, too.
-    # Bytes; blocks of ten times as many were hardly faster on a large device
-    # (tests/papers/results/gpu_speed.jsonl).
-    return DEFAULT_BUDGET if free is None else max(1, min(free // 8, 2**32))
+    return DEFAULT_BUDGET if free is None else max(1, free // 8)
 
 
 def current_budget() -> int:

@@ -53,7 +53,7 @@ def test_the_choice_ends_with_an_error_and_holds_in_its_own_thread_only():
 
 
 def test_an_unknown_kind_and_no_memory_are_refused():
-    with pytest.raises(ValueError, match="kind must be one of 'compiled', 'vectorised'; got 'dense'"), ops.use_backend("dense"):
+    with pytest.raises(ValueError, match="kind must be one of 'compiled', 'vectorised', 'fused'; got 'dense'"), ops.use_backend("dense"):
         pass
     with pytest.raises(ValueError, match="must be a positive number of bytes; got 0"), ops.memory_budget(0):
         pass
@@ -107,3 +107,8 @@ def test_states_are_taken_by_their_positions():
     positions = torch.tensor([[4, 0], [1, 1], [2, 3]])
     taken = population.take(positions)
     assert all(torch.equal(taken[n, k], population.words[n, positions[n, k]]) for n in range(3) for k in range(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
+def test_where_triton_does_not_run_plain_torch_is_taken():
+    assert not dispatch.runs_triton()

@@ -154,9 +154,9 @@ def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_fina
     is asked how many latents they have exactly.
     """
     known = most_active(words)
-    asked = _request_max_active(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
-    most = int(asked()[0]) if known is None and asked is not None else known or 0
-    most = max(1, min(most, num_latents))
+    if is_final and known is not None and most_active(words, 0) is None:
+        _request_max_active(words, num_latents)
+    most = max_active(words, num_latents)
 
     def numbers(places: int) -> int:
         return num_matrices * places**2
@@ -204,8 +204,8 @@ def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor,
     """Active latents ``(n, c, most)``, which are used, and their numbers ``(n, c, 1)``."""
     bits = unpack_bits(words, num_latents, torch.bool)
     number = bits.sum(-1, keepdim=True)
-    # Idle latents all go to one place more, which is left out.
-    place = torch.where(bits, bits.cumsum(-1) - 1, most).clamp(max=most)
+    # Idle latents all go to one place more, which is left out. Sums along a short last axis are slow on a GPU.
+    place = torch.where(bits, bits.movedim(-1, 0).cumsum(0).movedim(0, -1) - 1, most).clamp(max=most)
     latents = torch.arange(num_latents, device=words.device).expand_as(place)
     index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
     is_taken = torch.arange(most, device=words.device) < number
@@ -221,6 +221,12 @@ def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
     squares = (scaled.unsqueeze(-1) * scaled.unsqueeze(-2)).flatten(1)
     gram: Tensor = observed.double() @ squares
     return gram.reshape(-1, num_latents, num_latents)
+
+
+def max_active(words: Tensor, num_latents: int) -> int:
+    """A bound of all states' active latents: as recorded, else as read."""
+    known = most_active(words)
+    return max(1, min(int(_request_max_active(words, num_latents)()[0]) if known is None else known, num_latents))
 
 
 def _request_max_active(words: Tensor, num_latents: int) -> Callable[[], list[float]]:

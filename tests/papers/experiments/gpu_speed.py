@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--free", type=float, help="GiB of the device's memory that are left free, as on a smaller one")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    os.environ["PYRO_TRUNCATED_BACKGROUND"] = "0"
     taken = occupied(args.free) if args.free else None
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     print(f"{machine}; {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}", flush=True)
