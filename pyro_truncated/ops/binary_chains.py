@@ -61,7 +61,7 @@ class Transitions(NamedTuple):
 
 
 class Messages(NamedTuple):
-    r"""Messages along sequences, normalised at every step.
+    r"""Messages along sequences.
 
     Attributes:
         forward: :math:`\log p(s_t \mid y_1, \dots, y_t)` within the sets, ``(N, T, S)``.

@@ -140,8 +140,9 @@ def test_all_states_by_kronecker_products_equal_sums_over_pairs() -> None:
     sums, others = chains.messages(words, unary, moves), chains.messages(*shuffled, moves)
     is_part = moves.kind >= 0
     torch.testing.assert_close(sums.log_norm, others.log_norm, **CLOSE)
-    for one, other in ((sums.forward, others.forward), (sums.backward, others.backward)):
-        torch.testing.assert_close(one.gather(2, order)[is_part], other[is_part], rtol=1e-10, atol=1e-10)
+    # Messages backward are known up to a constant of each step; where all are impossible there is none, and their difference is NaN.
+    for one, other in ((sums.forward, others.forward), (sums.backward.log_softmax(-1), others.backward.log_softmax(-1))):
+        torch.testing.assert_close(one.gather(2, order)[is_part], other[is_part], rtol=1e-10, atol=1e-10, equal_nan=True)
     weight = torch.rand(len(lengths), dtype=torch.float64)
     counts = [chains.expected_transitions(*held, moves, found, weight) for held, found in (((words, unary), sums), (shuffled, others))]
     torch.testing.assert_close(*counts, **CLOSE)

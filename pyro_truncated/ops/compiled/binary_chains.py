@@ -68,10 +68,10 @@ def messages(words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor, forwa
     out = torch.empty(unary.shape, dtype=torch.float64)
     log_norm = torch.zeros(kind.shape, dtype=torch.float64)
     if _is_full(words, log_prob):
-        chances = log_prob.double().exp()
-        arguments = _arrays(*_likelihood(unary), kind, chances if forward else chances.mT)
-        _full_messages(*arguments, forward, out.numpy(), log_norm.numpy())
-        return out.log_(), log_norm
+        chances, (likelihood, best), norm = log_prob.double().exp(), _likelihood(unary), torch.ones_like(log_norm)
+        arguments = _arrays(likelihood, kind, chances if forward else chances.mT)
+        _full_messages(*arguments, forward, out.numpy(), norm.numpy())
+        return out.log_(), norm.log_() + torch.where(kind < 0, 0.0, best)
     _messages(*_arrays(words, unary, kind), *_tables(log_prob, words.shape[-1]), forward, out.numpy(), log_norm.numpy())
     return out, log_norm
 
@@ -371,8 +371,8 @@ def _step(vector, chances, block):
 
 
 @njit(cache=True, nogil=True)
-def _multiply(vector, likelihood, out):
-    """Multiplies a vector by likelihoods to sum one; returns the log sum."""
+def _multiply(vector, likelihood):
+    """Multiplies a vector by likelihoods to sum one; returns the sum."""
     total = 0.0
     for c in range(vector.shape[0]):
         vector[c] *= likelihood[c]
@@ -380,31 +380,32 @@ def _multiply(vector, likelihood, out):
     scale = 1.0 / total if total > 0.0 else 0.0
     for c in range(vector.shape[0]):
         vector[c] *= scale
-        out[c] = vector[c]
-    return np.log(total) if total > 0.0 else -np.inf
+    return total
 
 
 @parallel_kernel(cost=HEAVY)
-def _full_messages(likelihood, best, kind, chances, forward, out, log_norm):
-    """Writes messages, not their logarithms, where steps have all states."""
+def _full_messages(likelihood, kind, chances, forward, out, norm):
+    """Writes messages, and norms of forward ones, not their logarithms, where steps have all states."""
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
-        vector, block, flat = np.zeros(size), np.arange(chances.shape[1]), np.ones(size)
+        vector, block = np.zeros(size), np.arange(chances.shape[1])
         vector[0] = 1.0
         for step in range(num_steps):
             t = step if forward else num_steps - 1 - step
             if kind[n, t] < 0:
                 out[n, t] = 0.0
                 out[n, t, 0] = 1.0
-            elif forward:
+                continue
+            if forward:
                 _step(vector, chances[kind[n, t]], block)
-                log_norm[n, t] = best[n, t] + _multiply(vector, likelihood[n, t], out[n, t])
+                norm[n, t] = _multiply(vector, likelihood[n, t])
             elif t + 1 == num_steps or kind[n, t + 1] < 0:
-                vector[:] = out[n, t] = 1.0
+                vector[:] = 1.0
             else:
-                total = best[n, t + 1] + _multiply(vector, likelihood[n, t + 1], out[n, t])
+                _multiply(vector, likelihood[n, t + 1])
                 _step(vector, chances[kind[n, t + 1]], block)
-                log_norm[n, t] = total + _multiply(vector, flat, out[n, t])
+            for c in range(size):
+                out[n, t, c] = vector[c]
 
 
 @parallel_kernel(cost=HEAVY)
