@@ -1,9 +1,27 @@
-"""Active latents of packed states, and random words, inside of kernels."""
+"""What kernels share: their device, bits of packed states, random words."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates launches of kernels: on the device of the first tensor."""
+
+    @functools.wraps(launch)
+    def run(tensor: Tensor, *arguments: Any) -> Any:
+        # Triton launches on the current device, wherever the data are.
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *arguments)
+
+    return run
 
 
 @triton.jit

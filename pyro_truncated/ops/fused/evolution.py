@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyro_truncated.ops.fused.bits import mix
+from pyro_truncated.ops.fused.bits import mix, on_device
 from pyro_truncated.ops.vectorised import evolution as vectorised
 
 # Of more states sorts take less time.
 _MOST_STATES = 1024
 
 
+@on_device
 def find_duplicates(words: Tensor) -> Tensor:
     """Marks the states ``(N, C)`` that equal an earlier state of their row."""
     num_data, number, num_words = words.shape
@@ -56,6 +57,7 @@ def _find_duplicates(words, hashes, out, number, num_words, BLOCK: tl.constexpr)
     tl.store(out + row * number + state, is_duplicate, inside)
 
 
+@on_device
 def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
     """The best ``size`` distinct states, and a row's too small number or -1."""
     number = words.shape[1] + extra_words.shape[1]

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyro_truncated.ops.fused.bits import mix, uniform
+from pyro_truncated.ops.fused.bits import mix, on_device, uniform
 from pyro_truncated.ops.packed_states import Fields
 from pyro_truncated.ops.vectorised import latent_values as vectorised
 from pyro_truncated.ops.vectorised import random
 
 
+@on_device
 def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     if not fields.is_binary:

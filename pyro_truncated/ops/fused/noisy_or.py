@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyro_truncated.ops.fused.bits import lowest_bit
+from pyro_truncated.ops.fused.bits import lowest_bit, on_device
 
 
+@on_device
 def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.noisy_or_log_prob`."""
     num_data, num_candidates, num_words = words.shape

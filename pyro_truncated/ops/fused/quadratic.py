@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyro_truncated.ops.fused.bits import any_bits, lowest_bit
+from pyro_truncated.ops.fused.bits import any_bits, lowest_bit, on_device
 
 # One warp a program: its lanes go on until the state with the most active latents is done.
 _STATES = 32
 
 
+@on_device
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.pair_energy`."""
     num_data, num_candidates, num_words = words.shape
@@ -69,6 +70,7 @@ def _pair_energy(
     tl.store(out + state, energy, inside)
 
 
+@on_device
 def flip_energy(words: Tensor, alone: Tensor, others: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.flip_energy`."""
     num_data, num_latents = alone.shape

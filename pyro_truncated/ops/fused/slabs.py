@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyro_truncated.ops.fused.bits import any_bits, lowest_bit
+from pyro_truncated.ops.fused.bits import any_bits, lowest_bit, on_device
 from pyro_truncated.ops.vectorised import slabs as vectorised
 from pyro_truncated.ops.vectorised.latent_values import gram_matrix, max_active
 
@@ -15,6 +15,7 @@ from pyro_truncated.ops.vectorised.latent_values import gram_matrix, max_active
 _PLACES = (8, 16, 32, 64)
 
 
+@on_device
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
     num_data, num_candidates, num_words = words.shape
