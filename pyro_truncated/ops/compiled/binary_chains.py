@@ -384,8 +384,8 @@ def _multiply(vector, likelihood):
 
 
 @parallel_kernel(cost=HEAVY)
+def _full_messages(likelihood, kind, chances, forward, out, norm):
     """Writes messages and norms, not logarithms, of all states."""
-    """Writes messages, and norms of forward ones, not their logarithms, where steps have all states."""
     num_data, num_steps, size = likelihood.shape
     for n in prange(num_data):
         vector, block = np.zeros(size), np.arange(chances.shape[1])
