@@ -64,7 +64,7 @@ class MultiStart:
         """Makes independent restarts until two agree."""
         while self.reason is None:
             number = len(self.pool.restarts)
-            bar.set_description_str(f"start {number + 1}")
+            bar.set_description_str(f"restart {number + 1}")
             before = self._num_steps
             name = self._initialize(number)
             found = self._restart()
@@ -90,7 +90,7 @@ class MultiStart:
             shuffle(profile)
             return "linear model"
         self._disturb(self._first)
-        return "these with noise"
+        return "perturbed parameters"
 
     def _restart(self) -> Solution:
         profile = self._profile
@@ -180,13 +180,13 @@ class StopRule:
             if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
-                return "two restarts have found each latent of the best"
+                return "each latent of the best was found by two restarts"
             if self._have_agreed(pool) and not pool.use_redundant_latents():
                 return "two restarts agree"
         if number < self.max_restarts(pool):
             return None
         pool.use_redundant_latents()
-        return "all restarts are made"
+        return "the maximum number of restarts is reached"
 
     def disagreement(self, pool: SolutionPool) -> str | None:
         """Why the best restart may be a local optimum, if it may."""
@@ -195,7 +195,7 @@ class StopRule:
             return None
         if pool.groups:
             number_alone = pool.num_singletons
-            return f"{number_alone} latents of the best of {number} restarts were found by fewer than two of them" if number_alone else None
+            return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
