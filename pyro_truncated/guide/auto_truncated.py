@@ -350,7 +350,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         The arguments are those of the last call.
         """
         if indices is not None:
-            raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
+            raise NotImplementedError("indices needs populations of whole states; leave it out and index what is returned")
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         with torch.no_grad(), spare_random_numbers():

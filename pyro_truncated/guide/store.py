@@ -427,7 +427,7 @@ class FileStore(PopulationStore):
             ValueError: if initial states are given.
         """
         if init is not None:
-            raise ValueError("populations in files begin with random states: a guide with a store takes no init")
+            raise ValueError("a guide with a store takes no init: populations in files start from random states")
         self._begun = torch.zeros(layout.num_data, dtype=torch.bool)
         shape = layout.num_data, size, layout.space.num_words
         words = self.room("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
@@ -484,7 +484,7 @@ class FileStore(PopulationStore):
 
 def _refuse_elsewhere(device: torch.device) -> None:
     if device.type != "cpu":
-        raise ValueError(f"populations in files are those of models on the CPU; this one is on {device}")
+        raise ValueError(f"populations in files need a model on the CPU; got one on {device}")
 
 
 def _map(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:

@@ -103,8 +103,8 @@ class WholeModelGuide(AutoGuide):
         """
         if self._model is None:
             raise RuntimeError(
-                "pickling a guide leaves its model behind. Its populations can be read; to use it, make a new "
-                "AutoTruncated(model, ...) and load the state_dict() of this one."
+                "this guide was pickled, which leaves its model behind. Its populations can be read; to use it, load its state_dict() "
+                "into a new AutoTruncated(model, ...)."
             )
         model: Callable[..., Any] = self._model[0]
         return model
@@ -287,7 +287,8 @@ class WholeModelGuide(AutoGuide):
             frame = self.frames[name]
             if frame.size != (frame.full_size or frame.size):
                 raise ValueError(
-                    f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
+                    f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size}. "
+                    "Call it with arguments for which the model takes all of them."
                 )
         if siblings is not None:
             siblings.refuse_unknown_latents(self.layout, self.prototype_trace)

@@ -203,7 +203,7 @@ class StopRule:
         if self._are_equal(pool):
             return f"no two of {number} restarts that reached the same free energy {unit} ({ordered}) found the same latents"
         if pool.is_network and pool.kept and self._same_code(pool):
-            return f"restarts found the same latents, but free energies {unit} ({ordered}) that say that some networks are fitted badly"
+            return f"restarts found the same latents, but free energies {unit} ({ordered}) differ: some networks have not converged"
         remaining = max(one.remaining for one in sorted(pool.estimates, key=lambda one: -one.free_energy)[:2])
         if remaining > self._profile.tolerance:
             return f"the best two of {number} restarts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"

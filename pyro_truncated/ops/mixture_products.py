@@ -28,7 +28,7 @@ def mixture_products(
         shapes = ", ".join(str(tuple(f.shape)) for f in (*rows, *columns))
         raise ValueError(f"mixture_products needs four factors (N, Q) and three (Q, P); got {shapes}")
     if height.shape[1] != point.shape[0]:
-        raise ValueError(f"rows have {height.shape[1]} dimensions, columns {point.shape[0]}")
+        raise ValueError(f"rows and columns must have the same number of dimensions; got {height.shape[1]} and {point.shape[0]}")
     num_sharp = 0
     if height.is_cpu:
         # One exponential serves all dimensions without a constant part: bring them to the front.

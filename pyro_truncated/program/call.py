@@ -41,7 +41,7 @@ class _ObservesTensors(Messenger):
         if value.layout != torch.strided:
             raise TypeError(f"site '{msg['name']}' observes a tensor of layout {value.layout}: call its to_dense()")
         if value.is_complex() and _is_of_real_numbers(msg["fn"]):
-            raise TypeError(f"site '{msg['name']}' observes {value.dtype}, and its distribution is one of real numbers")
+            raise TypeError(f"site '{msg['name']}' must observe real numbers, as its distribution says; got {value.dtype}")
 
 
 def _is_of_real_numbers(fn: Any) -> bool:

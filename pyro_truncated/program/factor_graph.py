@@ -135,6 +135,7 @@ class _Builder:
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
+        """Merges discrete sites into nodes, and returns the graph of nodes."""
         for group in self._decisions():
             if (
                 self._node_size(group) <= self._num_states

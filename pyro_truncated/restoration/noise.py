@@ -47,9 +47,9 @@ def check_image(image: Any) -> Tensor:
     if not bool(observed.isfinite().all()):
         raise ValueError("the image has infinite entries; mark what is missing by NaN")
     if not bool(observed.square().sum().isfinite()):
-        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
+        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: rescale it")
     if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:
-        raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: give it in another unit")
+        raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: rescale it")
     return array
 
 
@@ -304,7 +304,7 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
     if axis is not None:
         unseen = image.movedim(axis, 0).flatten(1).isnan().all(1).nonzero().flatten().tolist()
         if unseen:
-            raise ValueError(f"of channels {unseen} no entry is observed: all are NaN; leave them out")
+            raise ValueError(f"channels {unseen} have no observed entry, only NaN; leave them out")
     return axis
 
 
@@ -525,7 +525,7 @@ def estimate_gain(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
+            f"noise='poisson' needs photon counts of at least 0; got {float(values.min()):g}. Subtract no background, or give a level."
         )
     return _gain(counts) or 1.0
 

@@ -262,7 +262,7 @@ class CombinedSearch(Search):
     def __init__(self, searches: tuple[Search, ...]) -> None:
         for search in searches:
             if not isinstance(search, Search):
-                raise TypeError(f"only searches add up; got {search!r}")
+                raise TypeError(f"only searches can be added to searches; got {search!r}")
             if not getattr(search, "merge", True):
                 raise ValueError(
                     f"{type(search).__name__}(merge=False) replaces populations and cannot be added to other searches; use merge=True"

@@ -259,6 +259,7 @@ class _CheckpointWriter:
         self.saved = time.monotonic()
 
     def after_step(self, training: Training, ended: bool) -> None:
+        """Writes a checkpoint if one is due."""
         is_due = ended or time.monotonic() - self.saved >= self.seconds
         if not (is_due if self.portion is None else world.agree(is_due)):
             return

@@ -503,7 +503,7 @@ def test_wrong_arguments_are_refused(generator):
                 call(bad)
     with pytest.raises(ValueError, match="within the support"):
         SVI(decoder.model, decoder.guide, Adam({"lr": 0.1}), Trace_ELBO()).step(infinite)
-    with pytest.raises(ValueError, match="come from an encoder cannot be moved"):
+    with pytest.raises(ValueError, match="a decoder with an encoder has no free latents"):
         wrong.relocate_(x)
     with pytest.raises(ValueError, match=r"latents must have shape \(10, 2\); got \(9, 2\)"):
         decoder.initialize(x, latents=torch.zeros(9, 2))

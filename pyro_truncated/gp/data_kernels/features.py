@@ -114,7 +114,7 @@ class FixedKernel(DataKernel):
     def _make_room(self, needed: int) -> Tensor:
         """Slots for new columns: free ones, then the least recently used."""
         if self._store is None:
-            raise RuntimeError("columns are looked up before they are stored")
+            raise RuntimeError("no columns are stored yet; store columns before they are looked up")
         size = len(self._store)
         free = (self._owner < 0).nonzero().squeeze(1)[:needed]
         if len(free) < needed and size < self._capacity:

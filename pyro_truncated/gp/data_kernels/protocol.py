@@ -236,8 +236,8 @@ def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
     eigenvalues = torch.linalg.eigvalsh(block)
     if bool(eigenvalues[0] < -tolerance * eigenvalues.abs().max()):
         raise ValueError(
-            f"{name} is not positive semi-definite: the covariance matrix of {len(rows)} of its inputs has the eigenvalue "
-            f"{float(eigenvalues[0]):.6g}, beside the largest, {float(eigenvalues[-1]):.6g}"
+            f"{name} must be positive semi-definite; got eigenvalues from {float(eigenvalues[0]):.6g} to {float(eigenvalues[-1]):.6g} "
+            f"for the covariance matrix of {len(rows)} inputs"
         )
 
 

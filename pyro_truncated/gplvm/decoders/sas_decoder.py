@@ -170,7 +170,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
-        raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
+        raise ValueError(f"data must be the shard of the latents, {held}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
@@ -361,7 +361,7 @@ class SASDecoder(UniqueModule):
         super().__init__()
         num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
         if kernel is not None and kernel.input_dim != latent_dim:
-            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+            raise ValueError(f"kernel must have input_dim={latent_dim}, the number of latent dimensions; got {kernel.input_dim}")
         if kernel is not None:
             like = next(kernel.parameters(), torch.zeros(()))
             check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
@@ -403,7 +403,7 @@ class SASDecoder(UniqueModule):
         observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
-            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
+            raise ValueError(f"each output of x must be observed at least once; output {int((counts == 0).nonzero()[0])} has only NaN")
         with torch.no_grad():
             self.loc.copy_(sums / counts)
             deviation = torch.where(observed, x - self.loc, 0.0)
@@ -691,7 +691,7 @@ class SASDecoder(UniqueModule):
     def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
         self._check_data(x)
         if self.encoder is not None:
-            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
+            raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
         num_active = check_count("num_active", num_active)
         self._kept = None
         self.portion = join_latents(self, self.portion, x)

@@ -424,9 +424,9 @@ class SpikeSlabMRD(UniqueModule):
     def check_batch(self, batch_size: int | None) -> None:
         """Refuses minibatches of a collapsed model or under a prior over time."""
         if batch_size is not None and self.time_prior is not None:
-            raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
+            raise ValueError("minibatches need independent latents, and those with a time_prior depend on each other; leave batch_size out")
         if batch_size is not None and self.collapsed:
-            raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+            raise ValueError("a collapsed bound needs all data; minibatches need collapsed=False")
 
     def tighten(self, y: Views) -> None:
         """Optimises the local bounds of labels and counts, given all else."""
@@ -470,7 +470,7 @@ class SpikeSlabMRD(UniqueModule):
         if not self.collapsed:
             return [view.explicit() for view in self.views]
         if y is None:
-            raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
+            raise ValueError("y is needed: the inducing variables of a collapsed model depend on the data")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
 
     # --- the Pyro programs ---
