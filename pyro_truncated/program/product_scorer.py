@@ -62,12 +62,14 @@ class _GivenGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        """Returns the value."""
         ctx.save_for_backward(gradient)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
+        """The given gradient, times the incoming one."""
         (gradient,) = ctx.saved_tensors
         return weight * gradient, None, None
 
