@@ -83,7 +83,7 @@ class ProductStore(torch.nn.Module):
         Raises:
             RuntimeError: if some of them never were.
         """
-        return [store.scored() for store in self.stores]
+        return [store.scored_population() for store in self.stores]
 
     def store_(self, populations: list[Population]) -> None:
         """Keeps populations with their log joints."""

@@ -50,7 +50,7 @@ class MultiStart:
     """
 
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
-        self._num_steps, self._given = 0, restart
+        self._num_steps, self._make_restart = 0, restart
         self._profile = profile.replace(watch=partial(self._count, profile.watch))
         self._first = None if profile.initializer is not None else _first_place(profile)
         self.pool, self.rule = SolutionPool(self._profile), StopRule(self._profile)
@@ -94,8 +94,8 @@ class MultiStart:
 
     def _restart(self) -> Solution:
         profile = self._profile
-        if self._given is not None:
-            return self._given(profile)
+        if self._make_restart is not None:
+            return self._make_restart(profile)
         if profile.is_resizable:
             return start_overcomplete(profile)
         if self.pool.decoded is None:
@@ -281,14 +281,14 @@ def start_overcomplete(profile: Profile) -> Solution:
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
-        asked = record_solution(pruner.trainer, NOTHING.estimate)
+        requested = record_solution(pruner.trainer, NOTHING.estimate)
         if not profile.is_matched:
             found = pruner.converge(steps)
             noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
             return found.replace(estimate=found.estimate._replace(noise=found.estimate.noise + noise))
         kept = pruner.prune_redundant()
         found = resolve_difference_codes(pruner.trainer.profile, pruner.converge(steps))
-        return found if len(kept) == model.num_latents else _filled_up(pruner.trainer.profile, found, asked, kept)
+        return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
 
 
 class _Pruner:
@@ -351,13 +351,13 @@ class _Pruner:
         return kept
 
 
-def _filled_up(profile: Profile, found: Solution, asked: Solution, kept: Tensor) -> Solution:
-    """Adds inactive latents of ``asked`` to the learned latents ``kept``.
+def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
+    """Adds inactive latents of ``requested`` to the learned latents ``kept``.
 
     The model keeps these parameters.
     """
-    assert asked.population is not None
-    model, y, number = profile.model, profile.y, asked.states.shape[-1]
+    assert requested.population is not None
+    model, y, number = profile.model, profile.y, requested.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
     load_snapshot(model, y, found.parameters)
@@ -367,10 +367,10 @@ def _filled_up(profile: Profile, found: Solution, asked: Solution, kept: Tensor)
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
         if len(axes) == 1:
             index = spare.to(value.device)
-            parameters[name] = value.index_copy(axes[0], index, asked.parameters[name].index_select(axes[0], index))
-    states = torch.zeros_like(asked.states[:, :1]).repeat(1, found.states.shape[1], 1)
+            parameters[name] = value.index_copy(axes[0], index, requested.parameters[name].index_select(axes[0], index))
+    states = torch.zeros_like(requested.states[:, :1]).repeat(1, found.states.shape[1], 1)
     states[..., kept] = found.states
-    space = asked.population.space
+    space = requested.population.space
     # Training scores them anew.
     words = space.pack(states)
     return found.replace(parameters=parameters, population=Population(space, words, states.new_zeros(words.shape[:-1], dtype=y.dtype)))

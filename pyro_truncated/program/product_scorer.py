@@ -74,8 +74,8 @@ class _GivenGradient(torch.autograd.Function):
         return weight * gradient, None, None
 
 
-def _by_name(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
-    return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, of_one), strict=True))
+def _by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+    return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, formula), strict=True))
 
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:

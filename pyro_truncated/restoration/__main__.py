@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.invert and args.mask is None:
             raise ValueError("--invert needs a mask: add --mask FILE")
-        picture = _read(args.image)
+        picture = _read_picture(args.image)
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(path: Path) -> _Picture:
+def _read_picture(path: Path) -> _Picture:
     """Returns grey pictures as ``(height, width)``, others as ``(height, width, 3)``, from 0 to 255.
 
     Pictures are turned as they are shown.

@@ -586,7 +586,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     ):
         growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
         advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
-    elif is_large and _have_noise_of_counts(image, num_dims):
+    elif is_large and _is_poisson_noise(image, num_dims):
         growth, advice = "it is that of photon counts", "Pass noise='poisson'."
     else:
         return
@@ -623,7 +623,7 @@ def _lower_texture(windows: Tensor) -> Tensor:
     return texture_energy(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
 
 
-def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
+def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:
     """Whether values are counts, up to a gain, with stable noise.
 
     Their stabilised noise is one where it is dark and where it is bright.

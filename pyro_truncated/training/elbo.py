@@ -409,7 +409,7 @@ class MixedGuides:
     def __init__(self, **kwargs: Any) -> None:
         # Labels may leave nothing to enumerate.
         self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
-        self._known: tuple[Any, list[AutoTruncated]] | None = None
+        self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
 
     def loss(self, call: Call, guide: Any) -> float:
         """The loss; nothing changes."""
@@ -453,11 +453,11 @@ class MixedGuides:
 
         They announce themselves at their index sites.
         """
-        if self._known is None or self._known[0] is not guide:
+        if self._known_parts is None or self._known_parts[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
-            self._known = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
-        return self._known[1]
+            self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
+        return self._known_parts[1]
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""

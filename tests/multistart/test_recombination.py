@@ -346,7 +346,7 @@ def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> SolutionPool:
 
 
 def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
-    return group.populated(Solution(FreeEnergyEstimate(0.0), parameters))
+    return group.populate(Solution(FreeEnergyEstimate(0.0), parameters))
 
 
 def pool_of(groups: list[Recombination], refine: Any = None, fit: Any = None, **arguments: Any) -> SolutionPool:

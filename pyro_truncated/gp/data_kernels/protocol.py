@@ -432,13 +432,13 @@ class RescaledKernel(DataKernel):
     def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
         super().__init__(kernel.num_data)
         # Not a submodule: the kernel may already belong to a Pyro model.
-        self._rescaled = (kernel,)
+        self._scaled_kernel = (kernel,)
         self.register_buffer("deviations", deviations, persistent=False)
 
     @property
     def kernel(self) -> DataKernel:
         """The kernel that is rescaled."""
-        return self._rescaled[0]
+        return self._scaled_kernel[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
