@@ -321,7 +321,9 @@ class FittedUnits:
         """
         self.evaluations += 1
         seen: list[Tensor] = []
-        handle = self._last_layer.register_forward_pre_hook(lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True)
+        handle = self._last_layer.register_forward_pre_hook(
+            lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True
+        )
         try:
             self._network(self._targets.states)
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.multistart.convergence import Schedule, fixed, restart_schedule, to_convergence, train
+from pyro_truncated.multistart.convergence import Schedule, fixed_steps, restart_schedule, to_convergence, train
 from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer

@@ -10,7 +10,7 @@ from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.extend import Renamed
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search import ConditionalSearch
+from pyro_truncated.search import ConditionalSearch, SearchBatch
 
 
 class Ruler:

@@ -340,7 +340,7 @@ class SASDecoder(UniqueModule):
     z_loc: Any
     z_scale: Any
     portion: Portion | None = None
-    _kept_points: KeptPoints | None = None
+    _conditioning: KeptPoints | None = None
     _candidates: CandidateLatents | None = None
     _training_data: Tensor | None = None
 
@@ -391,7 +391,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
-        self._kept_points = None
+        self._conditioning = None
         steps = check_count("steps", steps, least=0)
         with ending_together(x):
             self._check_data(x)
@@ -693,7 +693,7 @@ class SASDecoder(UniqueModule):
         if self.encoder is not None:
             raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
         num_active = check_count("num_active", num_active)
-        self._kept_points = None
+        self._conditioning = None
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
@@ -787,7 +787,7 @@ class SASDecoder(UniqueModule):
                 kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._kept_points = self._seal_state(kept, x)
+            self._conditioning = self._seal_state(kept, x)
         self._training_data, self._candidates = x, None
         return self
 
@@ -800,14 +800,14 @@ class SASDecoder(UniqueModule):
         return least_variance(kernel, latents, size, self.noise_variance.detach())
 
     def _kept_points(self) -> KeptPoints:
-        if self._kept_points is None:
+        if self._conditioning is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        assert self._kept_points.checksum is not None
+        assert self._conditioning.checksum is not None
         # Checksums agree up to floating point type or device.
         now = checksum(self)
-        if self._kept_points.checksum.shape != now.shape or not torch.allclose(self._kept_points.checksum, now, rtol=1e-6, atol=0.0):
+        if self._conditioning.checksum.shape != now.shape or not torch.allclose(self._conditioning.checksum, now, rtol=1e-6, atol=0.0):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
-        return self._kept_points
+        return self._conditioning
 
     def posterior(self) -> Posterior:
         """The Gaussian process posterior of deviations from ``loc``, for predictions.
@@ -898,11 +898,11 @@ class SASDecoder(UniqueModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What :meth:`condition_` kept, for ``state_dict()``."""
-        return {} if self._kept_points is None else self._kept_points.state()
+        return {} if self._conditioning is None else self._conditioning.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores the data points that :meth:`condition_` conditions on."""
-        self._kept_points = KeptPoints(**state) if state else None
+        self._conditioning = KeptPoints(**state) if state else None
         self._training_data = self._candidates = None
 
 
