@@ -13,14 +13,26 @@ import matplotlib.pyplot as plt
 import pyro
 import torch
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, check_truncation, diagnose, to_arviz
+from pyro_truncated import (
+    AutoTruncated,
+    EvolutionarySearch,
+    check_truncation,
+    diagnose,
+    to_arviz,
+)
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding
 
 pyro.set_rng_seed(0)
-bars = linear_bars(40, 5, mean_active=2.5, noise=14.0, generator=torch.Generator().manual_seed(0))
+bars = linear_bars(
+    40, 5, mean_active=2.5, noise=14.0, generator=torch.Generator().manual_seed(0)
+)
 model = BinarySparseCoding(25, 10, offset=False)
-model.weight, model.scale, model.prior = bars.components, torch.tensor(14.0), torch.tensor(0.25)
+model.weight, model.scale, model.prior = (
+    bars.components,
+    torch.tensor(14.0),
+    torch.tensor(0.25),
+)
 
 # %%
 # One page of answers
@@ -61,10 +73,28 @@ for size in sizes:
     reports.append(check_truncation(guide, bars.data, search=search, warn=False))
 
 figure, ax = plt.subplots(figsize=(6, 3.4))
-ax.plot(sizes, [report.exact.gap.mean() for report in reports], color="0.75", linewidth=6, label="exact")
-ax.plot(sizes, [report.evidence.gap.mean() for report in reports], "o-", label="estimated by importance sampling")
-ax.plot(sizes, [-report.covered_mass.log().mean() for report in reports], "o-", label="at least, by the certificate")
-ax.set(xscale="log", yscale="log", xlabel="states per image", ylabel="nats missing per image")
+ax.plot(
+    sizes,
+    [report.exact.gap.mean() for report in reports],
+    color="0.75",
+    linewidth=6,
+    label="exact",
+)
+ax.plot(
+    sizes,
+    [report.evidence.gap.mean() for report in reports],
+    "o-",
+    label="estimated by importance sampling",
+)
+ax.plot(
+    sizes,
+    [-report.covered_mass.log().mean() for report in reports],
+    "o-",
+    label="at least, by the certificate",
+)
+ax.set(
+    xscale="log", yscale="log", xlabel="states per image", ylabel="nats missing per image"
+)
 ax.legend(frameon=False, fontsize=8)
 figure.tight_layout()
 
