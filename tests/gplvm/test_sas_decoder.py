@@ -478,7 +478,7 @@ def test_wrong_arguments_are_refused(generator):
         SASDecoder(10, 3, kernel=kernels.RBF(3))
     with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
         decoder.initialize(x[:5])
-    with pytest.raises(ValueError, match="output 1 is missing in every"):
+    with pytest.raises(ValueError, match="output 1 has only NaN"):
         decoder.initialize(x.index_fill(1, torch.tensor([1]), math.nan))
     with pytest.raises(RuntimeError, match="call condition_"):
         decoder.predict(torch.zeros(1, 2))
