@@ -474,7 +474,7 @@ def test_principal_components_refuse_bad_data():
 def test_wrong_arguments_are_refused(generator):
     x = torch.randn(10, 3, generator=generator)
     decoder = make("free", False, 10, 3)
-    with pytest.raises(ValueError, match="kernel has 3 inputs"):
+    with pytest.raises(ValueError, match="kernel must have input_dim=2"):
         SASDecoder(10, 3, kernel=kernels.RBF(3))
     with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
         decoder.initialize(x[:5])
