@@ -19,7 +19,14 @@ from typing import Any
 from urllib.parse import unquote, urldefrag
 
 PHONE, WIDE = (390, 844), (1366, 900)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--hide-scrollbars")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 # Waits until formulas are set, so many seconds at most, then says what a reader would miss.
 LOOK = """
 const done = arguments[arguments.length - 1];
@@ -82,7 +89,9 @@ def browser() -> Iterator[Any]:
     options.binary_location = shutil.which("chromium") or ""
     for flag in FLAGS:
         options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     try:
         driver.set_script_timeout(60)
         yield driver
@@ -92,13 +101,22 @@ def browser() -> Iterator[Any]:
 
 def resize(driver: Any, size: tuple[int, int]) -> None:
     """Sets the size of the page itself: windows have a least width."""
-    settings = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+    settings = {
+        "width": size[0],
+        "height": size[1],
+        "deviceScaleFactor": 1,
+        "mobile": False,
+    }
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", settings)
 
 
 def pages(site: Path) -> list[str]:
     """The addresses of all pages."""
-    return sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if "_static" not in path.parts)
+    return sorted(
+        path.relative_to(site).as_posix()
+        for path in site.rglob("*.html")
+        if "_static" not in path.parts
+    )
 
 
 def anchors(text: str) -> set[str]:
@@ -119,7 +137,9 @@ def broken_links(site: Path) -> list[str]:
             address = address.split("?")[0]
             path = (site / page).parent / address if address else site / page
             name = path.resolve().relative_to(site.resolve()).as_posix()
-            if not path.exists() or (anchor and name in targets and anchor not in targets[name]):
+            if not path.exists() or (
+                anchor and name in targets and anchor not in targets[name]
+            ):
                 found.append(f"{page}: the link {link} leads nowhere")
     return found
 
@@ -129,7 +149,11 @@ def look(driver: Any, address: str, page: str, patience: int = 30) -> list[str]:
     resize(driver, WIDE)
     driver.get(f"{address}/{page}")
     seen = driver.execute_async_script(LOOK, patience)
-    found = [f"{page}: {kind} {what}" for kind in ("pictures", "formulas", "foreign") for what in seen[kind]]
+    found = [
+        f"{page}: {kind} {what}"
+        for kind in ("pictures", "formulas", "foreign")
+        for what in seen[kind]
+    ]
     if seen["unset"] > 0:
         found.append(f"{page}: {seen['unset']} formulas are not set")
     resize(driver, PHONE)
@@ -145,7 +169,11 @@ def search(driver: Any, address: str, words: str, wanted: str) -> list[str]:
 
     driver.get(f"{address}/search.html?q={words}")
     try:
-        WebDriverWait(driver, 20).until(lambda d: wanted in d.find_element("id", "search-results").get_attribute("innerHTML"))
+        WebDriverWait(driver, 20).until(
+            lambda d: (
+                wanted in d.find_element("id", "search-results").get_attribute("innerHTML")
+            )
+        )
     except Exception:
         return [f"the search for {words!r} does not find {wanted}"]
     return []
@@ -159,7 +187,9 @@ def take_pictures(driver: Any, address: str, folder: Path) -> None:
             resize(driver, (size[0], 2 * size[1]))
             driver.get(f"{address}/{page}")
             driver.execute_async_script(LOOK, 30)
-            driver.save_screenshot(str(folder / f"{page.replace('/', '-').removesuffix('.html')}-{name}.png"))
+            driver.save_screenshot(
+                str(folder / f"{page.replace('/', '-').removesuffix('.html')}-{name}.png")
+            )
 
 
 def check(site: Path, pictures: Path | None = None) -> list[str]:
@@ -168,7 +198,9 @@ def check(site: Path, pictures: Path | None = None) -> list[str]:
     with served(site) as address, browser() as driver:
         for page in pages(site):
             found += look(driver, address, page)
-        found += search(driver, address, "AutoTruncated", "reference/packages/pyro_truncated.html")
+        found += search(
+            driver, address, "AutoTruncated", "reference/packages/pyro_truncated.html"
+        )
         found += search(driver, address, "minibatch", "how-to/minibatches.html")
         if pictures is not None:
             take_pictures(driver, address, pictures)
@@ -182,10 +214,15 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     args = parser.parse_args()
     if not available():
-        print("Chromium, its driver or Selenium is missing: the pages are not opened in a browser")
+        print(
+            "Chromium, its driver or Selenium is missing: the pages are not opened in a browser"
+        )
         return 0
     found = check(args.site, args.pictures)
-    print("\n".join(found) or f"{len(pages(args.site))} pages: links, pictures, formulas, width and search are as they should be")
+    print(
+        "\n".join(found)
+        or f"{len(pages(args.site))} pages: links, pictures, formulas, width and search are as they should be"
+    )
     return int(bool(found))
 
 

@@ -36,12 +36,21 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "public_names",
 ]
-exclude_patterns = ["_build", "scripts", "extensions", "inventories", "**/GALLERY_HEADER.rst"]
+exclude_patterns = [
+    "_build",
+    "scripts",
+    "extensions",
+    "inventories",
+    "**/GALLERY_HEADER.rst",
+]
 nitpicky = False
 suppress_warnings = ["config.cache"]
 
 # What measurements ran with: |pyro-ppl|, |torch|.
-rst_epilog = "".join(f".. |{package}| replace:: {importlib.metadata.version(package)}\n" for package in ("pyro-ppl", "torch"))
+rst_epilog = "".join(
+    f".. |{package}| replace:: {importlib.metadata.version(package)}\n"
+    for package in ("pyro-ppl", "torch")
+)
 
 # Markdown
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
@@ -92,8 +101,14 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#1f5d85", "color-brand-content": "#1f5d85"},
-    "dark_css_variables": {"color-brand-primary": "#7fb6d9", "color-brand-content": "#7fb6d9"},
+    "light_css_variables": {
+        "color-brand-primary": "#1f5d85",
+        "color-brand-content": "#1f5d85",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#7fb6d9",
+        "color-brand-content": "#7fb6d9",
+    },
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

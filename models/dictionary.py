@@ -35,7 +35,7 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
 
 
 def _raise_no_observed_entry() -> None:
-    raise ValueError("the data have no observed entry: all of them are NaN, so there is nothing to learn from")
+    raise ValueError("data must have at least one observed entry; got only NaN")
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:

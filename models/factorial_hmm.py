@@ -236,7 +236,7 @@ class FactorialHMM(UniqueModule):
             (steps for steps in (_all_steps(y), _find_observed_steps(y)) if torch.equal(steps.kind, posterior.transitions.kind)), None
         )
         if observed is None:
-            raise ValueError(f"posterior must be of these sequences, {tuple(y.shape)}; its steps are others: make it anew")
+            raise ValueError(f"posterior must be of the sequences y, {tuple(y.shape)}, with the same observed steps. Infer it again from y")
         is_part = (observed.kind >= 0).flatten()
         population, rows = posterior.population(), _at(y, observed).flatten(0, 1)[is_part]
         part = Population(population.space, population.words[is_part], population.log_joint[is_part])

@@ -105,7 +105,7 @@ class GatedDecoder(UniqueModule):
                 f"{tuple(poses.shape)}"
             )
         if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
-            raise ValueError("outputs and poses of the examples must be finite; got NaN or infinity")
+            raise ValueError("examples must have finite outputs and poses; got NaN or infinity")
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError(f"switches of the examples must be zeros and ones; got {float(switches.min()):g} to {float(switches.max()):g}")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]

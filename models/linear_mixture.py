@@ -241,7 +241,7 @@ class LikeliestComponents(Search):
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
         known = None if batch.is_new else batch.population
         likeliest = self.model.likeliest_beside(check_data(y, self.model.num_observed), number, known)
-        return batch.scored(batch.space.pack(likeliest.unsqueeze(-1)))
+        return batch.evaluate(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """The populations after one step, to which further ones would add little."""

@@ -144,12 +144,12 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
 
-def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, noise_of_copies: float = 0.1) -> Clusters:
+def _repeat_objects(found: Clusters, number: int, generator: torch.Generator | None, *, copy_noise: float = 0.1) -> Clusters:
     """Adds noise to objects beyond the first ``number``, which repeat these."""
     device = found.objects.device if generator is None else generator.device
     noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
     size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
-    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + noise_of_copies * size * noise]))
+    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + copy_noise * size * noise]))
 
 
 def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ class TensorBoard(_Curves):
     def __init__(self, folder: str | Path | None = None, *, every: int = 1, writer: Any = None) -> None:
         super().__init__(every)
         if folder is not None and writer is not None:
-            raise ValueError("give a folder or a writer of your own, not both")
+            raise ValueError(f"TensorBoard takes a folder or a writer, not both; got {folder} and a {type(writer).__name__}")
         self.folder, self.writer = folder, writer
 
     def _open(self) -> None:
@@ -109,7 +109,7 @@ class WandB(_Curves):
     def __init__(self, run: Any = None, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
         if run is not None and options:
-            raise ValueError(f"a run exists already, so that options {sorted(options)} come too late; pass them to wandb.init")
+            raise ValueError(f"options {sorted(options)} cannot change a run that exists; pass them to wandb.init")
         self.run, self.options = run, options
 
     def _open(self) -> None:

@@ -168,7 +168,7 @@ def test_searches_are_searches():
         guide.infer(case.args, EvolutionarySearch)
     with pytest.raises(TypeError, match=r"search must be a pyro_truncated search.*got a Tensor"):
         guide.infer(EvolutionarySearch(), *case.args)
-    with pytest.raises(TypeError, match="only searches add up; got 3"):
+    with pytest.raises(TypeError, match="only searches can be added to searches; got 3"):
         SEARCH + 3
 
 

@@ -91,7 +91,7 @@ def test_tensorboard_reads_what_is_written(tmp_path):
 def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="not both"):
         TensorBoard("runs", writer=Recorder())
-    with pytest.raises(ValueError, match="come too late"):
+    with pytest.raises(ValueError, match="cannot change a run that exists"):
         WandB(Recorder(), project="bars")
     with pytest.raises(ValueError, match="every must be a positive integer; got 0"):
         WandB(every=0)

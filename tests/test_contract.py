@@ -495,7 +495,7 @@ def test_pickled_guides_can_be_read_but_need_their_model_to_be_used():
     loaded = pickle.loads(pickle.dumps(guide))
     assert torch.equal(loaded.marginals()["s"], guide.marginals()["s"])
     assert guide.model is vectors
-    with pytest.raises(RuntimeError, match=r"pickling a guide leaves its model behind.*load the state_dict"):
+    with pytest.raises(RuntimeError, match=r"was pickled, which leaves its model behind.*load its state_dict"):
         loaded(y)
     file = io.BytesIO()
     torch.save(guide, file)

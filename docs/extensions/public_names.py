@@ -45,7 +45,13 @@ TUTORIALS = (
     "photograph",
     "posterior_any_good",
 )
-COMPARISONS = ("enumeration", "auto_discrete_parallel", "tensor_monte_carlo", "gradient_estimators", "mcmc")
+COMPARISONS = (
+    "enumeration",
+    "auto_discrete_parallel",
+    "tensor_monte_carlo",
+    "gradient_estimators",
+    "mcmc",
+)
 
 
 class PublicName(NamedTuple):
@@ -71,14 +77,24 @@ def fresh_start(gallery_conf: dict[str, Any], script: str) -> None:
 
 def installed() -> dict[str, str]:
     """The packages that can be imported here."""
-    return {name: title for name, title in PACKAGES.items() if importlib.util.find_spec(name) is not None}
+    return {
+        name: title
+        for name, title in PACKAGES.items()
+        if importlib.util.find_spec(name) is not None
+    }
 
 
 def public_names(package: str, seen: set[int]) -> list[PublicName]:
     """What a package lists; `seen` are the objects that other packages have documented, and grows."""
     module = importlib.import_module(package)
-    values = {name: getattr(module, name) for name in sorted(module.__all__) if not name.startswith("_")}
-    found = [PublicName(name, value, id(value) not in seen) for name, value in values.items()]
+    values = {
+        name: getattr(module, name)
+        for name in sorted(module.__all__)
+        if not name.startswith("_")
+    }
+    found = [
+        PublicName(name, value, id(value) not in seen) for name, value in values.items()
+    ]
     seen.update(id(value) for value in values.values())
     return found
 
@@ -94,10 +110,18 @@ def directive(package: str, public: PublicName) -> str:
 def page(package: str, title: str, names: list[PublicName]) -> str:
     """The reference of a package: a table of all names, then those that are at home here."""
     module = inspect.getdoc(importlib.import_module(package)) or ""
-    table = "\n".join(f"   ~{package}.{public.name}" for public in names if public.is_at_home)
-    elsewhere = ", ".join(f":py:obj:`~{address(public.value, public.name)}`" for public in names if not public.is_at_home)
+    table = "\n".join(
+        f"   ~{package}.{public.name}" for public in names if public.is_at_home
+    )
+    elsewhere = ", ".join(
+        f":py:obj:`~{address(public.value, public.name)}`"
+        for public in names
+        if not public.is_at_home
+    )
     heading = f"{title}\n{'=' * len(title)}\n\n``import {package}``\n\n{module}\n"
-    also = f"\nDocumented elsewhere, and here for imports: {elsewhere}\n" if elsewhere else ""
+    also = (
+        f"\nDocumented elsewhere, and here for imports: {elsewhere}\n" if elsewhere else ""
+    )
     body = "\n".join(directive(package, public) for public in names if public.is_at_home)
     return f"{heading}\n.. autosummary::\n   :nosignatures:\n\n{table}\n{also}\n{body}"
 
@@ -125,7 +149,9 @@ def write_pages(app: Sphinx) -> None:
             path.write_text(text)
 
 
-def leave_out(app: Sphinx, what: str, name: str, value: Any, is_skipped: bool, options: Any) -> bool | None:
+def leave_out(
+    app: Sphinx, what: str, name: str, value: Any, is_skipped: bool, options: Any
+) -> bool | None:
     """Leaves out what scikit-learn makes for the routing of metadata: its words refer to pages of its own."""
     return True if re.fullmatch("set_.*_request", name) else None
 

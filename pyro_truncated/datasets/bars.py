@@ -43,7 +43,7 @@ def bar_components(size: int, width: int = 1) -> Tensor:
     """
     size, width = check_count("size", size), check_count("width", width)
     if width > size:
-        raise ValueError(f"width, that of a bar, must lie in 1 .. {size}; got {width}")
+        raise ValueError(f"width must lie in 1 .. {size}, the size of the image; got {width}")
     offset = torch.arange(size) - torch.arange(size - width + 1)[:, None]
     profile = ((offset >= 0) & (offset < width)).float()
     horizontal = profile[:, :, None].expand(-1, -1, size)

@@ -223,7 +223,7 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
     eigenvalues, eigenvectors = torch.linalg.eigh(centred.mT @ centred / len(data))
     eigenvalues, eigenvectors = eigenvalues.flip(0).clamp(min=0), eigenvectors.flip(1)
     if eigenvalues[0] == 0:
-        raise ValueError("data must vary to be whitened; all of them are equal")
+        raise ValueError("data must vary to be whitened; got rows that are all equal")
     share = eigenvalues.cumsum(0) / eigenvalues.sum()
     numerical_rank = int((eigenvalues > eigenvalues[0] * len(eigenvalues) * torch.finfo(data.dtype).eps).sum())
     kept = min(int((share < variance).sum()) + 1, numerical_rank)

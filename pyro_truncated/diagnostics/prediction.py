@@ -439,7 +439,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     results = {model: cross_validate(idata, var_name=names[model]) for model, idata in idatas.items()}
     sizes = {model: len(result.pointwise) for model, result in results.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"the models are of different data: {sizes} observations")
+        raise ValueError(f"idatas must be of the same data; got {sizes} observations")
     table = compat.compare({model: _convert_for_arviz(idata, names[model], results[model]) for model, idata in idatas.items()}, names)
     table["missing_nats"] = [missing_nats(idatas[model]) for model in table.index]
     table["plug_in"] = [results[model].is_plug_in for model in table.index]

@@ -114,7 +114,7 @@ class SummedELBO(ReprFromArguments, ELBO):
         if not isinstance(elbo, ELBO):
             raise TypeError(f"elbo must be an ELBO of Pyro, such as Trace_ELBO(); got {type(elbo).__name__}")
         if hasattr(elbo, "search"):
-            raise TypeError(f"{type(elbo).__name__} sums the losses of all processes by itself: take it as it is")
+            raise TypeError(f"{type(elbo).__name__} sums the losses of all processes by itself; do not wrap it")
         super().__init__(num_particles=elbo.num_particles)  # type: ignore[no-untyped-call]
         self.elbo: Any = elbo
 

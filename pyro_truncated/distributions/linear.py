@@ -57,8 +57,8 @@ class LinearSuperposition(GaussianSuperposition):
 
     is_linear = True  # what tells a search that causes add up
     bias: Tensor
-    _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
-    _seen: tuple[Any, Tensor, bool] | None = None
+    _last_terms: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+    _last_missing: tuple[Any, Tensor, bool] | None = None
 
     @names_arguments
     def __init__(
@@ -179,9 +179,9 @@ class LinearSuperposition(GaussianSuperposition):
     def _has_missing(self, value: Tensor) -> bool:
         """Whether a value has missing entries, evaluated once for all states."""
         key = _identity(value)
-        if key is None or self._seen is None or self._seen[0] != key:
-            self._seen = key, value, has_missing(value)
-        return self._seen[2]
+        if key is None or self._last_missing is None or self._last_missing[0] != key:
+            self._last_missing = key, value, has_missing(value)
+        return self._last_missing[2]
 
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the log density as a quadratic function of the state.
@@ -189,8 +189,8 @@ class LinearSuperposition(GaussianSuperposition):
         Its coefficients are ``(*batch, H)`` and ``(H, H)``, its constant ``(*batch)``.
         """
         key = _identity(value)
-        if key is not None and self._cached is not None and self._cached[0] == key:
-            return self._cached[2]
+        if key is not None and self._last_terms is not None and self._last_terms[0] == key:
+            return self._last_terms[2]
         weight, precision = self.weight.double(), self._precision()
         centred = value.double() - self.bias.double()
         scaled = centred * precision
@@ -198,7 +198,7 @@ class LinearSuperposition(GaussianSuperposition):
         pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
         constant = self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
         if key is not None:
-            self._cached = key, value, (linear, pairwise, constant)
+            self._last_terms = key, value, (linear, pairwise, constant)
         return linear, pairwise, constant
 
     def _mean(self, states: Tensor) -> Tensor:

@@ -271,4 +271,4 @@ def check_binary(population: Population, num_latents: int) -> None:
     """
     space = population.space
     if space.num_latents != num_latents or not space.is_binary:
-        raise ValueError(f"the population must be one of {num_latents} binary latents, those that superpose; its states are {space!r}")
+        raise ValueError(f"population must hold states of {num_latents} binary latents; got {space!r}")

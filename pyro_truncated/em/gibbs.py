@@ -263,8 +263,8 @@ class GibbsGuide(PyroModule):
             return
         if started and not is_whole:
             raise ValueError(
-                f"the guide holds {self.coefficients.shape[1]} draws of {self.coefficients.shape[2]} latents per data point; a part of the "
-                f"data cannot have {num_draws} draws of {num_selected}"
+                f"a minibatch must have the guide's {self.coefficients.shape[1]} draws of {self.coefficients.shape[2]} latents; "
+                f"got {num_draws} draws of {num_selected}"
             )
         num_latents, device = self.model.num_latents, y.device
         if num_selected > num_latents:

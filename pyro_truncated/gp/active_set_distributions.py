@@ -263,7 +263,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         if batch_shape == self.batch_shape:
             return self
         if batch_shape[-1] != self.batch_shape[-1]:
-            raise ValueError(f"the data points of a Gaussian process cannot be repeated: {tuple(self.batch_shape)} to {tuple(batch_shape)}")
+            raise ValueError(f"batch_shape must end in the number of data points, {self.batch_shape[-1]}; got {tuple(batch_shape)}")
         latents = self.latents.expand(batch_shape + self.latents.shape[-1:])
         arguments = (latents, self.kernel, self.noise, self.num_active, self.event_shape[0])
         return ActiveSetGaussianProcess(*arguments, loc=self.loc, num_data=self.num_data, validate_args=False)

@@ -189,7 +189,7 @@ class NearestSet:
         if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
             raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
         if bool(outputs.isnan().any()):
-            raise ValueError("data points with missing outputs have no part in active sets of the closest; leave them out")
+            raise ValueError("outputs must be complete for active sets of neighbours; leave data points with missing outputs out")
         self.latents, self.outputs, self.kernel = latents, outputs, kernel
         self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
         self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))

@@ -40,13 +40,13 @@ class SubsetGPModel(Model):
     def __init__(self, regression: SubsetGPRegression, inputs: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         # Not a submodule: acquisition functions convert those to the type of their candidates, and a regression computes in float64.
-        self._held = (regression,)
+        self._regression_tuple = (regression,)
         self.inputs = inputs
 
     @property
     def regression(self) -> SubsetGPRegression:
         """The regression."""
-        return self._held[0]
+        return self._regression_tuple[0]
 
     @property
     def num_outputs(self) -> int:

@@ -236,7 +236,7 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     enough = tolerance * prior.sum()
     found = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
     if not bool(found.residual.isfinite().all()):
-        raise ValueError("kernel is not finite at these inputs: they, or its parameters, are too large, or not numbers")
+        raise ValueError("kernel must be finite at the inputs; got NaN or infinity. Check inputs and kernel parameters")
     return found
 
 

@@ -108,7 +108,7 @@ def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length
     """
     evaluations, (num_starts, num, dim) = check_count("evaluations", evaluations, least=0), starts.shape
     if not num_starts:
-        raise ValueError("starts must hold a start at least; got none")
+        raise ValueError("starts must hold at least one start; got none")
     if not num:
         return starts[0]
     every = torch.arange(num, device=starts.device)

@@ -329,7 +329,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             average_over_conditional_(guide, call)
         return guide
 
-    def scored(self, indices: Tensor | None = None) -> Any:
+    def stored_posterior(self, indices: Tensor | None = None) -> Any:
         """Returns the posterior of all or the given data points.
 
         It is that of the populations when last scored, in training for example.
@@ -344,13 +344,15 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
+    scored = Renamed("stored_posterior")
+
     def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior | ChainReadings:
         """Returns the posterior of all nodes' sets under the current model.
 
         The arguments are those of the last call.
         """
         if indices is not None:
-            raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
+            raise NotImplementedError("indices needs populations of whole states; leave it out and index what is returned")
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
         with torch.no_grad(), spare_random_numbers():
@@ -385,7 +387,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
         self._refuse_product()
-        return self.scored(indices).population.weights()  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).population.weights()  # type: ignore[no-any-return]
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Returns the populations as site values ``(N, S, *site shape)``.
@@ -401,7 +403,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         For Boolean sites they are the probability of 1, ``(N, *site shape)``, for others that of
         each value, ``(..., V)``.
         """
-        return self.scored(indices).marginals()  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).marginals()  # type: ignore[no-any-return]
 
     def pairwise_marginals(self, first: str, second: str, indices: Tensor | None = None) -> Tensor:
         r"""Returns the joint marginals :math:`q(s_a = v, s_b = w)` of two discrete sites.
@@ -430,11 +432,11 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             ValueError: if there is no such site.
             NotImplementedError: where each node has its own set, for sites that no density joins; and for sites of chains.
         """
-        return self.scored(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).pairwise_marginals(first, second)  # type: ignore[no-any-return]
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The most probable joint state by site, ``(N, *site shape)``."""
-        return self.scored(indices).mode()  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).mode()  # type: ignore[no-any-return]
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Returns a function's posterior expectation ``(N, ...)``.
@@ -442,13 +444,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         The function maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``.
         """
         self._refuse_product()
-        return self.scored(indices).expectation(f, self.memory_budget)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).expectation(f, self.memory_budget)  # type: ignore[no-any-return]
 
     def sample_posterior(
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
-        return self.scored(indices).sample(num_samples, generator)  # type: ignore[no-any-return]
+        return self.stored_posterior(indices).sample(num_samples, generator)  # type: ignore[no-any-return]
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns the most probable state, shaped as the model's sites.
@@ -473,7 +475,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """
         is_called = bool(call.args or call.kwargs) or not self.is_set_up
         if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):
-            return self.scored()
+            return self.stored_posterior()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))
             if not isinstance(batch, Batch):

@@ -176,7 +176,7 @@ def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -
         RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
     """
     if call is None or not bool(guide.populations.log_joint.isnan().all()):
-        return average_populations(guide, guide.populations.scored(indices), call)
+        return average_populations(guide, guide.populations.scored_population(indices), call)
     population = guide.populations.population(indices)
     return average_populations(guide, population, call) if _makes_draws(guide, call) else _rescore_now(guide, population, call)
 

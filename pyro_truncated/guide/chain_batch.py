@@ -129,7 +129,7 @@ class ChainBatch(SetBatch[ChainScorer]):
             NotImplementedError: for another temperature.
         """
         if temperature != 1.0:
-            raise NotImplementedError("sets of states of binary chains are trained at temperature one")
+            raise NotImplementedError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
         number, total = self.num_draws(particles), 0.0
         for batch in self.draws(particles):
             with torch.enable_grad():

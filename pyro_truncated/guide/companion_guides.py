@@ -132,7 +132,7 @@ class Siblings:
         nodes = {node["name"]: node for node in latent_nodes(prototype)}
         plates = set(layout.plates)
         local = [name for name in layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
-        fixed = [part for part in self.guide_list.modules() if _has_parameters_of_its_own(part)]
+        fixed = [part for part in self.guide_list.modules() if _has_own_parameters(part)]
         unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
         if unknown:
             raise ValueError(
@@ -205,7 +205,7 @@ def flatten_guides(guide_list: Any) -> Iterator[Any]:
             yield part
 
 
-def _has_parameters_of_its_own(part: Any) -> bool:
+def _has_own_parameters(part: Any) -> bool:
     """Whether a module is an automatic guide that has been set up.
 
     Pyro's automatic guides do not look at the model's arguments.

@@ -52,12 +52,12 @@ class SeenData:
     def __init__(self, is_new: bool = False) -> None:
         self.is_new = is_new
         self._hashes: dict[str, Tensor] = {}
-        self._computed: set[str] = set()
+        self._computed_sites: set[str] = set()
         self._arguments: list[Any] | None = None
         self._observed = ObservedValues()
-        # Data points are known as long as the arguments stay the same: `_checked` holds the round of arguments they were last compared in.
+        # Data points are known as long as the arguments stay the same: `_last_round` holds the round of their last comparison.
         self._round = 0
-        self._checked: Tensor | None = None
+        self._last_round: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
@@ -83,20 +83,20 @@ class SeenData:
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
         chosen = slice(None) if log_joint.plate_indices is None else log_joint.plate_indices.cpu()
-        if self._checked is None:
+        if self._last_round is None:
             with ordinary_tensors():
-                self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device="cpu")
-        if bool((self._checked[chosen] == self._round).all()):
+                self._last_round = torch.zeros(log_joint.full_size, dtype=torch.int32, device="cpu")
+        if bool((self._last_round[chosen] == self._round).all()):
             return
         self._observed.check(log_joint)
-        self._checked[chosen] = self._round
+        self._last_round[chosen] = self._round
         changed = []
         for name, new in _hash_data(log_joint, log_joint.nodes).items():
             with ordinary_tensors():
                 held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
                 self._hashes[name] = held = held.to(new.device)
             old = held[where]
-            if bool(((old != 0) & (old != new)).any()) and name not in self._computed:
+            if bool(((old != 0) & (old != new)).any()) and name not in self._computed_sites:
                 changed.append(name)
             held[where] = new
         self._warn([name for name in changed if not self._is_computed(name, log_joint)])
@@ -106,8 +106,8 @@ class SeenData:
         with torch.no_grad(), spare_random_numbers():
             again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
         if name not in again or not torch.equal(again[name], _hash_data(log_joint, log_joint.nodes)[name]):
-            self._computed.add(name)
-        return name in self._computed
+            self._computed_sites.add(name)
+        return name in self._computed_sites
 
     def _warn(self, changed: list[str]) -> None:
         if changed:

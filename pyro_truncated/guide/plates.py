@@ -41,7 +41,7 @@ class SharedPlates(Messenger):
         if recorded is None:
             return
         if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), torch.as_tensor(recorded)):
-            raise ValueError(f"plate '{msg['name']}' is open with other data points than the guide's: give both the same subsample=...")
+            raise ValueError(f"plate '{msg['name']}' and the guide have different data points; give both the same subsample=...")
         msg["value"], msg["done"], msg["stop"] = recorded, True, True
 
 

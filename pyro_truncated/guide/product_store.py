@@ -62,7 +62,7 @@ class ProductStore(torch.nn.Module):
             ValueError: if the populations that were loaded are of other nodes.
         """
         if len(self.groups) != len(product.groups):
-            raise ValueError(f"the saved populations are of {len(self.groups)} groups of nodes, the model has {len(product.groups)}")
+            raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
         for store, group in zip(self.stores, product.groups, strict=True):
             store.num_states = min(store.num_states, group.space.size)
             store.start_(group, None, device)
@@ -83,7 +83,7 @@ class ProductStore(torch.nn.Module):
         Raises:
             RuntimeError: if some of them never were.
         """
-        return [store.scored() for store in self.stores]
+        return [store.scored_population() for store in self.stores]
 
     def store_(self, populations: list[Population]) -> None:
         """Keeps populations with their log joints."""

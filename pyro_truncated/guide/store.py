@@ -102,7 +102,7 @@ class PopulationStore(torch.nn.Module):
         self.first_position = 0
         self.seen = SeenData()
         self._space: StateSpace | None = None
-        self._loaded: Portion | None = None  # which data points populations were loaded of
+        self._loaded_portion: Portion | None = None  # which data points populations were loaded of
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
 
@@ -150,7 +150,7 @@ class PopulationStore(torch.nn.Module):
             self._create(layout, init, device)
         elif self._space is None:  # loaded before they met the model
             self.bring_(device)
-        if problem := other_rows(self._loaded, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
+        if problem := other_rows(self._loaded_portion, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
         self._space = layout.space
 
@@ -215,7 +215,7 @@ class PopulationStore(torch.nn.Module):
         stream = state_dict.get(prefix + _STREAM)
         if stream is not None:
             self.seed, self.num_searches = stream[:2].tolist()
-        self._loaded = load_portion(state_dict, prefix)
+        self._loaded_portion = load_portion(state_dict, prefix)
         state_dict = {name: value for name, value in state_dict.items() if name not in (prefix + _STREAM, prefix + PORTION)}
         strict, missing_keys = args[1], args[2]
         missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
@@ -286,7 +286,7 @@ class PopulationStore(torch.nn.Module):
         self.check_indices(indices)
         return self.take(indices)
 
-    def scored(self, indices: Tensor | None = None) -> Population:
+    def scored_population(self, indices: Tensor | None = None) -> Population:
         """Returns stored populations, which must have been scored.
 
         They are those of all or the given data points.
@@ -384,7 +384,7 @@ class FileStore(PopulationStore):
         super().__init__(num_states)
         self.folder = Path(folder)
         # Which populations have begun; ``None`` if all have.
-        self._begun: Tensor | None = None
+        self._has_begun: Tensor | None = None
         self._files: dict[str, mmap.mmap] = {}
         self._num_touched = 0
 
@@ -427,8 +427,8 @@ class FileStore(PopulationStore):
             ValueError: if initial states are given.
         """
         if init is not None:
-            raise ValueError("populations in files begin with random states: a guide with a store takes no init")
-        self._begun = torch.zeros(layout.num_data, dtype=torch.bool)
+            raise ValueError("a guide with a store takes no init: populations in files start from random states")
+        self._has_begun = torch.zeros(layout.num_data, dtype=torch.bool)
         shape = layout.num_data, size, layout.space.num_words
         words = self.room("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
         return words, self.room("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
@@ -444,14 +444,14 @@ class FileStore(PopulationStore):
     def begin_(self, indices: Tensor | None = None) -> None:
         """Initialises populations of all or the given data points if needed."""
         self._let_go(len(self.words) if indices is None else len(indices))
-        if self._begun is None:
+        if self._has_begun is None:
             return
-        new = (~self._begun).nonzero().squeeze(-1) if indices is None else indices[~self._begun[indices]].unique()
+        new = (~self._has_begun).nonzero().squeeze(-1) if indices is None else indices[~self._has_begun[indices]].unique()
         for rows in new.split(rows_per_block(32 * self.words[0].numel())):
             positions = self.first_position + rows
             self.words[rows] = initial_population(self.space, len(rows), self.num_states, self.stream(0), rows=positions)
             self.log_joint[rows] = math.nan
-            self._begun[rows] = True
+            self._has_begun[rows] = True
 
     def _let_go(self, number: int) -> None:
         """Frees the memory of earlier minibatches' populations, once they are many.
@@ -468,7 +468,7 @@ class FileStore(PopulationStore):
         """Keeps the log joints in another type from now on."""
         old = self.log_joint
         self.log_joint = self.room("log_joint", old.new_empty(0, dtype=dtype), shape=tuple(old.shape))
-        begun = torch.arange(len(old)) if self._begun is None else self._begun.nonzero().squeeze(-1)
+        begun = torch.arange(len(old)) if self._has_begun is None else self._has_begun.nonzero().squeeze(-1)
         for rows in begun.split(rows_per_block(16 * self.num_states)):
             self.log_joint[rows] = old[rows].to(dtype)
 
@@ -479,12 +479,12 @@ class FileStore(PopulationStore):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         if self.is_filled:
-            self._begun = None
+            self._has_begun = None
 
 
 def _refuse_elsewhere(device: torch.device) -> None:
     if device.type != "cpu":
-        raise ValueError(f"populations in files are those of models on the CPU; this one is on {device}")
+        raise ValueError(f"populations in files need a model on the CPU; got one on {device}")
 
 
 def _map(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:

@@ -90,7 +90,7 @@ class WholeModelGuide(AutoGuide):
         self._product: ProductLayout | ChainLayout | None = None
         self._scoring: Scoring = "together"
         self._is_enumerable = True
-        self._inherited: Siblings | None = None
+        self._inherited_siblings: Siblings | None = None
 
     # --- the model ---
 
@@ -103,8 +103,8 @@ class WholeModelGuide(AutoGuide):
         """
         if self._model is None:
             raise RuntimeError(
-                "pickling a guide leaves its model behind. Its populations can be read; to use it, make a new "
-                "AutoTruncated(model, ...) and load the state_dict() of this one."
+                "this guide was pickled, which leaves its model behind. Its populations can be read; to use it, load its state_dict() "
+                "into a new AutoTruncated(model, ...)."
             )
         model: Callable[..., Any] = self._model[0]
         return model
@@ -255,7 +255,7 @@ class WholeModelGuide(AutoGuide):
 
         They are in its list or in that of the guide it was inferred from.
         """
-        return self._inherited if self.master is None else Siblings.from_guide(self)
+        return self._inherited_siblings if self.master is None else Siblings.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Draws (or medians) of other latents by the guides beside this one.
@@ -287,11 +287,12 @@ class WholeModelGuide(AutoGuide):
             frame = self.frames[name]
             if frame.size != (frame.full_size or frame.size):
                 raise ValueError(
-                    f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
+                    f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size}. "
+                    "Call it with arguments for which the model takes all of them."
                 )
         if siblings is not None:
             siblings.refuse_unknown_latents(self.layout, self.prototype_trace)
-            self._inherited = siblings.with_frames(self.frames)
+            self._inherited_siblings = siblings.with_frames(self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
         """Returns the plates of the guide list or of ``create_plates``.
@@ -363,11 +364,11 @@ class WholeModelGuide(AutoGuide):
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         finally:
             self._model, self.master = model, master
-        return {**state, "_conditional": (None,), "_inherited": None}
+        return {**state, "_conditional": (None,), "_inherited_siblings": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        duplicate._model, duplicate._conditional, duplicate._inherited = self._model, self._conditional, self._inherited
+        duplicate._model, duplicate._conditional, duplicate._inherited_siblings = self._model, self._conditional, self._inherited_siblings
         return duplicate

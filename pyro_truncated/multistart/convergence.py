@@ -83,7 +83,7 @@ class Schedule:
         return self.gain(values, self.window) <= self.tol * unit
 
 
-def fixed(steps: int) -> Schedule:
+def fixed_steps(steps: int) -> Schedule:
     """A number of steps."""
     return Schedule(steps, steps)
 
@@ -134,7 +134,7 @@ def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> 
         return by_gradients(trainer, steps)
     if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
         return Schedule(0, steps, config.mixture_gain, window=config.window)
-    return fixed(steps)
+    return fixed_steps(steps)
 
 
 def by_plateaus(max_steps: int, tol: float, *, steps: int = 0, first_rate: float = 1.0) -> Schedule:

@@ -241,21 +241,21 @@ class FittedUnits:
     """
 
     def __init__(self, decoder: Decoder, targets: Targets) -> None:
-        self._network, self._hidden, self._last = decoder
+        self._network, self._hidden_layer, self._last_layer = decoder
         self._targets, self.evaluations = targets, 0
         self._root = targets.weights.sqrt().unsqueeze(1)
-        self._weighted = self._root * targets.means
-        last = set(self._last.parameters(recurse=False))
-        self._incoming = list(self._hidden.parameters(recurse=False))
+        self._weighted_means = self._root * targets.means
+        last = set(self._last_layer.parameters(recurse=False))
+        self._incoming = list(self._hidden_layer.parameters(recurse=False))
         self.learned = self._used_parameters([value for value in self._network.parameters() if value.requires_grad and value not in last])
         noise = self.square_error() / (float(targets.weights.sum()) * targets.means.shape[1])
-        self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last.weight, *self.learned))
+        self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last_layer.weight, *self.learned))
 
     @torch.no_grad()
     def square_error(self) -> float:
         """That of the data points, with the network as it is."""
         decoded = self._root * self._network(self._targets.states).double()
-        return self._targets.rest + float((decoded - self._weighted).square().sum())
+        return self._targets.rest + float((decoded - self._weighted_means).square().sum())
 
     def fit(self, steps: int) -> float:
         """Takes steps of L-BFGS; the square error and the penalties after them."""
@@ -278,16 +278,16 @@ class FittedUnits:
     def put_last_layer(self) -> None:
         """Gives the network the optimal last layer."""
         solution, _ = self._solve(self._design())
-        self._last.weight.copy_(solution[: self._last.in_features].mT)
-        if self._last.bias is not None:
-            self._last.bias.copy_(solution[-1])
+        self._last_layer.weight.copy_(solution[: self._last_layer.in_features].mT)
+        if self._last_layer.bias is not None:
+            self._last_layer.bias.copy_(solution[-1])
 
     @torch.no_grad()
     def worth(self) -> Tensor:
         """Returns the rise of the penalised error without each unit, ``(J,)``."""
         solution, moments = self._solve(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
-        return rises[: self._last.in_features]
+        return rises[: self._last_layer.in_features]
 
     @torch.no_grad()
     def redraw(self, unit: int) -> None:
@@ -299,14 +299,14 @@ class FittedUnits:
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
-        left, basis = self._weighted - others @ self._solve(others)[0], torch.linalg.qr(others).Q
+        left, basis = self._weighted_means - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         # At least 256 candidates for a unit.
-        for _ in range(-(-256 // self._hidden.out_features)):
+        for _ in range(-(-256 // self._hidden_layer.out_features)):
             # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
-            gains = _gains(self._design()[:, : self._hidden.out_features], basis, left)
+            gains = _gains(self._design()[:, : self._hidden_layer.out_features], basis, left)
             first = int(gains.argmax())
             if float(gains[first]) > gained:
                 best, gained = [value[first].clone() for value in self._incoming], float(gains[first])
@@ -321,12 +321,14 @@ class FittedUnits:
         """
         self.evaluations += 1
         seen: list[Tensor] = []
-        handle = self._last.register_forward_pre_hook(lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True)
+        handle = self._last_layer.register_forward_pre_hook(
+            lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True
+        )
         try:
             self._network(self._targets.states)
         finally:
             handle.remove()
-        columns = [seen[0].double()] + ([] if self._last.bias is None else [torch.ones_like(self._root)])
+        columns = [seen[0].double()] + ([] if self._last_layer.bias is None else [torch.ones_like(self._root)])
         return self._root * torch.cat(columns, 1)
 
     def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,8 +336,8 @@ class FittedUnits:
         moments = design.mT @ design
         # Relative ridge for equal units without noise.
         least = 1e-12 * (1.0 + moments.diagonal().mean())
-        moments.diagonal()[: design.shape[1] - (self._last.bias is not None)].add_(self._last_decay + least)
-        return torch.linalg.solve(moments, design.mT @ self._weighted), moments
+        moments.diagonal()[: design.shape[1] - (self._last_layer.bias is not None)].add_(self._last_decay + least)
+        return torch.linalg.solve(moments, design.mT @ self._weighted_means), moments
 
     @torch.enable_grad()
     def _used_parameters(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -346,8 +348,8 @@ class FittedUnits:
     def _loss(self) -> Tensor:
         design = self._design()
         solution, _ = self._solve(design.detach())
-        weights = solution[: self._last.in_features]
-        error = (design @ solution - self._weighted).square().sum() + self._last_decay * weights.square().sum()
+        weights = solution[: self._last_layer.in_features]
+        error = (design @ solution - self._weighted_means).square().sum() + self._last_decay * weights.square().sum()
         penalties = [decay * value.double().square().sum() for decay, value in zip(self._decays, self.learned, strict=True)]
         return sum(penalties, self._targets.rest + error)
 

@@ -163,7 +163,7 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
             advice, config = f"config=LearnConfig({_FORMER[name]}=...)", dataclasses.replace(config, **{_FORMER[name]: value})
         else:
             raise TypeError(f"learn() got an unexpected keyword argument {name!r}")
-        warnings.warn(f"{name} of learn is called otherwise: use {advice}", DeprecationWarning, stacklevel=4)
+        warnings.warn(f"{name} of learn has a new name: use {advice}", DeprecationWarning, stacklevel=4)
     return config, restarts
 
 
@@ -175,7 +175,7 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
     if best.population is not None:
         trainer.insert_states(own_rows(best.states, profile.y))
     else:
-        bar.set_description_str("finding states")
+        bar.set_description_str("search for states")
         trainer.find_states()
     bar.set_description_str("training")
     # Gibbs chains and continuous latents make the free energy noisy.

@@ -197,7 +197,7 @@ class Medians:
             _MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()
         }
 
-    def learned(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def exchangeable_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What may change places: parameters and medians, but no buffers."""
         names = [*learned_parameters(self.model, self.y), *(_MEDIAN + name for name in self._supports)]
         return {name: state[name] for name in names}

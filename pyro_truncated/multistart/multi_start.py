@@ -50,7 +50,7 @@ class MultiStart:
     """
 
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
-        self._num_steps, self._given = 0, restart
+        self._num_steps, self._make_restart = 0, restart
         self._profile = profile.replace(watch=partial(self._count, profile.watch))
         self._first = None if profile.initializer is not None else _first_place(profile)
         self.pool, self.rule = SolutionPool(self._profile), StopRule(self._profile)
@@ -64,7 +64,7 @@ class MultiStart:
         """Makes independent restarts until two agree."""
         while self.reason is None:
             number = len(self.pool.restarts)
-            bar.set_description_str(f"start {number + 1}")
+            bar.set_description_str(f"restart {number + 1}")
             before = self._num_steps
             name = self._initialize(number)
             found = self._restart()
@@ -90,12 +90,12 @@ class MultiStart:
             shuffle(profile)
             return "linear model"
         self._disturb(self._first)
-        return "these with noise"
+        return "perturbed parameters"
 
     def _restart(self) -> Solution:
         profile = self._profile
-        if self._given is not None:
-            return self._given(profile)
+        if self._make_restart is not None:
+            return self._make_restart(profile)
         if profile.is_resizable:
             return start_overcomplete(profile)
         if self.pool.decoded is None:
@@ -180,13 +180,13 @@ class StopRule:
             if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
             if pool.groups and pool.is_complete():
-                return "two restarts have found each latent of the best"
+                return "each latent of the best was found by two restarts"
             if self._have_agreed(pool) and not pool.use_redundant_latents():
                 return "two restarts agree"
         if number < self.max_restarts(pool):
             return None
         pool.use_redundant_latents()
-        return "all restarts are made"
+        return "the maximum number of restarts is reached"
 
     def disagreement(self, pool: SolutionPool) -> str | None:
         """Why the best restart may be a local optimum, if it may."""
@@ -195,7 +195,7 @@ class StopRule:
             return None
         if pool.groups:
             number_alone = pool.num_singletons
-            return f"{number_alone} latents of the best of {number} restarts were found by fewer than two of them" if number_alone else None
+            return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
@@ -203,7 +203,7 @@ class StopRule:
         if self._are_equal(pool):
             return f"no two of {number} restarts that reached the same free energy {unit} ({ordered}) found the same latents"
         if pool.is_network and pool.kept and self._same_code(pool):
-            return f"restarts found the same latents, but free energies {unit} ({ordered}) that say that some networks are fitted badly"
+            return f"restarts found the same latents, but free energies {unit} ({ordered}) differ: some networks have not converged"
         remaining = max(one.remaining for one in sorted(pool.estimates, key=lambda one: -one.free_energy)[:2])
         if remaining > self._profile.tolerance:
             return f"the best two of {number} restarts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"
@@ -281,14 +281,14 @@ def start_overcomplete(profile: Profile) -> Solution:
         if profile.is_large:
             return pruner.converge(max(1, steps // 2))
         pruner.prune(model.num_latents)
-        asked = record_solution(pruner.trainer, NOTHING.estimate)
+        requested = record_solution(pruner.trainer, NOTHING.estimate)
         if not profile.is_matched:
             found = pruner.converge(steps)
             noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
             return found.replace(estimate=found.estimate._replace(noise=found.estimate.noise + noise))
         kept = pruner.prune_redundant()
         found = resolve_difference_codes(pruner.trainer.profile, pruner.converge(steps))
-        return found if len(kept) == model.num_latents else _filled_up(pruner.trainer.profile, found, asked, kept)
+        return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
 
 
 class _Pruner:
@@ -351,13 +351,13 @@ class _Pruner:
         return kept
 
 
-def _filled_up(profile: Profile, found: Solution, asked: Solution, kept: Tensor) -> Solution:
-    """Adds inactive latents of ``asked`` to the learned latents ``kept``.
+def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
+    """Adds inactive latents of ``requested`` to the learned latents ``kept``.
 
     The model keeps these parameters.
     """
-    assert asked.population is not None
-    model, y, number = profile.model, profile.y, asked.states.shape[-1]
+    assert requested.population is not None
+    model, y, number = profile.model, profile.y, requested.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
     load_snapshot(model, y, found.parameters)
@@ -367,10 +367,10 @@ def _filled_up(profile: Profile, found: Solution, asked: Solution, kept: Tensor)
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
         if len(axes) == 1:
             index = spare.to(value.device)
-            parameters[name] = value.index_copy(axes[0], index, asked.parameters[name].index_select(axes[0], index))
-    states = torch.zeros_like(asked.states[:, :1]).repeat(1, found.states.shape[1], 1)
+            parameters[name] = value.index_copy(axes[0], index, requested.parameters[name].index_select(axes[0], index))
+    states = torch.zeros_like(requested.states[:, :1]).repeat(1, found.states.shape[1], 1)
     states[..., kept] = found.states
-    space = asked.population.space
+    space = requested.population.space
     # Training scores them anew.
     words = space.pack(states)
     return found.replace(parameters=parameters, population=Population(space, words, states.new_zeros(words.shape[:-1], dtype=y.dtype)))

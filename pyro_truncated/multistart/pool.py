@@ -128,7 +128,7 @@ class SolutionPool:
     def _join(self, found: Solution) -> None:
         """Adds latents of a restart to the best, then of others."""
         before = self._best
-        self._members.append(self.groups[0].populated(found))
+        self._members.append(self.groups[0].populate(found))
         waiting = [self._members[-1]]
         while waiting:
             other = waiting.pop()
@@ -170,7 +170,7 @@ class SolutionPool:
         return settled if child.companion else max(child, settled, key=attrgetter("free_energy"))
 
     def _populate(self, found: Solution, near: Solution) -> Solution:
-        return self.groups[0].populated(found, near)
+        return self.groups[0].populate(found, near)
 
     def _num_singletons(self, group: Recombination) -> int:
         singletons = self._find_singletons(group)

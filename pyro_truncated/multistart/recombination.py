@@ -45,18 +45,18 @@ class Recombination:
     of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
 
     Args:
-        learned: scores states; the populations of its guide are changed.
+        medians: scores states; the populations of its guide are changed.
         search: fills the populations.
         latents: which latents may change places, see :func:`exchangeable_latents`.
         tolerance: least gain in free energy per data point.
     """
 
-    def __init__(self, learned: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
-        self._learned, self._guide, self._search = learned, learned.guide, search
+    def __init__(self, medians: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
+        self._medians, self._guide, self._search = medians, medians.guide, search
         self.latents, self.tolerance = latents, tolerance
-        self._first_words, self.space = learned.guide.words.clone(), learned.guide.space
+        self._first_words, self.space = medians.guide.words.clone(), medians.guide.space
 
-    def populated(self, found: Solution, near: Solution | None = None) -> Solution:
+    def populate(self, found: Solution, near: Solution | None = None) -> Solution:
         """Returns a solution with populations, begun from a near one if given.
 
         Beside continuous latents their spread gives the free energy that was reached.
@@ -73,7 +73,7 @@ class Recombination:
     def rescore(self, found: Solution) -> Solution:
         """A solution with populations that were found before."""
         parameters, words = found.parameters, self.space.pack(found.states)
-        return _solution(parameters, Population(self.space, words, self._learned.scorer(parameters).score(words)))
+        return _solution(parameters, Population(self.space, words, self._medians.scorer(parameters).score(words)))
 
     def cross(self, one: Solution, other: Solution) -> Solution:
         """Returns the better model with gainful latents of the other, or itself."""
@@ -187,7 +187,7 @@ class Recombination:
         """What the data would lose without each latent, ``(H,)``."""
         if self.latents.num_values:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
-        return deletion_losses(_population(member), self._learned.scorer(member.parameters))[self.latents.latents]
+        return deletion_losses(_population(member), self._medians.scorer(member.parameters))[self.latents.latents]
 
     def _match(self, one: Solution, other: Solution) -> tuple[Tensor, Tensor]:
         """Returns correlations ``(H, H)`` of two models' latents, and partners."""
@@ -226,8 +226,8 @@ class Recombination:
 
     @torch.no_grad()
     def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
-        scorer = self._learned.scorer(parameters)
-        beyond, population = self._learned.beyond(scorer), Population(self.space, words, scorer.score(words))
+        scorer = self._medians.scorer(parameters)
+        beyond, population = self._medians.beyond(scorer), Population(self.space, words, scorer.score(words))
         if others is not None:
             population = population.merge(Population(self.space, others, scorer.score(others)))
         if bool((population.log_joint.amax(-1) == -torch.inf).any()):
@@ -268,13 +268,13 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
     if profile.is_conditional:
         return []  # its draws given the states hold for these states only
     guide = profile.set_up_guide()
-    learned = Medians(profile.model, profile.y, guide)
-    groups = exchangeable_latents(learned, state)
+    medians = Medians(profile.model, profile.y, guide)
+    groups = exchangeable_latents(medians, state)
     if _are_behind_a_network(profile, state, groups):
         return []
     search = profile.search or profile.default_search(guide.space)
     search.forget()
-    return [Recombination(learned, search, latents, tolerance) for latents in groups]
+    return [Recombination(medians, search, latents, tolerance) for latents in groups]
 
 
 def _are_behind_a_network(profile: Profile, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
@@ -393,7 +393,7 @@ class Exchangeable(NamedTuple):
         return torch.stack([value.double() for value in differences]).amax(0)
 
 
-def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
+def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
@@ -402,15 +402,15 @@ def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exc
     likewise.
 
     Args:
-        learned: scores states; the populations of its guide stay as they are.
+        medians: scores states; the populations of its guide stay as they are.
         state: parameters and medians, which must differ between latents, or anything seems exchangeable.
 
     Returns:
         Such groups of latents or values that have parameters of their own, the largest first.
     """
     with torch.no_grad(), spare_random_numbers():
-        groups = [_exchangeable(learned, state, *alike) for alike in _alike(learned.guide)]
-        learned.load_snapshot(state)
+        groups = [_exchangeable(medians, state, *alike) for alike in _alike(medians.guide)]
+        medians.load_snapshot(state)
         return [group for group in groups if group is not None]
 
 
@@ -430,20 +430,20 @@ def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:
     return sorted(found, key=lambda one: -max(one[0].stop - one[0].start, one[1]))
 
 
-def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
-    levels = _random_levels(learned.guide)
-    words = learned.guide.space.pack
-    expected = learned.scorer(state).score(words(levels))
+def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
+    levels = _random_levels(medians.guide)
+    words = medians.guide.space.pack
+    expected = medians.scorer(state).score(words(levels))
     if not bool(expected.isfinite().all()):
         return None
 
     def is_same(group: Exchangeable, order: Tensor) -> bool:
         """Whether permuted latents and parameters have the same log joints."""
-        permuted = learned.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
+        permuted = medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
         return torch.allclose(permuted.score(words(group.permute(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
 
     number = num_values or latents.stop - latents.start
-    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned.learned(state), number))
+    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(medians.exchangeable_part(state), number))
     return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
 
 

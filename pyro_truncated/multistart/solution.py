@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.multistart.convergence import Schedule, fixed, restart_schedule, to_convergence, train
+from pyro_truncated.multistart.convergence import Schedule, fixed_steps, restart_schedule, to_convergence, train
 from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
@@ -132,7 +132,7 @@ def converge(profile: Profile, solution: Solution) -> Solution:
 def settle(profile: Profile, solution: Solution) -> Solution:
     """Trains briefly in ever smaller steps from a nearly final solution."""
     steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: fixed(steps))
+    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: fixed_steps(steps))
 
 
 def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
@@ -149,4 +149,4 @@ def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solutio
     assert guide is not None
     chosen = words(scorer)
     guide.populations.store_(scorer.score(chosen), None, chosen)
-    return record_solution(trainer, train(trainer, fixed(trainer.profile.config.restart_steps)))
+    return record_solution(trainer, train(trainer, fixed_steps(trainer.profile.config.restart_steps)))

@@ -253,8 +253,11 @@ def _check_block(unary: Tensor, block: Tensor) -> None:
 
 
 class _FreeEnergy(torch.autograd.Function):
+    """Log evidence of the sets of states of each sequence."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, unary: Tensor, log_prob: Tensor, kind: Tensor) -> Tensor:
+        """Returns the bounds ``(N,)``: sums of log normalisers over steps."""
         forward, log_norm = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=True)
         ctx.save_for_backward(words, unary, log_prob, kind, forward, log_norm)
         remember_context(ctx)
@@ -263,6 +266,7 @@ class _FreeEnergy(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        """Gradients: posterior probabilities ``(N, T, S)`` and expected transitions ``(K, M, 2, 2)``."""
         words, unary, log_prob, kind, forward, log_norm = ctx.saved_tensors
         transitions = Transitions(log_prob, kind)
         backward = backend("binary_chains", words).messages(words, unary, log_prob, kind, forward=False)[0]

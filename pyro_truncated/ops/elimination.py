@@ -100,7 +100,7 @@ class Messages:
     def __init__(self, tree: BucketTree, sums: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False) -> None:
         self.tree, self.weights = tree, weights
         self._sums = sums
-        self._sent: list[Tensor | None] = [None] * len(sums)
+        self._messages: list[Tensor | None] = [None] * len(sums)
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
         # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
         self._counts: list[Tensor | None] = [None] * len(sums)
@@ -125,7 +125,7 @@ class Messages:
         tree, parent = self.tree, self.tree.parents[node]
         message = self._reduce(self._sum(node) + self.weights[node], tree.dim(node), keepdim=True)
         if parent is None:
-            self._sent[node] = message
+            self._messages[node] = message
             return
         count = None
         if self._may_be_impossible:
@@ -133,9 +133,9 @@ class Messages:
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
         beyond = self._beyond(node)
-        self._sums[parent] = _replace(self._sums[parent], self._sent[node], message, beyond)
+        self._sums[parent] = _replace(self._sums[parent], self._messages[node], message, beyond)
         self._counts[parent] = _replace(self._counts[parent], self._impossible[node], count, beyond)
-        self._sent[node], self._impossible[node] = message, count
+        self._messages[node], self._impossible[node] = message, count
 
     def _beyond(self, node: int) -> list[int]:
         """The plates of a variable beyond those of its clique."""
@@ -144,7 +144,7 @@ class Messages:
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
-        found = self._sent[node]
+        found = self._messages[node]
         assert found is not None
         return found
 
@@ -154,7 +154,7 @@ class Messages:
         if parent is None:
             down = self._sum(node).new_zeros((1,) * tree.num_dims)
         else:
-            sent = self._sent[node]
+            sent = self._messages[node]
             assert sent is not None
             count, own = self._counts[parent], self._impossible[node]
             others_count = count if count is None or own is None else count - own

@@ -218,8 +218,11 @@ def _statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -
 
 
 class _MaximumError(torch.autograd.Function):
+    r"""Squared error of the maximum, :math:`\sum_d \lambda_d (y_{nd} - \max_h s_h W_{dh})^2`."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+        """Returns errors ``(N, C)``."""
         ctx.save_for_backward(words, value, weight, precision)
         remember_context(ctx)
         return backend("maximum", words).maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
@@ -227,6 +230,7 @@ class _MaximumError(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        """Gradients; the first latent that attains a maximum takes all of it."""
         words, *inputs = ctx.saved_tensors
         value, weight, precision = (tensor.double() for tensor in inputs)
         _, prediction, wins, sums = _statistics(words, grad, value, weight)
@@ -293,8 +297,11 @@ def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) 
 
 
 class _MaximumScore(torch.autograd.Function):
+    r"""Log densities :math:`\sum_d y_{nd}\, \eta_d(s) - A_d(s)` without the base measure."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
+        """Returns log densities ``(N, C)``."""
         ctx.save_for_backward(words, value, natural, partition)
         remember_context(ctx)
         return backend("maximum", words).maximum_score(words, value, natural, partition)  # type: ignore[no-any-return]
@@ -302,6 +309,7 @@ class _MaximumScore(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        r"""Gradients: :math:`\sum_c g_{nc} \eta_d`, sums of data, and minus the wins."""
         words, value, natural, partition = ctx.saved_tensors
         _, largest, wins, sums = maximum_wins(words, grad, value, natural)
         return None, largest.masked_fill(value.isnan(), 0.0).to(value), sums.to(natural), -wins.to(partition)

@@ -28,7 +28,7 @@ def mixture_products(
         shapes = ", ".join(str(tuple(f.shape)) for f in (*rows, *columns))
         raise ValueError(f"mixture_products needs four factors (N, Q) and three (Q, P); got {shapes}")
     if height.shape[1] != point.shape[0]:
-        raise ValueError(f"rows have {height.shape[1]} dimensions, columns {point.shape[0]}")
+        raise ValueError(f"rows and columns must have the same number of dimensions; got {height.shape[1]} and {point.shape[0]}")
     num_sharp = 0
     if height.is_cpu:
         # One exponential serves all dimensions without a constant part: bring them to the front.
@@ -41,8 +41,11 @@ def mixture_products(
 
 
 class _MixtureProducts(torch.autograd.Function):
+    """Products over dimensions, see :func:`mixture_products`."""
+
     @staticmethod
     def forward(ctx: Any, num_sharp: int, summed: bool, *factors: Tensor) -> Tensor:
+        """Returns products ``(N, P)``, or ``(P,)`` if summed over rows."""
         ctx.save_for_backward(*factors)
         remember_context(ctx)
         ctx.num_sharp = num_sharp
@@ -51,6 +54,7 @@ class _MixtureProducts(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Gradients of all factors, without dividing by one."""
         factors = ctx.saved_tensors
         found = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
         return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(found, factors, strict=True))

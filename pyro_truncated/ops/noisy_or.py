@@ -72,8 +72,11 @@ def noisy_or_statistics(
 
 
 class _NoisyOrLogProb(torch.autograd.Function):
+    """Log probabilities under a noisy-OR, see :func:`noisy_or_log_prob`."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
+        """Returns log probabilities ``(N, C)``."""
         ctx.save_for_backward(words, value, log_complement, log_leak_complement)
         remember_context(ctx)
         ctx.linear_type = linear.dtype
@@ -83,6 +86,7 @@ class _NoisyOrLogProb(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
+        r"""Gradients: :math:`\sum_n \langle s_h \rangle - R_{dh}` over observed entries, of the leak likewise."""
         words, value, log_complement, log_leak_complement = ctx.saved_tensors
         # d/dl of y log(1 - e^l) + (1 - y) l is 1 - y / N with N = 1 - e^l.
         first, ratio, leak_ratio = backend("noisy_or", words).noisy_or_statistics(words, grad, value, log_complement, log_leak_complement)

@@ -469,7 +469,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
 
 
 def _refuse_others(number: int) -> None:
-    raise ValueError(f"{number} latents of the states hold values that they do not have; the states belong to another state space")
+    raise ValueError(f"the states hold {number} values outside of 0 .. cardinality - 1; they belong to another state space")
 
 
 def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:

@@ -88,8 +88,11 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = 
 
 
 class _PairEnergy(torch.autograd.Function):
+    r"""Energies :math:`s^\top a_n + s^\top B s` of binary states."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+        """Returns energies ``(N, C)``."""
         ctx.save_for_backward(words)
         remember_context(ctx)
         ctx.options = (linear.dtype, pairwise.dtype, pairwise.dim() == 3, linear.shape[-1])
@@ -98,6 +101,7 @@ class _PairEnergy(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        r"""Gradients: the moments :math:`\sum_c g_{nc} s` and :math:`\sum_{(n)c} g_{nc} s s^\top`."""
         linear_type, pairwise_type, per_datum, num_latents = ctx.options
         first, second = backend("quadratic", grad).moments(*ctx.saved_tensors, grad, num_latents, per_datum)
         return None, first.to(linear_type), second.to(pairwise_type)
@@ -126,8 +130,11 @@ def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor
 
 
 class _SquareError(torch.autograd.Function):
+    r"""Squared errors :math:`\sum_d \lambda_d (y_{nd} - \sum_h W_{dh} s_h)^2` of observed entries."""
+
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+        """Returns errors ``(N, C)``."""
         ctx.save_for_backward(words, value, weight, precision)
         remember_context(ctx)
         return backend("quadratic", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
@@ -135,6 +142,7 @@ class _SquareError(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        """Gradients in data, dictionary and precision."""
         words, *inputs = ctx.saved_tensors
         gradients = backend("quadratic", words).square_error_gradients(words, grad, *inputs)
         value, weight, precision = (gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))

@@ -77,8 +77,11 @@ def scene_means(
 
 
 class _SceneLogProb(torch.autograd.Function):
+    """Log densities of images under scenes, see :func:`scene_log_prob`."""
+
     @staticmethod
     def forward(ctx: Any, places: Tensor, rank: Tensor | None, images: Tensor, canvas: Canvas, *inputs: Tensor) -> Tensor:
+        """Returns log densities ``(N, C)``."""
         ctx.save_for_backward(places, rank, images, *inputs)
         remember_context(ctx)
         ctx.canvas = canvas
@@ -87,6 +90,7 @@ class _SceneLogProb(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in features, masks, variances and background."""
         # Fisher's identity: owners and masks are latents that have been summed out.
         places, rank, images, *inputs = ctx.saved_tensors
         if ctx.needs_input_grad[2]:

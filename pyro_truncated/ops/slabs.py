@@ -303,6 +303,7 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, words: Tensor, *inputs: Tensor) -> Tensor:
+        """Returns log densities ``(N, C)`` with the slabs integrated out."""
         ctx.save_for_backward(words, *inputs)
         remember_context(ctx)
         value, weight, precision, slab_mean, spread = inputs
@@ -314,6 +315,7 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients, from the slabs' posterior moments."""
         # Fisher's identity: the gradient of the collapsed density is the posterior mean of that of the joint density with the slabs.
         words, *inputs = ctx.saved_tensors
         parameters = [tensor.double() for tensor in inputs]

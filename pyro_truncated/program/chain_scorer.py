@@ -193,8 +193,8 @@ class ChainScorer(Probe):
         if not torch.allclose(scores[..., 2], expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 1e-9):
             names = sorted(self.product.dependents - {self.product.site.name})
             raise NotImplementedError(
-                f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Put what depends on the "
-                "step before into the states, or use AutoTruncated(..., whole_states=True)"
+                f"the densities of {names} at a step depend on other steps of '{self.product.site.name}' too. Make the previous step "
+                "a part of the state, or use AutoTruncated(..., whole_states=True)"
             )
 
     def is_inside(self, node: Any) -> bool:

@@ -58,10 +58,10 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     return total.expand(shape[: len(shape) - num_summed])
 
 
-def site_log_density(node: Any, of_one: Callable[[Any, Tensor], Tensor] = log_density) -> Tensor:
+def site_log_density(node: Any, formula: Callable[[Any, Tensor], Tensor] = log_density) -> Tensor:
     """The log density of a sample site at its value."""
     if not node["args"] and not node["kwargs"]:
-        return of_one(node["fn"], node["value"])
+        return formula(node["fn"], node["value"])
     log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
     return log_prob
 
@@ -113,14 +113,14 @@ class _Site:
         return self.family, self.num_summed, self.batch_shape, *self.parameters, *((t.shape, t.dtype, t.device) for t in tensors)
 
 
-def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor] = log_density) -> list[Tensor]:
+def site_log_densities(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor] = log_density) -> list[Tensor]:
     """Returns the log densities of sample sites at their values.
 
     Small sites of one family and shape are computed together, as one distribution with stacked parameters.
 
     Args:
         nodes: the sites.
-        of_one: computes the log density of a distribution at a value.
+        formula: computes the log density of a distribution at a value.
     """
     found: list[Tensor | None] = [None] * len(nodes)
     alike: dict[tuple[Any, ...], list[tuple[int, _Site]]] = {}
@@ -133,12 +133,12 @@ def site_log_densities(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Ten
         # Larger sites are computed one by one: a stack of all of them takes memory.
         if len(members) > 1 and math.prod(shape) <= 4096:
             places, sites = zip(*members, strict=True)
-            for place, table in zip(places, _together(sites, of_one), strict=True):
+            for place, table in zip(places, _together(sites, formula), strict=True):
                 found[place] = table
-    return [site_log_density(node, of_one) if table is None else table for node, table in zip(nodes, found, strict=True)]
+    return [site_log_density(node, formula) if table is None else table for node, table in zip(nodes, found, strict=True)]
 
 
-def _together(sites: Sequence[_Site], of_one: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
+def _together(sites: Sequence[_Site], formula: Callable[[Any, Tensor], Tensor]) -> Sequence[Tensor]:
     """The log densities of sites of one kind."""
     first = sites[0]
     shape = broadcast_shape(first.batch_shape, first.value.shape)
@@ -153,7 +153,7 @@ def _together(sites: Sequence[_Site], of_one: Callable[[Any, Tensor], Tensor]) -
     parameters = {name: stack_tensors([site.parameters[name] for site in sites], num_event) for name in first.parameters}
     fn: Any = first.family(**parameters, validate_args=False)
     fn = fn.to_event(first.num_summed) if first.num_summed else fn
-    found = of_one(fn, stack_tensors([site.value for site in sites]))
+    found = formula(fn, stack_tensors([site.value for site in sites]))
     return found.expand(len(sites), *shape[: depth - first.num_summed]).unbind(0)
 
 

@@ -52,8 +52,8 @@ def refuse_partial_plates(sites: Iterable[DiscreteSite], data_plates: Collection
         for frame in site.frames:
             if frame.name not in data_plates and is_subsampled(frame) and frame.vectorized:
                 raise NotImplementedError(
-                    f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
-                    "its members share a posterior, so all are needed"
+                    f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', whose members share a "
+                    "posterior. Take all of them: leave subsample_size out."
                 )
 
 

@@ -135,6 +135,7 @@ class _Builder:
         self._whole: list[str] = []
 
     def build(self) -> FactorGraph:
+        """Merges discrete sites into nodes, and returns the graph of nodes."""
         for group in self._decisions():
             if (
                 self._node_size(group) <= self._num_states
@@ -338,7 +339,7 @@ def eliminate(
     nodes: Sequence[Any],
     cliques: Iterable[Collection[Any]],
     site_plates: Callable[[Any], frozenset[Plate]],
-    size_of: Callable[[Any], int],
+    size: Callable[[Any], int],
     limit: int = CLIQUE_LIMIT,
 ) -> dict[Any, set[Any]] | None:
     """Returns an elimination order by the fewest new edges.
@@ -368,7 +369,7 @@ def eliminate(
         if node in found or rank != priority(node):
             continue
         around = neighbours.pop(node)
-        if rank[0] or math.prod(map(size_of, [node, *around])) > limit:
+        if rank[0] or math.prod(map(size, [node, *around])) > limit:
             return None
         found[node] = around
         for other in around:

@@ -41,11 +41,11 @@ class ObservedValues:
     """
 
     def __init__(self) -> None:
-        self._checked: dict[str, tuple[Any, int]] = {}
+        self._checked_values: dict[str, tuple[Any, int]] = {}
         self._conditional: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": {}}
+        return {**self.__dict__, "_checked_values": {}}
 
     def check(self, probe: Probe) -> None:
         """Checks a run's observations, except tensors checked earlier.
@@ -57,14 +57,14 @@ class ObservedValues:
             value = node["value"]
             if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or is_delta(node):
                 continue
-            checked = self._checked.get(name)
+            checked = self._checked_values.get(name)
             if checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version:
                 continue
             invalid = _invalid(node)
             if invalid is not None and bool(invalid.any()) and not self._depends_on_latents(name, probe):
                 raise ValueError(_complaint(probe, node, invalid))
             if not value.is_inference():
-                self._checked[name] = weakref.ref(value), value._version
+                self._checked_values[name] = weakref.ref(value), value._version
 
     def _depends_on_latents(self, name: str, probe: Probe) -> bool:
         """Whether an observation or its support is computed from latents."""

@@ -127,7 +127,9 @@ class Probe:
         if missing and self._changing():
             raise ChangingSitesError(self._changing(), [])
         if missing:
-            raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
+            raise ValueError(
+                f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
+            )
         known = {*self.layout.sites, *self.layout.other_latents}
         new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
         if new and self._changing():

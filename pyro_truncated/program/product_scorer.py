@@ -62,18 +62,20 @@ class _GivenGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, entries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        """Returns the value."""
         ctx.save_for_backward(gradient)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
+        """The given gradient, times the incoming one."""
         (gradient,) = ctx.saved_tensors
         return weight * gradient, None, None
 
 
-def _by_name(nodes: Sequence[Any], of_one: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
-    return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, of_one), strict=True))
+def _by_name(nodes: Sequence[Any], formula: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+    return dict(zip((node["name"] for node in nodes), site_log_densities(nodes, formula), strict=True))
 
 
 def with_gradient(value: Tensor, entries: Tensor, gradient: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class SparseSubsamples(Messenger):
             if fn.subsample_size is not None:
                 raise ValueError(
                     f"plate '{msg['name']}' has subsample_size={fn.subsample_size}, but a minibatch of distributed.Batches chooses its "
-                    "rows itself: call the model without"
+                    "rows itself; leave subsample_size out"
                 )
             msg["value"] = batch.rows.to(fn.device)
         elif fn.subsample_size is not None and fn.size >= max(_MIN_ROWS, _MIN_ROWS_PER_DRAW * fn.subsample_size):

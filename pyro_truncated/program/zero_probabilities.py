@@ -74,14 +74,14 @@ def _has_own_density(fn: Any) -> bool:
     return not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
 
 
-def _through_wrappers(fn: Any, value: Tensor, of_one_entry: _Formula) -> Tensor | None:
+def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
     """Returns what is said of single entries in the batch's shape.
 
     It is summed over events, without masked entries.
     """
     if not isinstance(fn, _WRAPPERS):
-        return of_one_entry(fn, value)
-    found = _through_wrappers(fn.base_dist, value, of_one_entry)
+        return entry_formula(fn, value)
+    found = _through_wrappers(fn.base_dist, value, entry_formula)
     if found is None:
         return None
     if isinstance(fn, MaskedDistribution):

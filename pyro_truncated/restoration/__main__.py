@@ -66,7 +66,9 @@ def restore_in_tiles(
     for rows, columns in places:
         if bool(is_missing[rows, columns].flatten(0, 1).all(0).any()):
             where = f"rows {rows.start} to {rows.stop - 1} and columns {columns.start} to {columns.stop - 1}"
-            raise ValueError(f"the image is restored in parts of {side} x {side} pixels, and all of {where} is missing: make it smaller")
+            raise ValueError(
+                f"the image is restored in tiles of {side} x {side} pixels, and all of {where} is missing: scale the image down"
+            )
     if keeps_seen:
         # All parts that cover a missing entry stay: they fade into each other there as ever.
         places = [place for place in places if bool(is_missing[place].any())]
@@ -144,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         if args.invert and args.mask is None:
-            raise ValueError("--invert is of a mask, and --mask names none")
-        picture = _read(args.image)
+            raise ValueError("--invert needs a mask: add --mask FILE")
+        picture = _read_picture(args.image)
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask, is_inverted=args.invert)
         missing = float(image.isnan().double().mean())
         has_holes = missing > 0
@@ -194,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(path: Path) -> _Picture:
+def _read_picture(path: Path) -> _Picture:
     """Returns grey pictures as ``(height, width)``, others as ``(height, width, 3)``, from 0 to 255.
 
     Pictures are turned as they are shown.
@@ -347,8 +349,8 @@ def _with_holes(pixels: Tensor, path: Path, *, is_inverted: bool) -> Tensor:
     is_hidden = torch.from_numpy(_hidden_pixels(path, is_inverted=is_inverted))
     for hides, what in ((~is_hidden.any(), "nothing"), (is_hidden.all(), "all")):
         if hides:
-            other = "leave --invert out" if is_inverted else "with --invert what is white is missing"
-            raise ValueError(f"--mask hides {what}: paint black what is missing, and white what is seen, or {other}")
+            other = "leave --invert out" if is_inverted else "add --invert"
+            raise ValueError(f"--mask hides {what}: paint missing pixels black and observed ones white, or {other}")
     if is_hidden.shape != pixels.shape[:2]:
         sizes = ["x".join(map(str, reversed(array.shape[:2]))) for array in (pixels, is_hidden)]
         raise ValueError(f"--mask must have the size of the picture, {sizes[0]}; got {sizes[1]}")

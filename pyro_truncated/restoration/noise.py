@@ -47,9 +47,9 @@ def check_image(image: Any) -> Tensor:
     if not bool(observed.isfinite().all()):
         raise ValueError("the image has infinite entries; mark what is missing by NaN")
     if not bool(observed.square().sum().isfinite()):
-        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
+        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: rescale it")
     if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:
-        raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: give it in another unit")
+        raise ValueError(f"the image varies by so little that squares are zero in {array.dtype}: rescale it")
     return array
 
 
@@ -304,7 +304,7 @@ def channel_axis(image: Tensor, channels: Channels) -> int | None:
     if axis is not None:
         unseen = image.movedim(axis, 0).flatten(1).isnan().all(1).nonzero().flatten().tolist()
         if unseen:
-            raise ValueError(f"of channels {unseen} no entry is observed: all are NaN; leave them out")
+            raise ValueError(f"channels {unseen} have no observed entry, only NaN; leave them out")
     return axis
 
 
@@ -525,7 +525,7 @@ def estimate_gain(counts: Tensor) -> float:
     values = counts[~counts.isnan()].double()
     if float(values.min()) < 0:
         raise ValueError(
-            f"noise='poisson' takes photon counts, none below zero; got {float(values.min()):g}: subtract nothing first, or give a level"
+            f"noise='poisson' needs photon counts of at least 0; got {float(values.min()):g}. Subtract no background, or give a level."
         )
     return _gain(counts) or 1.0
 
@@ -586,7 +586,7 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
     ):
         growth = f"in the brightest windows it is {float(noise[-1] / noise[0]):.1f} times that of the darkest"
         advice = "For photon counts pass noise='poisson'; otherwise transform the image first, as by a logarithm."
-    elif is_large and _have_noise_of_counts(image, num_dims):
+    elif is_large and _is_poisson_noise(image, num_dims):
         growth, advice = "it is that of photon counts", "Pass noise='poisson'."
     else:
         return
@@ -623,7 +623,7 @@ def _lower_texture(windows: Tensor) -> Tensor:
     return texture_energy(windows).quantile(QUANTILE_OF_TEXTURE).sqrt()
 
 
-def _have_noise_of_counts(image: Tensor, num_dims: int) -> bool:
+def _is_poisson_noise(image: Tensor, num_dims: int) -> bool:
     """Whether values are counts, up to a gain, with stable noise.
 
     Their stabilised noise is one where it is dark and where it is bright.

@@ -60,7 +60,7 @@ class Pursuit(Search):
         directions = F.normalize(self.model.weight.detach(), dim=0)
         (y,) = batch.observations.values()
         words = self._path(y.nan_to_num(0.0).to(directions) @ directions, directions.mT @ directions, batch)
-        return batch.scored(words)
+        return batch.evaluate(words)
 
     def _path(self, similarity: Tensor, gram: Tensor, batch: SearchBatch) -> Tensor:
         # States of single elements, as bits: a state with one element more is "or".

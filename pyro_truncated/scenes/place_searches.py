@@ -86,7 +86,7 @@ class PlacementSelection(AffinitySearch):
             words |= options[:, slot, table[:, slot]]
         if self.extended:
             words = torch.cat([words, self._extend(batch.population, objects.repeat_interleave(num_places, 1), singles.flatten(1, 2))], 1)
-        return batch.scored(words)
+        return batch.evaluate(words)
 
     def select(self, batch: SearchBatch) -> tuple[Tensor, Tensor]:
         """Selected objects ``(N, num_selected)``, random ones last, and their candidate places ``(N, num_selected, C)``.
@@ -194,7 +194,7 @@ class PlacementCompletion(Search):
         if rank is not None:
             between = presence.sum(1, keepdim=True) * ops.uniform(shape=presence.shape[1:], **draws) - 0.5
             rank = torch.where(presence, rank, between).unsqueeze(1).expand(is_there.shape)
-        return batch.scored(_pack(batch.space, is_there, where, rank))
+        return batch.evaluate(_pack(batch.space, is_there, where, rank))
 
     def _parents(self, batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Presence, position and rank ``(N, H)`` of probable scenes less one object."""
@@ -279,7 +279,7 @@ class PlacementMoves(Search):
         chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
         parents = population.take(chosen)
         scenes = _unpack(space, parents.repeat_interleave(self.children, 1))
-        return batch.scored(_pack(space, *self._move(*scenes, draws)))
+        return batch.evaluate(_pack(space, *self._move(*scenes, draws)))
 
     def _move(self, presence: Tensor, position: Tensor, rank: Tensor | None, draws: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes one move in every scene ``(N, C, H)``."""

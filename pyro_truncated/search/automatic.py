@@ -85,7 +85,7 @@ class AutomaticSearch(Search):
         elif has_many_latents(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
             self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
         if not batch.population.is_complete:
-            note_once(f"no search is named: spaces of {space.readable_size} states are searched {how}")
+            note_once(f"no search was given: spaces of {space.readable_size} states are searched {how}")
         return self.chosen
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.states.population import Moments, Population, join
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import Renamed, names_arguments
 from pyro_truncated.utils.console import ReprFromArguments
 
 
@@ -91,15 +91,18 @@ class SearchBatch:
         """The state space of the populations."""
         return self.population.space
 
-    def scored(self, words: Tensor) -> Population:
-        """Candidates ``(N, C, num_words)`` with their log joints."""
+    def evaluate(self, words: Tensor) -> Population:
+        """Returns candidates ``(N, C, num_words)`` with their log joints."""
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
 
-    def scored_with_moments(self, words: Tensor) -> tuple[Population, Moments | None]:
+    def evaluate_with_moments(self, words: Tensor) -> tuple[Population, Moments | None]:
         """Returns scored states and the known moments of observations in them."""
         with_moments = getattr(self.score, "with_moments", None)
         log_joint, moments = (self.score(words), None) if with_moments is None else with_moments(words)
         return dataclasses.replace(self.population, words=words, log_joint=log_joint), moments
+
+    scored = Renamed("evaluate")
+    scored_with_moments = Renamed("evaluate_with_moments")
 
 
 def flat_observations(batch: SearchBatch) -> Tensor:
@@ -262,7 +265,7 @@ class CombinedSearch(Search):
     def __init__(self, searches: tuple[Search, ...]) -> None:
         for search in searches:
             if not isinstance(search, Search):
-                raise TypeError(f"only searches add up; got {search!r}")
+                raise TypeError(f"only searches can be added to searches; got {search!r}")
             if not getattr(search, "merge", True):
                 raise ValueError(
                     f"{type(search).__name__}(merge=False) replaces populations and cannot be added to other searches; use merge=True"

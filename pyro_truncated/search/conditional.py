@@ -139,7 +139,7 @@ class ConditionalSearch(Search):
         else:
             chosen = torch.arange(moves.count, device=parents.device).expand(shape)
         moved, value = moves.apply(parents, chosen)
-        scored = batch.scored(torch.cat([after, moved.flatten(1, 2)], 1))
+        scored = batch.evaluate(torch.cat([after, moved.flatten(1, 2)], 1))
         scores = scored.log_joint.clamp(min=-1e30)  # of impossible states, for differences
         gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
         table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
@@ -147,7 +147,7 @@ class ConditionalSearch(Search):
         # Every parent of a data point is a data point of its own to what draws for it.
         draws["rows"] = (draws["rows"].unsqueeze(1) * num_parents + torch.arange(num_parents, device=table.device)).flatten()
         drawn = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
-        return join([scored, batch.scored(drawn)])
+        return join([scored, batch.evaluate(drawn)])
 
 
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:

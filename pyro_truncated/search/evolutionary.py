@@ -126,7 +126,7 @@ class EvolutionarySearch(Search):
         ops.draw_ahead(self._count_words(pool), **draws)
         generations: list[Population] = []
         for _ in range(self.generations):
-            children = batch.scored(self._breed(pool, target, draws, known_distinct=not generations))
+            children = batch.evaluate(self._breed(pool, target, draws, known_distinct=not generations))
             generations.append(children)
             pool = join([pool, children]) if self.overlapping else children
         return join(generations)

@@ -42,7 +42,7 @@ class ExhaustiveSearch(Search):
 
         :meth:`step` needs no such memory.
         """
-        return join([batch.scored(words) for words in self._blocks(batch)])
+        return join([batch.evaluate(words) for words in self._blocks(batch)])
 
     def step(self, batch: SearchBatch) -> Population:
         """The best states of the space, found block by block.
@@ -111,7 +111,7 @@ class SampledSearch(Search):
             ops.draw_values(probabilities, number, space.fields, **draws)
             for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
         ]
-        return batch.scored(torch.cat(words, 1))
+        return batch.evaluate(torch.cat(words, 1))
 
 
 def draw_by_weight(batch: SearchBatch, number: int, generator: torch.Generator | None) -> Tensor:

@@ -608,7 +608,7 @@ class LearnedFlips(AffinitySearch):
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))
         # One is drawn from the predicted marginals.
         children[:, 0] = batch.space.pack((ops.uniform(shape=prediction.shape[1:], **batch.draws(self.generator)) < prediction).long())
-        return batch.scored(children)
+        return batch.evaluate(children)
 
     def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
         """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""

@@ -102,7 +102,7 @@ class NeighbourSearch(Search):
         near = lists[own.gather(1, best)].flatten(1)
         random = uniform_integers(batch.positions, batch.space.size, (self.num_random,), generator=batch.source(self.generator))
         tried = torch.cat([near, random], 1)
-        found = batch.scored(batch.space.pack(tried.unsqueeze(-1)))
+        found = batch.evaluate(batch.space.pack(tried.unsqueeze(-1)))
         if not batch.is_new:
             self._learn(torch.cat([own, tried], 1), torch.cat([batch.population.log_joint, found.log_joint], 1))
         return found

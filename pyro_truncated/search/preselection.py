@@ -277,7 +277,7 @@ class Preselection(AffinitySearch):
         """The states over the selected latents: ``(N, S)``, distinct within each data point."""
         options = space_options(batch.space, batch.population.words.device)
         chosen = options.words[self._select(batch, options)]
-        return batch.scored(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
+        return batch.evaluate(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
 
     def step(self, batch: SearchBatch) -> Population:
         """The improved populations, or, without ``merge``, the best of the proposals alone.
@@ -432,4 +432,4 @@ class CombinedFlips(Search):
             # A few at a time, so that words of many latents need no more memory than those of other searches.
             gains = torch.cat([batch.score(states ^ some) for some in flips.split(256)], 1)
         chosen = gains.topk(min(self.num_selected, gains.shape[1]), 1).indices
-        return batch.scored(combine(flips[chosen]) ^ states)
+        return batch.evaluate(combine(flips[chosen]) ^ states)

@@ -663,7 +663,7 @@ class SurrogateSearch(Search):
         )
         start = batch.space.unpack(draw_by_weight(batch, self.children, self.generator)).double()
         if likelihoods is None:
-            found = batch.scored(batch.space.pack(functions.best_new_states(functions.ascend(start), scored.space, scored.words).long()))
+            found = batch.evaluate(batch.space.pack(functions.best_new_states(functions.ascend(start), scored.space, scored.words).long()))
         else:
             # Half of the children start from another data point's best state.
             uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
@@ -721,8 +721,8 @@ class SurrogateSearch(Search):
         """Scores children and learns the moments of observations in them."""
         words = batch.space.pack(children.long())
         if self.expected is None or not self._may_learn(batch):
-            return batch.scored(words)
-        found, moments = batch.scored_with_moments(words)
+            return batch.evaluate(words)
+        found, moments = batch.evaluate_with_moments(words)
         if moments is not None:
             self.expected.take(moments, batch.space)
         return found

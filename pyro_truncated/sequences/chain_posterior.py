@@ -81,7 +81,7 @@ class ChainPosterior:
         if blocked:
             warnings.warn(
                 f"no path of positive probability crosses the sets of {blocked} of {len(self.words)} sequences: their bound is -inf. "
-                "Transitions of probability zero exclude it, or the data contradict them; larger sets or positive transitions help.",
+                "Keep more states, or make all transitions positive.",
                 stacklevel=2,
             )
 

@@ -120,7 +120,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)
-        own = units.standardised(rows)
+        own = units.standardise(rows)
         with apart(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._learn(model, own, generator)
@@ -143,11 +143,11 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         with apart(self.random_state if is_first else 0) as generator:
             if is_first:
                 units = self._column_units(rows)
-                model = self._make(rows).initialize(units.standardised(rows), generator)
+                model = self._make(rows).initialize(units.standardise(rows), generator)
                 self.model_, self.n_iter_, self._online, self._units = model, 0, None, units
             if self._online is None:
                 self._online = ClosedForm(self.model_, minibatch="online")
-            self._step(self._online, self._units.standardised(rows))
+            self._step(self._online, self._units.standardise(rows))
         self.n_iter_ += 1
         return self
 
@@ -179,7 +179,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if codes.shape[1] != self.model_.num_latents:
             raise ValueError(f"X must have {self.model_.num_latents} columns, one per component; got {codes.shape[1]}")
         with torch.no_grad():
-            data = self._units.restored(_data(self.model_, torch.from_numpy(codes).double()))
+            data = self._units.to_original(_data(self.model_, torch.from_numpy(codes).double()))
         return data.numpy().astype(codes.dtype)
 
     def score_samples(self, X: Any) -> Any:
@@ -209,7 +209,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """The background in the units of the data, ``(n_features,)``; zeros without one."""
         background = self.model_.leak if isinstance(self.model_, NoisyOr) else self.model_.bias
         zero = self.model_.weight.new_zeros(()) if background is None else background.detach()
-        return self._units.restored(zero.expand(self.n_features_in_)).numpy().copy()
+        return self._units.to_original(zero.expand(self.n_features_in_)).numpy().copy()
 
     @property
     def activity_(self) -> Any:
@@ -242,7 +242,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        own = self._units.standardised(rows.to(self.model_.weight.dtype))
+        own = self._units.standardise(rows.to(self.model_.weight.dtype))
         with apart(), torch.no_grad():
             blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
             return torch.cat([read(*block) for block in blocks]).to(rows).numpy()

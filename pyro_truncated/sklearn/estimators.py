@@ -92,11 +92,11 @@ class ColumnUnits:
         """Returns units that leave columns as they are."""
         return cls(torch.zeros(num_columns, dtype=torch.float64), torch.ones(num_columns, dtype=torch.float64))
 
-    def standardised(self, rows: Tensor) -> Tensor:
+    def standardise(self, rows: Tensor) -> Tensor:
         """Returns data ``(N, D)`` in these units."""
         return (rows - self.center.to(rows)) / self.deviation.to(rows)
 
-    def restored(self, rows: Tensor) -> Tensor:
+    def to_original(self, rows: Tensor) -> Tensor:
         """Returns data ``(N, D)`` that were in these units."""
         return rows * self.deviation.to(rows) + self.center.to(rows)
 
@@ -147,7 +147,7 @@ class SteepestAscent(Search):
         """The neighbours of the best states."""
         population = batch.population
         best = population.log_joint.topk(min(self.parents, population.num_states)).indices
-        return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
+        return batch.evaluate(Moves(batch.space, population.words.device).neighbours(ops.gather_states(population.words, best)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """Returns the populations after at most so many steps.

@@ -225,7 +225,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         inducing = None if self.n_inducing is None else check_count("n_inducing", self.n_inducing)
         rows = self._rows(X, reset=True)
         units = ColumnUnits.of(rows)
-        own = units.standardised(rows)
+        own = units.standardise(rows)
         inducing = None if inducing is None else min(inducing, len(rows))
         with apart(self.random_state) as generator:
             model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
@@ -258,7 +258,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         """
         latents = self._latents(X)
         with apart(), torch.no_grad():
-            return self._units.restored(self._posterior.predict(latents).mean).numpy()
+            return self._units.to_original(self._posterior.predict(latents).mean).numpy()
 
     def score_samples(self, X: Any) -> Any:
         """Returns lower bounds of log densities given the training data.
@@ -276,7 +276,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self._posterior.infer(self._units.standardised(rows), steps=_MAX_STEPS, tolerance=_TOLERANCE)
+            return self._posterior.infer(self._units.standardise(rows), steps=_MAX_STEPS, tolerance=_TOLERANCE)
 
     def _select_used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
@@ -353,7 +353,7 @@ class ActiveSetGPLVM(_LatentSpace):
         epochs = None if self.max_iter is None else check_count("max_iter", self.max_iter)
         rows = self._rows(X, reset=True)
         units = ColumnUnits.of(rows)
-        own = units.standardised(rows)
+        own = units.standardise(rows)
         batch = min(batch, len(rows))
         active = None if active is None else min(active, batch - 1)
         with apart(self.random_state) as generator:
@@ -372,7 +372,7 @@ class ActiveSetGPLVM(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self.decoder_.infer(self._units.standardised(rows)).numpy()
+            return self.decoder_.infer(self._units.standardise(rows)).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
         """Means of the data at latents.
@@ -385,4 +385,4 @@ class ActiveSetGPLVM(_LatentSpace):
         """
         latents = self._latents(X)
         with apart():
-            return self._units.restored(self.decoder_.predict(latents)[0]).numpy()
+            return self._units.to_original(self.decoder_.predict(latents)[0]).numpy()

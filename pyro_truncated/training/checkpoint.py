@@ -170,7 +170,7 @@ def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Col
         set_state(svi, content, leaves=may_differ)
     except Exception as error:
         undo()
-        raise ValueError(f"{path} does not fit this run, which is as it was: {error}") from error
+        raise ValueError(f"{path} does not fit this run, which is unchanged: {error}") from error
     return content["history"]
 
 

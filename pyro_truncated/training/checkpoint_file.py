@@ -197,7 +197,7 @@ def _lock(lock: Path, path: Path) -> int:
             ) from None
         except OSError as error:
             # Some network file systems have no locks.
-            _logger.warning("%s cannot be locked (%s): mind that no other run writes to it", path, error)
+            _logger.warning("%s cannot be locked (%s): make sure that no other run writes to it", path, error)
             return descriptor
         os.close(descriptor)
 
@@ -247,7 +247,7 @@ def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: P
         parts.append(torch.from_numpy(np.array(rows)))
         reached = min(end, last)
     if reached < last or not parts:
-        raise ValueError(f"{folder} holds no rows {reached} .. {last - 1}")
+        raise ValueError(f"{folder} must hold rows up to {last - 1}; got none from {reached} on")
     return torch.cat(parts)
 
 

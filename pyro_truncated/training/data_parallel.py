@@ -142,16 +142,18 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
     if not are_shared(parts):
         return
     if current_batch() is not None:
-        raise NotImplementedError("beside other guides, minibatches of distributed.Batches are those of one process")
+        raise NotImplementedError("distributed.Batches beside other guides needs one process; leave the minibatches out, or train in one")
     if not all(part.is_enumerable for part in parts):
-        raise NotImplementedError("beside other guides, a model that does not take many states at once is trained in one process")
+        raise NotImplementedError(
+            "several processes beside other guides need a model that takes many states at once; vectorise it, or train in one"
+        )
     with spare_random_numbers(), torch.no_grad(), isolate():
         nodes = sample_nodes(guide.trace())
     own, plates = {name for part in parts for name in (*part.layout.sites, part.index_name)}, _data_plates(parts)
     others = [name for name, node in nodes.items() if name not in own and any(frame.name in plates for frame in node["cond_indep_stack"])]
     if others:
         raise NotImplementedError(
-            f"other guides sample {others} for every data point, in numbers that several processes do not draw as one would: train in one"
+            f"other guides sample {others} for each data point, which several processes do not draw alike; train in one process"
         )
 
 

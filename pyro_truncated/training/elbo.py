@@ -202,7 +202,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 batch = guide.make_batch(*call.args, **call.kwargs)
             if isinstance(batch, ChainBatch):
                 if temperature != 1.0:
-                    raise NotImplementedError("sets of states of binary chains are trained at temperature one")
+                    raise NotImplementedError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {temperature}")
                 return collect_on_chains(closed_form, batch, self.search if self._search_is_due() else None, self.search_steps)
             return self._em_step(closed_form, batch, self._improve, temperature, is_annealed=callable(self.temperature))
 
@@ -227,7 +227,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         It uses the minibatch and the draws of the loss.
         """
         if self._temperature() != 1.0:
-            raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; beside other guides train without")
+            raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; leave it out beside other guides")
         with spare_random_numbers():
             if self._known_guide is not guide:
                 refuse_shadowed_parameters(call.model, guide)
@@ -366,9 +366,7 @@ def _anywhere(condition: bool, is_part: bool) -> bool:
 def _refuse_local_steps(model: Any) -> None:
     """Refuses models whose M-step looks only at this process's data."""
     if not getattr(model, "statistics_are_additive", True) and not getattr(model, "statistics_span_processes", False):
-        raise NotImplementedError(
-            f"{type(model).__name__} chooses its M-step where the data are at hand, and these are spread over processes: train it in one"
-        )
+        raise NotImplementedError(f"the M-step of {type(model).__name__} needs all data; got a shard: train the model in one process")
 
 
 def _statistics(closed_form: ClosedForm, population: Population, temperature: float, call: Call) -> Statistics:
@@ -411,7 +409,7 @@ class MixedGuides:
     def __init__(self, **kwargs: Any) -> None:
         # Labels may leave nothing to enumerate.
         self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
-        self._known: tuple[Any, list[AutoTruncated]] | None = None
+        self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
 
     def loss(self, call: Call, guide: Any) -> float:
         """The loss; nothing changes."""
@@ -455,11 +453,11 @@ class MixedGuides:
 
         They announce themselves at their index sites.
         """
-        if self._known is None or self._known[0] is not guide:
+        if self._known_parts is None or self._known_parts[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
-            self._known = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
-        return self._known[1]
+            self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
+        return self._known_parts[1]
 
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""

@@ -220,9 +220,9 @@ def _run(
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
             bar.update()
             training.stopped_early = decided(_has_ended(training, patience, tolerance))
-            ended = training.steps >= steps or training.stopped_early
+            is_last = training.steps >= steps or training.stopped_early
             if writer is not None:
-                writer.after_step(training, ended)
+                writer.after_step(training, is_last)
 
 
 def _step(training: Training, callbacks: Sequence[Callback], work: _Work) -> None:
@@ -258,8 +258,9 @@ class _CheckpointWriter:
         self.path, self.seconds, self.settings, self.run, self.portion = path, seconds, settings, run, portion
         self.saved = time.monotonic()
 
-    def after_step(self, training: Training, ended: bool) -> None:
-        is_due = ended or time.monotonic() - self.saved >= self.seconds
+    def after_step(self, training: Training, is_last: bool) -> None:
+        """Writes a checkpoint if one is due."""
+        is_due = is_last or time.monotonic() - self.saved >= self.seconds
         if not (is_due if self.portion is None else world.agree(is_due)):
             return
         history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
@@ -270,7 +271,7 @@ class _CheckpointWriter:
             else:
                 save_sharded_checkpoint(self.path, training.svi, training.steps, self.portion, **content)
         except OSError as error:
-            then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
+            then = "it has ended, and its last steps are not saved" if is_last else "it goes on, and tries again later"
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
             warnings.warn(message, CheckpointWarning, stacklevel=4)
         self.saved = time.monotonic()

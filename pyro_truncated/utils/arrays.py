@@ -214,8 +214,8 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
     if bool(is_lost.any()):
         column = int(is_lost.nonzero()[0, 0])
         warnings.warn(
-            f"data near {float(center[column]):.3g} that vary by {float(deviation[column]):.3g} lose their digits in {dtype}, the type of "
-            "the model: subtract the mean and divide by the deviation, or make the model of torch.float64.",
+            f"data of mean {float(center[column]):.3g} and deviation {float(deviation[column]):.3g} lose precision in {dtype}, the model's "
+            "dtype. Standardise them, or give the model dtype=torch.float64.",
             UserWarning,
             stacklevel=3,
         )

@@ -289,8 +289,8 @@ def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Ma
     if prefixes:
         found = repr(prefixes[0])
         raise RuntimeError(
-            f"the state is of something that this {type(module).__name__} was a part of: its names begin with {found} there. Load it where "
-            f"it was saved, or pass {{name.removeprefix({found}): value for name, value in state.items() if name.startswith({found})}}"
+            f"the state is of a module that holds this {type(module).__name__}, as its names begin with {found}. Load it into that module, "
+            f"or pass {{name.removeprefix({found}): value for name, value in state.items() if name.startswith({found})}}"
         )
     return state_dict
 

@@ -234,7 +234,7 @@ def test_bars_are_reproducible() -> None:
 
 
 def test_bars_refuse_impossible_settings() -> None:
-    with pytest.raises(ValueError, match="width, that of a bar"):
+    with pytest.raises(ValueError, match="width must lie in 1"):
         datasets.bar_components(3, 4)
     with pytest.raises(ValueError, match="mean_active must lie in"):
         datasets.linear_bars(5, 2, mean_active=5.0)

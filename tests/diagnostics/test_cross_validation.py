@@ -120,7 +120,7 @@ def test_comparison_prefers_the_right_noise_and_names_its_caveats(generator):
     np.testing.assert_allclose(elpd, [cross_validate(idatas[name]).elpd for name in table.index])
     plot_comparison(table, Figure().subplots())
     idatas["too noisy"] = converted(noisy, y[:7])
-    with pytest.raises(ValueError, match="of different data"):
+    with pytest.raises(ValueError, match="idatas must be of the same data"):
         compare_models(idatas)
     with pytest.raises(ValueError, match="at least two models"):
         compare_models({"right": idatas["right"]})

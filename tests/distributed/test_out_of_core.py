@@ -70,7 +70,7 @@ def test_what_files_cannot_hold_is_refused(y, tmp_path):
     states = torch.zeros(100, 8, 6)
     with pytest.raises(ValueError, match="a guide with a store takes no init"):
         made(y, store=tmp_path, init=states).guide.setup(y)
-    with PretendedDevice(), pytest.raises(ValueError, match="populations in files are those of models on the CPU; this one is on"):
+    with PretendedDevice(), pytest.raises(ValueError, match="populations in files need a model on the CPU; got one on"):
         AutoTruncated(there(BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)), 8, store=tmp_path).setup(there(y))
     assert not list(tmp_path.iterdir())
 

@@ -337,7 +337,7 @@ def test_bad_sizes_are_refused():
         ActiveSet(z, torch.zeros(3, 2), kernel, torch.tensor(0.1))
     with pytest.raises(ValueError, match="one variance"):
         ActiveSet(z, torch.zeros(4, 3), kernel, torch.ones(3))
-    with pytest.raises(ValueError, match="cannot be repeated"):
+    with pytest.raises(ValueError, match="batch_shape must end in the number of data points"):
         ActiveSetGaussianProcess(z[:1], kernel, 0.1, 1, 3).expand((7,))
 
 

@@ -217,7 +217,7 @@ def test_other_latents_are_refused(name: str) -> None:
     for cardinalities in ([2] * (H - 1), [3] * H):
         space = StateSpace(cardinalities)
         other = Population(space, space.enumerate().expand(N, -1, -1), torch.zeros(N, space.size))
-        with pytest.raises(ValueError, match=f"must be one of {H} binary latents"):
+        with pytest.raises(ValueError, match=f"must hold states of {H} binary latents"):
             CASES[name][0](p).statistics(other, y)
 
 

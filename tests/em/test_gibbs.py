@@ -121,7 +121,7 @@ def test_minibatches() -> None:
     losses = [svi.step(y) for _ in range(40)]
     assert sum(losses[-10:]) < sum(losses[:10])
     assert (guide.coefficients != 0).any(2).any(1).float().mean() > 0.8
-    with pytest.raises(ValueError, match="a part of the data cannot have 7 draws of 3"):
+    with pytest.raises(ValueError, match="got 7 draws of 3"):
         guide.update_(Preselection(Singletons(), 3), y, torch.arange(3), sweeps=7)
 
 

@@ -145,7 +145,7 @@ def test_a_checkpoint_that_fails_half_way_changes_nothing(mode, tmp_path):
     svi, args = runs.make(mode)
     losses = [svi.step(*args) for _ in range(2)]
     before = runs.state(svi)
-    with pytest.raises(ValueError, match=r"run\.pt does not fit this run, which is as it was"):
+    with pytest.raises(ValueError, match=r"run\.pt does not fit this run, which is unchanged"):
         load_checkpoint(path, svi)
     runs.assert_same(before, runs.state(svi))
     # Optimiser and random numbers, too, are as they were.

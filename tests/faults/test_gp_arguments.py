@@ -39,7 +39,7 @@ def test_uncertain_inputs_are_finite_and_in_range():
 
 
 def test_covariances_that_overflow_make_no_factor():
-    with torch.no_grad(), pytest.raises(ValueError, match="kernel is not finite at these inputs"):
+    with torch.no_grad(), pytest.raises(ValueError, match="kernel must be finite at the inputs"):
         gp.pivoted_cholesky(rbf(), HUGE, 3)
 
 

@@ -56,7 +56,7 @@ class Signed(kernels.Kernel):
 MATRICES = {
     "is not symmetric": GOOD + 0.1 * torch.ones(12, 12).triu(1),
     "has a negative variance": GOOD - 2 * torch.eye(12),
-    "is not positive semi-definite": 0.5 * torch.eye(12) - GOOD.square() + 1,
+    "must be positive semi-definite": 0.5 * torch.eye(12) - GOOD.square() + 1,
     "is not finite": GOOD.where(GOOD > 0.1, torch.nan),
 }
 
@@ -89,8 +89,8 @@ def test_variances_that_contradict_the_covariances():
 
 
 def test_precomputed_matrices_that_are_not_positive():
-    with pytest.raises(ValueError, match="PrecomputedKernel is not positive semi-definite"):
-        InducingSubset(PrecomputedKernel(MATRICES["is not positive semi-definite"]), Y, num_inducing=3, noise=0.1)
+    with pytest.raises(ValueError, match="PrecomputedKernel must be positive semi-definite"):
+        InducingSubset(PrecomputedKernel(MATRICES["must be positive semi-definite"]), Y, num_inducing=3, noise=0.1)
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_picture_of_switches_shows_every_view():
 def test_impossible_arguments_are_named():
     model = random_model(5, (3, 2), 2)
     views = random_views(model)
-    with pytest.raises(ValueError, match="pass them"):
+    with pytest.raises(ValueError, match="depend on the data"):
         Posterior(model)
     with pytest.raises(TypeError, match="model must be"):
         Posterior(3, views)

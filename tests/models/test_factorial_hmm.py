@@ -137,7 +137,7 @@ def test_sequences_that_all_end_early_are_learned(batch_size: int | None) -> Non
     loss = svi.step(y.numpy(), batch_size)
     assert math.isfinite(loss)
     posterior = model.posterior(y[:, :10])
-    with pytest.raises(ValueError, match="posterior must be of these sequences"):
+    with pytest.raises(ValueError, match="posterior must be of the sequences y"):
         model.sufficient_statistics(posterior, y)
 
 

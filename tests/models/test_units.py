@@ -147,11 +147,11 @@ def test_free_energies_never_fall_whatever_the_data(name, dtype):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("Gaussian")])
 def test_data_without_any_observed_entry_are_refused(family):
     y = torch.full((6, 5), torch.nan)
-    with pytest.raises(ValueError, match="the data have no observed entry"):
+    with pytest.raises(ValueError, match="data must have at least one observed entry"):
         trained(family, y)
     model = FAMILIES[family](5, torch.float32)
     svi = SVI(model, AutoTruncated(model, 8), ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
-    with pytest.raises(ValueError, match="the data have no observed entry"):
+    with pytest.raises(ValueError, match="data must have at least one observed entry"):
         svi.step(y)
 
 

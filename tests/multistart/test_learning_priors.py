@@ -119,8 +119,13 @@ def test_a_run_that_is_cut_off_warns_and_says_what_to_do():
     assert told[0].filename == __file__
     report = guide.learn_report
     assert isinstance(report, LearnReport)
-    assert (report.steps, report.reason, report.disagreement, report.optimizer) == (6, "all restarts are made", None, "gradients")
+    assert (report.steps, report.reason, report.disagreement, report.optimizer) == (
+        6,
+        "the maximum number of restarts is reached",
+        None,
+        "gradients",
+    )
     assert len(report.restarts) == 1
     assert report.restarts[0].free_energy == guide.starts[0]
     assert 4 <= report.restarts[0].steps <= 16 * 4
-    assert "end of restarts: all restarts are made" in str(report)
+    assert "end of restarts: the maximum number of restarts is reached" in str(report)

@@ -346,7 +346,7 @@ def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> SolutionPool:
 
 
 def populated(group: Recombination, parameters: dict[str, Tensor]) -> Solution:
-    return group.populated(Solution(FreeEnergyEstimate(0.0), parameters))
+    return group.populate(Solution(FreeEnergyEstimate(0.0), parameters))
 
 
 def pool_of(groups: list[Recombination], refine: Any = None, fit: Any = None, **arguments: Any) -> SolutionPool:
@@ -623,7 +623,7 @@ def test_latents_that_one_start_has_found_alone_are_told() -> None:
     bars = linear_bars(60, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)
     with pytest.warns(
-        DisagreeingStartsWarning, match=r"latents of the best of 2 restarts were found by fewer than two of them: the best may be"
+        DisagreeingStartsWarning, match=r"latents of the best of 2 restarts were found by at most one of them: the best may be"
     ):
         guide = learn(six_bars, bars.data, num_states=16, restarts=2, config=LearnConfig(restart_steps=10), steps=2, progress=False)
     assert len(guide.starts) == 2

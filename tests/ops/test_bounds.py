@@ -65,7 +65,7 @@ def test_values_that_a_latent_does_not_have_are_refused(kind):
     space = StateSpace([3, 2])
     words = space.random((2, 4), 0.5)
     words[1, 2, 0] = 3
-    with pytest.raises(ValueError, match="1 latents of the states hold values that they do not have"):
+    with pytest.raises(ValueError, match="the states hold 1 values outside of 0"):
         ops.value_probabilities(words, torch.full((2, 4), 0.25), space.fields)
 
 

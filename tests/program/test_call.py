@@ -185,7 +185,7 @@ def test_tensors_that_no_distribution_takes_are_named():
             pyro.sample("y", dist.Normal(z.unsqueeze(-1), 1.0).expand([3, 2]).to_event(1), obs=y)
 
     y = torch.ones(3, 2)
-    with pytest.raises(TypeError, match=r"site 'y' observes torch.complex64, and its distribution is one of real numbers"):
+    with pytest.raises(TypeError, match=r"site 'y' must observe real numbers, as its distribution says; got torch.complex64"):
         Truncated_ELBO().loss(model, AutoTruncated(model), y + 0j)
     with pytest.raises(TypeError, match=r"site 'y' observes a tensor of layout torch.sparse_coo: call its to_dense\(\)"):
         Truncated_ELBO().loss(model, AutoTruncated(model), y.to_sparse())

@@ -54,7 +54,7 @@ class Looking(Search):
 
     def propose(self, batch: SearchBatch):
         self.batch, self.words = batch, batch.population.words.clone()
-        found, self.moments = batch.scored_with_moments(batch.space.enumerate()[:6].expand(N, -1, -1))
+        found, self.moments = batch.evaluate_with_moments(batch.space.enumerate()[:6].expand(N, -1, -1))
         torch.testing.assert_close(found.log_joint, batch.score(found.words))
         return found
 

@@ -227,7 +227,7 @@ def test_masks_that_hide_nothing_or_all_are_refused(tmp_path, capsys, level, wha
 def test_an_inverted_mask_must_be_there(tmp_path, capsys):
     Image.fromarray(np.zeros((20, 18), np.uint8)).save(tmp_path / "grey.png")
     assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.png"), "--invert"]) == 1
-    assert "--mask names none" in capsys.readouterr().err
+    assert "--invert needs a mask" in capsys.readouterr().err
     assert not (tmp_path / "out.png").exists()
 
 

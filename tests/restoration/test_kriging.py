@@ -223,7 +223,7 @@ def test_texture_beside_large_differences_is_no_noise(kind):
 def test_channels_without_any_entry_are_refused():
     image = torch.randn(8, 8, 3, generator=generator(14))
     image[..., 1] = math.nan
-    with pytest.raises(ValueError, match=r"of channels \[1\] no entry is observed"):
+    with pytest.raises(ValueError, match=r"channels \[1\] have no observed entry"):
         inpaint(image)
 
 

@@ -46,7 +46,7 @@ def test_parts_that_are_kept_as_they_are_make_up_the_image(shape):
 def test_a_hole_as_large_as_a_part_is_refused_before_any_work():
     image = torch.zeros(60, 140)
     image[:, :72] = torch.nan
-    with pytest.raises(ValueError, match="parts of 60 x 60 pixels, and all of rows 0 to 59 and columns 0 to 59 is missing"):
+    with pytest.raises(ValueError, match="tiles of 60 x 60 pixels, and all of rows 0 to 59 and columns 0 to 59 is missing"):
         restore_in_tiles(image, lambda part, bar: pytest.fail("work was done"), most=60 * 60)
 
 

@@ -160,7 +160,7 @@ def test_complex_and_sparse_tensors_are_named():
 @pytest.mark.parametrize(("scale", "offset"), [(1.0, 1e8), (1e-50, 0.0), (1e50, 0.0)])
 def test_digits_that_the_type_of_a_model_loses_are_named(y, as_given, scale, offset):
     far = as_given(scale * y.numpy() + offset)
-    with pytest.warns(UserWarning, match=r"lose their digits in torch.float32, the type of the model"), contextlib.suppress(ValueError):
+    with pytest.warns(UserWarning, match=r"lose precision in torch.float32, the model's dtype"), contextlib.suppress(ValueError):
         models.BinarySparseCoding(y.shape[1], 3, dtype=torch.float32).initialize(far)
 
 

@@ -10,7 +10,7 @@ from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
 from pyro_truncated.extend import Renamed
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search import ConditionalSearch
+from pyro_truncated.search import ConditionalSearch, SearchBatch
 
 
 class Ruler:
@@ -62,6 +62,12 @@ def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
     assert isinstance(scorer, LogJoint)
     with pytest.warns(DeprecationWarning, match="rescored has a new name: use rescore"):
         assert torch.equal(guide.rescored(scorer).log_joint, guide.rescore(scorer).log_joint)
+    with pytest.warns(DeprecationWarning, match="scored has a new name: use stored_posterior"):
+        assert torch.equal(guide.scored().population.words, guide.stored_posterior().population.words)
+    batch = SearchBatch(population, lambda words: torch.zeros(words.shape[:2]))
+    for old, now in (("scored", "evaluate"), ("scored_with_moments", "evaluate_with_moments")):
+        with pytest.warns(DeprecationWarning, match=f"{old} has a new name: use {now}"):
+            assert getattr(batch, old) == getattr(batch, now)
     with pytest.warns(DeprecationWarning, match="candidates_of has a new name: use num_candidates_for"):
         assert ConditionalSearch(64).candidates_of(8) == 64
     for old, new in (("positions_of", distributed.global_positions), ("sums_of", distributed.shard_sum)):

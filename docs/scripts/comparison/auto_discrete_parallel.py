@@ -29,7 +29,11 @@ y = (torch.rand(N, H) < 0.3).float() @ weight.mT + torch.randn(N, D)
 
 def by_sites(y):
     with pyro.plate("data", len(y), dim=-1):
-        mean = sum(pyro.sample(f"s_{h}", dist.Bernoulli(torch.tensor(0.3))).unsqueeze(-1) * weight[:, h] for h in range(H))
+        mean = sum(
+            pyro.sample(f"s_{h}", dist.Bernoulli(torch.tensor(0.3))).unsqueeze(-1)
+            * weight[:, h]
+            for h in range(H)
+        )
         pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
 
 
@@ -52,16 +56,22 @@ svi = SVI(by_sites, guide, pyro.optim.Adam({"lr": 0.1}), elbo)
 for _ in range(200):
     svi.step(y)
 factorised = -svi.evaluate_loss(y)
-print(f"AutoDiscreteParallel, 200 steps:     {factorised:9.3f}   {time.perf_counter() - start:5.1f} s")
+print(
+    f"AutoDiscreteParallel, 200 steps:     {factorised:9.3f}   {time.perf_counter() - start:5.1f} s"
+)
 
 # %%
 # The truncated posterior is joint: with four, eight and sixteen of the 64 states. There is nothing to train here, only to search.
 
 for size in (4, 8, 16):
     start = time.perf_counter()
-    truncated = AutoTruncated(by_vector, num_states=size).infer(y, Truncated_ELBO().search, steps=10)
+    truncated = AutoTruncated(by_vector, num_states=size).infer(
+        y, Truncated_ELBO().search, steps=10
+    )
     bound = -Truncated_ELBO().loss(by_vector, truncated, y)
-    print(f"AutoTruncated, {size:2} of {2**H} states:      {bound:9.3f}   {time.perf_counter() - start:5.1f} s")
+    print(
+        f"AutoTruncated, {size:2} of {2**H} states:      {bound:9.3f}   {time.perf_counter() - start:5.1f} s"
+    )
 
 # %%
 # In favour of ``AutoDiscreteParallel``: it holds no states, and its parameters are the probabilities of single sites. It does not take

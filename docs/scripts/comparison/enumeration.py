@@ -21,23 +21,35 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 def by_sites(y, weight):
     rate = torch.tensor(2.0 / weight.shape[1], dtype=y.dtype)
     with pyro.plate("data", len(y), dim=-1):
-        mean = sum(pyro.sample(f"s_{h}", dist.Bernoulli(rate)).unsqueeze(-1) * column for h, column in enumerate(weight.mT))
+        mean = sum(
+            pyro.sample(f"s_{h}", dist.Bernoulli(rate)).unsqueeze(-1) * column
+            for h, column in enumerate(weight.mT)
+        )
         pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y)
 
 
 def by_vector(y, weight):
     with pyro.plate("data", len(y), dim=-1):
-        s = pyro.sample("s", dist.Bernoulli(torch.full((weight.shape[1],), 2.0 / weight.shape[1], dtype=y.dtype)).to_event(1))
+        s = pyro.sample(
+            "s",
+            dist.Bernoulli(
+                torch.full((weight.shape[1],), 2.0 / weight.shape[1], dtype=y.dtype)
+            ).to_event(1),
+        )
         pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
 
 
 def enumerated(y, weight):
     with torch.no_grad():
-        return -TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(by_sites), lambda *args: None, y, weight)
+        return -TraceEnum_ELBO(max_plate_nesting=1).loss(
+            config_enumerate(by_sites), lambda *args: None, y, weight
+        )
 
 
 def truncated(y, weight):
-    search = EvolutionarySearch(parents=20, generations=1, crossover=True, mutation="sparseflips")
+    search = EvolutionarySearch(
+        parents=20, generations=1, crossover=True, mutation="sparseflips"
+    )
     guide = AutoTruncated(by_vector, num_states=200)
     elbo = Truncated_ELBO(search, search_steps=50)
     elbo.loss_and_grads(by_vector, guide, y, weight)
@@ -54,7 +66,11 @@ for latents in (4, 8, 12, 16, 50, 300):
     weight = torch.randn(40, latents, dtype=torch.float64)
     states = (torch.rand(5, latents) < 2.0 / latents).double()
     y = states @ weight.mT + 0.5 * torch.randn(5, 40, dtype=torch.float64)
-    truth = float(pyro.poutine.trace(pyro.poutine.condition(by_vector, {"s": states})).get_trace(y, weight).log_prob_sum())
+    truth = float(
+        pyro.poutine.trace(pyro.poutine.condition(by_vector, {"s": states}))
+        .get_trace(y, weight)
+        .log_prob_sum()
+    )
     line = f"{latents:3}"
     for method in (enumerated, truncated):
         if method is enumerated and latents > 16:

@@ -61,7 +61,11 @@ def by_enumeration(logits):
 def guide(y):
     logits = pyro.param("logits", start_logits)
     with pyro.plate("data", N, dim=-1):
-        infer = {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}} if baseline else {}
+        infer = (
+            {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+            if baseline
+            else {}
+        )
         pyro.sample("s", dist.Bernoulli(logits=logits).to_event(1), infer=infer)
 
 
@@ -79,7 +83,10 @@ def by_pyro(elbo):
 def arm():
     """Two antithetic draws from the same uniform numbers (Yin and Zhou, 2019)."""
     u = torch.rand(N, H)
-    high, low = (u > torch.sigmoid(-start_logits)).float(), (u < torch.sigmoid(start_logits)).float()
+    high, low = (
+        (u > torch.sigmoid(-start_logits)).float(),
+        (u < torch.sigmoid(start_logits)).float(),
+    )
     q = dist.Bernoulli(logits=start_logits)
     f = [log_joint(s, start_weight) - q.log_prob(s).sum(-1) for s in (high, low)]
     return (f[0] - f[1]).unsqueeze(-1) * (u - 0.5)
@@ -96,7 +103,9 @@ def measure(name, estimate, repeats=400):
     print(f"{name:34} {deviation:10.2f} {bias:10.2f} {1e3 * seconds:10.2f}")
 
 
-print(f"{'relative to the exact gradient':34} {'deviation':>10} {'error of':>10} {'ms each':>10}")
+print(
+    f"{'relative to the exact gradient':34} {'deviation':>10} {'error of':>10} {'ms each':>10}"
+)
 print(f"{'':34} {'of one':>10} {'the mean':>10}")
 baseline = False
 measure("REINFORCE, one draw", by_pyro(Trace_ELBO()))
@@ -115,7 +124,9 @@ measure("ARM, one pair of draws", arm)
 # compared with that of the exact log evidence. Its deviation is zero; its error is what the states outside the population would have added.
 
 weight = start_weight.clone().requires_grad_()
-wanted = torch.autograd.grad(log_joint(every.unsqueeze(1), weight).logsumexp(0).sum(), weight)[0]
+wanted = torch.autograd.grad(
+    log_joint(every.unsqueeze(1), weight).logsumexp(0).sum(), weight
+)[0]
 
 print(f"{'':34} {'deviation':>10} {'error of':>10} {'ms each':>10}")
 print(f"{'relative to the exact gradient':34} {'of one':>10} {'the mean':>10}")
@@ -134,7 +145,9 @@ for size in (4, 8, 16, 32):
     gradients = torch.stack(gradients)
     deviation = gradients.std(0).norm() / wanted.norm()
     error = (gradients[0] - wanted).norm() / wanted.norm()
-    print(f"{f'truncated, {size} of {2**H} states':34} {deviation:10.2f} {error:10.4f} {1e3 * seconds:10.2f}")
+    print(
+        f"{f'truncated, {size} of {2**H} states':34} {deviation:10.2f} {error:10.4f} {1e3 * seconds:10.2f}"
+    )
 
 draws = []
 for _ in range(400):
@@ -142,7 +155,10 @@ for _ in range(400):
     s = dist.Bernoulli(marginals).sample()
     draws.append(torch.autograd.grad(log_joint(s, weight).sum(), weight)[0])
 draws = torch.stack(draws)
-deviation, error = draws.std(0).norm() / wanted.norm(), (draws.mean(0) - wanted).norm() / wanted.norm()
+deviation, error = (
+    draws.std(0).norm() / wanted.norm(),
+    (draws.mean(0) - wanted).norm() / wanted.norm(),
+)
 print(f"{'factorised guide, one draw':34} {deviation:10.2f} {error:10.4f}")
 
 # %%

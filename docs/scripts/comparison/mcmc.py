@@ -41,14 +41,22 @@ def gibbs(y, weight, noise, prior, sweeps, burn_in):
 
 for noise in (2.0, 14.0):
     pyro.set_rng_seed(0)
-    bars = linear_bars(40, 6, mean_active=3.0, noise=noise, generator=torch.Generator().manual_seed(0))
+    bars = linear_bars(
+        40, 6, mean_active=3.0, noise=noise, generator=torch.Generator().manual_seed(0)
+    )
     model = BinarySparseCoding(36, 12, offset=False)
-    model.weight, model.scale, model.prior = bars.components, torch.tensor(noise), torch.tensor(0.25)
+    model.weight, model.scale, model.prior = (
+        bars.components,
+        torch.tensor(noise),
+        torch.tensor(0.25),
+    )
     print(f"\nnoise {noise:g}: error of the marginals, mean and largest; seconds")
     exact = None
     for size in (16, 64, 256):
         start = time.perf_counter()
-        guide = AutoTruncated(model, num_states=size).infer(bars.data, EvolutionarySearch(crossover=True), steps=20)
+        guide = AutoTruncated(model, num_states=size).infer(
+            bars.data, EvolutionarySearch(crossover=True), steps=20
+        )
         seconds = time.perf_counter() - start
         comparison = compare_with_enumeration(guide, bars.data)
         exact = comparison.values
@@ -61,7 +69,9 @@ for noise in (2.0, 14.0):
         found = gibbs(bars.data, bars.components, noise, 0.25, sweeps, sweeps // 5)
         seconds = time.perf_counter() - start
         error = (found.double() - exact[..., 1]).abs()
-        print(f"  Gibbs, {sweeps:4} sweeps:     {error.mean():.4f}  {error.max():.4f}  {seconds:.2f} s")
+        print(
+            f"  Gibbs, {sweeps:4} sweeps:     {error.mean():.4f}  {error.max():.4f}  {seconds:.2f} s"
+        )
 
 # %%
 # In favour of the sampler: under much noise, where hundreds of states matter, its error goes on falling while a population of 16 stays

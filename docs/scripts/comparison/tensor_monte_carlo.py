@@ -25,7 +25,11 @@ y = (torch.rand(N, H) < 0.3).float() @ weight.mT + 0.5 * torch.randn(N, D)
 
 def by_sites(y):
     with pyro.plate("data", len(y), dim=-1):
-        mean = sum(pyro.sample(f"s_{h}", dist.Bernoulli(torch.tensor(0.3))).unsqueeze(-1) * weight[:, h] for h in range(H))
+        mean = sum(
+            pyro.sample(f"s_{h}", dist.Bernoulli(torch.tensor(0.3))).unsqueeze(-1)
+            * weight[:, h]
+            for h in range(H)
+        )
         pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y)
 
 
@@ -47,19 +51,30 @@ print(f"log evidence, by enumeration: {exact:.2f}\n")
 
 print("draws per site   combinations   bound, mean and deviation of 20   seconds each")
 for draws in (2, 3, 4):
-    sampled = config_enumerate(by_sites, default="parallel", expand=False, num_samples=draws, tmc="diagonal")
+    sampled = config_enumerate(
+        by_sites, default="parallel", expand=False, num_samples=draws, tmc="diagonal"
+    )
     start = time.perf_counter()
     with torch.no_grad():
-        bounds = torch.tensor([-TraceTMC_ELBO(max_plate_nesting=1).loss(sampled, no_guide, y) for _ in range(20)])
+        bounds = torch.tensor(
+            [
+                -TraceTMC_ELBO(max_plate_nesting=1).loss(sampled, no_guide, y)
+                for _ in range(20)
+            ]
+        )
     seconds = (time.perf_counter() - start) / 20
-    print(f"{draws:14}   {draws**H:12}   {bounds.mean():12.2f} ± {bounds.std():7.2f}            {seconds:8.3f}")
+    print(
+        f"{draws:14}   {draws**H:12}   {bounds.mean():12.2f} ± {bounds.std():7.2f}            {seconds:8.3f}"
+    )
 
 # %%
 # As many states as the population holds, chosen instead of drawn, and each counted once:
 
 print("states held   bound")
 for size in (4, 8, 16):
-    guide = AutoTruncated(by_vector, num_states=size).infer(y, Truncated_ELBO().search, steps=10)
+    guide = AutoTruncated(by_vector, num_states=size).infer(
+        y, Truncated_ELBO().search, steps=10
+    )
     print(f"{size:11}   {-Truncated_ELBO().loss(by_vector, guide, y):7.2f}")
 
 # %%

@@ -16,7 +16,13 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, learn, to_arviz
+from pyro_truncated import (
+    AutoTruncated,
+    EvolutionarySearch,
+    Truncated_ELBO,
+    learn,
+    to_arviz,
+)
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding
 
@@ -40,17 +46,32 @@ def model(y):
 
 point = BinarySparseCoding(16, 8, offset=False)
 learn(point, y, progress=False)
-start = {"weight": point.weight.detach(), "rate": point.prior.detach(), "noise": point.scale.detach()}
+start = {
+    "weight": point.weight.detach(),
+    "rate": point.prior.detach(),
+    "noise": point.scale.detach(),
+}
 
 # %%
 # ``AutoTruncated`` is given the *whole* model, because it scores states under it, and is appended last. ``AutoNormal`` is given the model
 # without the discrete site.
 
 guide = AutoGuideList(model)
-guide.append(AutoNormal(poutine.block(model, hide=["s"]), init_loc_fn=pyro.infer.autoguide.init_to_value(values=start), init_scale=0.05))
+guide.append(
+    AutoNormal(
+        poutine.block(model, hide=["s"]),
+        init_loc_fn=pyro.infer.autoguide.init_to_value(values=start),
+        init_scale=0.05,
+    )
+)
 guide.append(AutoTruncated(model, num_states=32))
 
-svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.99}), Truncated_ELBO(EvolutionarySearch(crossover=True)))
+svi = SVI(
+    model,
+    guide,
+    pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.99}),
+    Truncated_ELBO(EvolutionarySearch(crossover=True)),
+)
 losses = [svi.step(y) for _ in range(300)]
 
 figure, ax = plt.subplots(figsize=(6, 2.6))
@@ -76,8 +97,15 @@ idata = to_arviz(model, guide, y)
 weight = idata["posterior"]["weight"]
 figure, axes = plt.subplots(2, 8, figsize=(8, 2.2))
 for column in range(8):
-    for ax, picture in zip(axes[:, column], (weight.mean(("chain", "draw")), weight.std(("chain", "draw"))), strict=True):
-        ax.imshow(picture[:, column].values.reshape(4, 4), cmap="RdBu_r" if ax is axes[0, column] else "viridis")
+    for ax, picture in zip(
+        axes[:, column],
+        (weight.mean(("chain", "draw")), weight.std(("chain", "draw"))),
+        strict=True,
+    ):
+        ax.imshow(
+            picture[:, column].values.reshape(4, 4),
+            cmap="RdBu_r" if ax is axes[0, column] else "viridis",
+        )
         ax.set(xticks=[], yticks=[])
 axes[0, 0].set_ylabel("mean")
 axes[1, 0].set_ylabel("deviation")

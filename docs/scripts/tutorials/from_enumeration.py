@@ -39,7 +39,12 @@ def no_guide(y):
     pass
 
 
-svi = SVI(config_enumerate(mixture), no_guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=1))
+svi = SVI(
+    config_enumerate(mixture),
+    no_guide,
+    pyro.optim.Adam({"lr": 0.05}),
+    TraceEnum_ELBO(max_plate_nesting=1),
+)
 for _ in range(200):
     enumerated = svi.step(y)
 enumerated = svi.evaluate_loss(y)
@@ -60,7 +65,9 @@ assert abs(truncated - enumerated) < 1e-4 * abs(enumerated)
 # %%
 # Pyro's own ELBO takes the guide as well.
 
-stock = SVI(mixture, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=1)).evaluate_loss(y)
+stock = SVI(
+    mixture, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=1)
+).evaluate_loss(y)
 print(f"the same guide under TraceEnum_ELBO: {stock:.4f}")
 
 # %%
@@ -97,7 +104,9 @@ def causes(y):
 # There is nothing to learn here: the populations alone are to be filled. A step of the optimiser would do that, too. ``infer`` only
 # searches.
 
-search = EvolutionarySearch(parents=20, generations=1, crossover=True, mutation="sparseflips")
+search = EvolutionarySearch(
+    parents=20, generations=1, crossover=True, mutation="sparseflips"
+)
 guide = AutoTruncated(causes, num_states=200)
 start = time.perf_counter()
 posterior = guide.infer(y, search, steps=100)
@@ -111,7 +120,11 @@ print("latents on, found:", [row.nonzero().flatten().tolist() for row in found])
 # good bound lies above it.
 
 bound = -Truncated_ELBO().loss(causes, posterior, y)
-truth = pyro.poutine.trace(pyro.poutine.condition(causes, {"s": states})).get_trace(y).log_prob_sum()
+truth = (
+    pyro.poutine.trace(pyro.poutine.condition(causes, {"s": states}))
+    .get_trace(y)
+    .log_prob_sum()
+)
 print(f"bound {bound:.2f}, log joint of the true states {truth:.2f}")
 
 # %%

@@ -13,12 +13,20 @@ import pyro
 import torch
 from pyro.infer import SVI
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, learn
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    Truncated_ELBO,
+    learn,
+)
 from pyro_truncated.datasets import linear_bars, natural_images, whitened_patches
 from pyro_truncated.models import BinarySparseCoding
 
 pyro.set_rng_seed(0)
-y, whitening = whitened_patches(natural_images("sklearn"), 8, 3000, torch.Generator().manual_seed(0))
+y, whitening = whitened_patches(
+    natural_images("sklearn"), 8, 3000, torch.Generator().manual_seed(0)
+)
 print(tuple(y.shape))
 
 # %%
@@ -28,7 +36,12 @@ print(tuple(y.shape))
 model = BinarySparseCoding(64, 64).initialize(y)
 guide = AutoTruncated(model, num_states=48)
 svi = SVI(
-    model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=6, children=4, mutation="sparseflips", crossover=True))
+    model,
+    guide,
+    ClosedForm(model),
+    Truncated_ELBO(
+        EvolutionarySearch(parents=6, children=4, mutation="sparseflips", crossover=True)
+    ),
 )
 losses = [svi.step(y) for _ in range(60)]
 print(f"free energy per patch: {-losses[0] / len(y):.1f} to {-losses[-1] / len(y):.1f}")
@@ -38,7 +51,12 @@ print(f"{float(guide.marginals()['s'].sum(-1).mean()):.1f} of 64 fields are on i
 def show(columns, side, rows, across):
     _, axes = plt.subplots(rows, across, figsize=(0.55 * across, 0.55 * rows))
     for column, ax in zip(columns.mT, axes.flat, strict=False):
-        ax.imshow(column.reshape(side, side), cmap="gray", vmin=-column.abs().max(), vmax=column.abs().max())
+        ax.imshow(
+            column.reshape(side, side),
+            cmap="gray",
+            vmin=-column.abs().max(),
+            vmax=column.abs().max(),
+        )
         ax.set_axis_off()
 
 
@@ -57,7 +75,12 @@ show(model.weight.detach(), 8, 4, 16)
 
 bars = linear_bars(500, size=8, mean_active=3.0, generator=torch.Generator().manual_seed(1))
 plain = BinarySparseCoding(64, 16).initialize(bars.data)
-svi = SVI(plain, AutoTruncated(plain, num_states=64), ClosedForm(plain), Truncated_ELBO(EvolutionarySearch(crossover=True)))
+svi = SVI(
+    plain,
+    AutoTruncated(plain, num_states=64),
+    ClosedForm(plain),
+    Truncated_ELBO(EvolutionarySearch(crossover=True)),
+)
 for _ in range(100):
     loss = svi.step(bars.data)
 print(f"plain start: free energy per image {-loss / 500:.2f}")
@@ -68,7 +91,9 @@ show(plain.weight.detach(), 8, 1, 16)
 
 robust = BinarySparseCoding(64, 16)
 guide = learn(robust, bars.data, progress=False)
-print(f"learn: free energy per image {-Truncated_ELBO().loss(robust, guide, bars.data) / 500:.2f}")
+print(
+    f"learn: free energy per image {-Truncated_ELBO().loss(robust, guide, bars.data) / 500:.2f}"
+)
 show(robust.weight.detach(), 8, 1, 16)
 
 # %%

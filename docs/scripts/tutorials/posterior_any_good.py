@@ -13,14 +13,26 @@ import matplotlib.pyplot as plt
 import pyro
 import torch
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, check_truncation, diagnose, to_arviz
+from pyro_truncated import (
+    AutoTruncated,
+    EvolutionarySearch,
+    check_truncation,
+    diagnose,
+    to_arviz,
+)
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding
 
 pyro.set_rng_seed(0)
-bars = linear_bars(40, 5, mean_active=2.5, noise=14.0, generator=torch.Generator().manual_seed(0))
+bars = linear_bars(
+    40, 5, mean_active=2.5, noise=14.0, generator=torch.Generator().manual_seed(0)
+)
 model = BinarySparseCoding(25, 10, offset=False)
-model.weight, model.scale, model.prior = bars.components, torch.tensor(14.0), torch.tensor(0.25)
+model.weight, model.scale, model.prior = (
+    bars.components,
+    torch.tensor(14.0),
+    torch.tensor(0.25),
+)
 
 # %%
 # One page of answers
@@ -61,10 +73,28 @@ for size in sizes:
     reports.append(check_truncation(guide, bars.data, search=search, warn=False))
 
 figure, ax = plt.subplots(figsize=(6, 3.4))
-ax.plot(sizes, [report.exact.gap.mean() for report in reports], color="0.75", linewidth=6, label="exact")
-ax.plot(sizes, [report.evidence.gap.mean() for report in reports], "o-", label="estimated by importance sampling")
-ax.plot(sizes, [-report.covered_mass.log().mean() for report in reports], "o-", label="at least, by the certificate")
-ax.set(xscale="log", yscale="log", xlabel="states per image", ylabel="nats missing per image")
+ax.plot(
+    sizes,
+    [report.exact.gap.mean() for report in reports],
+    color="0.75",
+    linewidth=6,
+    label="exact",
+)
+ax.plot(
+    sizes,
+    [report.evidence.gap.mean() for report in reports],
+    "o-",
+    label="estimated by importance sampling",
+)
+ax.plot(
+    sizes,
+    [-report.covered_mass.log().mean() for report in reports],
+    "o-",
+    label="at least, by the certificate",
+)
+ax.set(
+    xscale="log", yscale="log", xlabel="states per image", ylabel="nats missing per image"
+)
 ax.legend(frameon=False, fontsize=8)
 figure.tight_layout()
 
@@ -74,7 +104,29 @@ figure.tight_layout()
 #
 # A verdict and a page
 # --------------------
-# ``diagnose`` prints a verdict on what ``to_arviz`` made, and writes a page with pictures if it is told where.
+# ``diagnose`` prints a verdict on what ``to_arviz`` made, and writes a page with pictures if it is told where. The small population,
+# with what ``check_truncation`` found:
 
-idata = to_arviz(model, large, bars.data)
+idata = to_arviz(model, small, bars.data, checks=report)
 verdict = diagnose(idata, warn=False)
+
+# %%
+# Numbers come first, then a line for each finding with its advice, then remarks.
+#
+# ===============================  ==============================================  ==========================================
+# entry                            how to read it                                  what to do
+# ===============================  ==============================================  ==========================================
+# first line                       *Do not trust*: at least one finding            follow the findings in order
+# free energy per data point       the bound on the log evidence, in nats          compare on the same data only
+# covered mass, at most            above 0.9 passes, but is no proof               search longer, or enlarge ``num_states``
+# effective states                 ``exp`` of the entropy; at most half is good    enlarge ``num_states``
+# nats gained by twice the states  what a larger population adds; at most 0.1      double ``num_states`` until it is small
+# gap to ... log evidence          what the bound lacks in all; at most 0.2        enlarge ``num_states``; vary the search
+# elpd (PSIS-LOO)                  expected log density of new data, with error    compare models by ``plot_comparison``
+# remark *Leave-one-out*           why that number may flatter the model           give parameters priors, or hold data out
+# remark *Drawn ... data points*   statistics that draws reproduce, or miss        change the model: the truncation is fine
+# ===============================  ==============================================  ==========================================
+#
+# With 256 states no finding is left:
+
+verdict = diagnose(to_arviz(model, large, bars.data), warn=False)

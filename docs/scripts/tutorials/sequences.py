@@ -41,7 +41,9 @@ def model(y):
     power = pyro.param("power", POWER.clone() + 20.0, constraint=dist.constraints.positive)
     noise = pyro.param("noise", torch.tensor(50.0), constraint=dist.constraints.positive)
     with pyro.plate("mornings", len(y)):
-        on = pyro.sample("on", BinaryChains(torch.full((10,), 0.2), SWITCH, num_steps=y.shape[1]))
+        on = pyro.sample(
+            "on", BinaryChains(torch.full((10,), 0.2), SWITCH, num_steps=y.shape[1])
+        )
         pyro.sample("y", dist.Normal(on @ power.unsqueeze(-1), noise).to_event(2), obs=y)
 
 

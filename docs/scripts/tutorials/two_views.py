@@ -22,8 +22,12 @@ signals = torch.stack([x.sin(), -torch.exp(-torch.cos(2 * x)), x.cos()], 1)
 signals = (signals - signals.mean(0)) / signals.std(0)
 views = []
 for content in ((0, 2), (1, 2)):
-    clean = signals[:, content] @ torch.randn(2, 12, generator=generator, dtype=torch.float64)
-    views.append(clean + 0.1 * torch.randn(clean.shape, generator=generator, dtype=torch.float64))
+    clean = signals[:, content] @ torch.randn(
+        2, 12, generator=generator, dtype=torch.float64
+    )
+    views.append(
+        clean + 0.1 * torch.randn(clean.shape, generator=generator, dtype=torch.float64)
+    )
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), sharey=True)
 for number, (ax, view) in enumerate(zip(axes, views, strict=True)):
@@ -36,10 +40,20 @@ figure.tight_layout()
 
 torch.manual_seed(0)
 model = SpikeSlabMRD(50, [12, 12], 5, kernel="linear")
-result = fit(model, views, start="random", warm_up=300, steps=300, generator=torch.Generator().manual_seed(0))
+result = fit(
+    model,
+    views,
+    start="random",
+    warm_up=300,
+    steps=300,
+    generator=torch.Generator().manual_seed(0),
+)
 print(f"bound {result.bound:.1f}")
 for view, probabilities in enumerate(model.probability.tolist(), 1):
-    print(f"view {view}: switches on with probability", " ".join(f"{p:.2f}" for p in probabilities))
+    print(
+        f"view {view}: switches on with probability",
+        " ".join(f"{p:.2f}" for p in probabilities),
+    )
 
 shared = Posterior(model, views).shared()
 print(shared)
@@ -47,9 +61,15 @@ print(shared)
 # %%
 # The latent dimensions, scaled, over the signals that they found.
 
-figure, axes = plt.subplots(1, 4, figsize=(10, 2.4), layout="constrained", width_ratios=(1, 1, 1, 1.4))
+figure, axes = plt.subplots(
+    1, 4, figsize=(10, 2.4), layout="constrained", width_ratios=(1, 1, 1, 1.4)
+)
 plot_switches(model, axes[3]).set_title("switches", fontsize=10)
-order = (("private 0", 0, "private to view 1"), ("private 1", 1, "private to view 2"), ("shared", 2, "shared"))
+order = (
+    ("private 0", 0, "private to view 1"),
+    ("private 1", 1, "private to view 2"),
+    ("shared", 2, "shared"),
+)
 for ax, (part, signal, title) in zip(axes, order, strict=False):
     ax.plot(x, signals[:, signal], color="0.7", linewidth=5)
     for q in shared[part]:

@@ -22,7 +22,9 @@ x = noise.clone()
 for column in range(1, 200):
     x[:, column] = 0.6 * x[:, column - 1] + 0.8 * noise[:, column]
 coefficients = torch.zeros(200, dtype=torch.float64)
-coefficients[torch.linspace(0, 199, 10).long()[1:-1]] = torch.linspace(2.0, 0.4, 8, dtype=torch.float64) * torch.tensor([1, -1]).repeat(4)
+coefficients[torch.linspace(0, 199, 10).long()[1:-1]] = torch.linspace(
+    2.0, 0.4, 8, dtype=torch.float64
+) * torch.tensor([1, -1]).repeat(4)
 y = x @ coefficients + torch.randn(100, generator=generator, dtype=torch.float64)
 
 # %%
@@ -33,9 +35,19 @@ y = x @ coefficients + torch.randn(100, generator=generator, dtype=torch.float64
 
 
 def parameters():
-    rate = pyro.param("rate", torch.tensor(0.05, dtype=torch.float64), constraint=dist.constraints.unit_interval)
-    slab = pyro.param("slab", torch.tensor(1.0, dtype=torch.float64), constraint=dist.constraints.positive)
-    noise = pyro.param("noise", torch.tensor(2.0, dtype=torch.float64), constraint=dist.constraints.positive)
+    rate = pyro.param(
+        "rate",
+        torch.tensor(0.05, dtype=torch.float64),
+        constraint=dist.constraints.unit_interval,
+    )
+    slab = pyro.param(
+        "slab", torch.tensor(1.0, dtype=torch.float64), constraint=dist.constraints.positive
+    )
+    noise = pyro.param(
+        "noise",
+        torch.tensor(2.0, dtype=torch.float64),
+        constraint=dist.constraints.positive,
+    )
     return rate, slab, noise
 
 
@@ -54,9 +66,16 @@ def model(x, y):
 def coefficients_given(states, x, y):
     _, slab, noise = parameters()
     s = states["s"].to(x)
-    precision = s.unsqueeze(-1) * (x.mT @ x) * s.unsqueeze(-2) / noise**2 + torch.eye(200, dtype=x.dtype) / slab**2
-    mean = torch.cholesky_solve((s * (y @ x) / noise**2).unsqueeze(-1), torch.linalg.cholesky(precision)).squeeze(-1)
-    pyro.sample("b", dist.MultivariateNormal(mean, precision_matrix=precision, validate_args=False))
+    precision = (
+        s.unsqueeze(-1) * (x.mT @ x) * s.unsqueeze(-2) / noise**2
+        + torch.eye(200, dtype=x.dtype) / slab**2
+    )
+    mean = torch.cholesky_solve(
+        (s * (y @ x) / noise**2).unsqueeze(-1), torch.linalg.cholesky(precision)
+    ).squeeze(-1)
+    pyro.sample(
+        "b", dist.MultivariateNormal(mean, precision_matrix=precision, validate_args=False)
+    )
 
 
 # %%
@@ -67,7 +86,9 @@ def coefficients_given(states, x, y):
 
 pyro.set_rng_seed(0)
 guide = AutoTruncated(model, num_states=30, conditional=coefficients_given)
-elbo = Truncated_ELBO(EvolutionarySearch(parents=6, generations=1, crossover=True), search_steps=4)
+elbo = Truncated_ELBO(
+    EvolutionarySearch(parents=6, generations=1, crossover=True), search_steps=4
+)
 svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), elbo)
 for _ in range(40):
     loss = svi.step(x, y)
@@ -79,14 +100,21 @@ print(f"log evidence at least {-loss:.1f}")
 
 inclusion = guide.marginals()["s"].reshape(-1)
 rate, slab, noise = (value.item() for value in parameters())
-print(f"noise {noise:.2f}, coefficients of about {slab:.2f}, {200 * rate:.1f} predictors expected")
+print(
+    f"noise {noise:.2f}, coefficients of about {slab:.2f}, {200 * rate:.1f} predictors expected"
+)
 for index in inclusion.argsort(descending=True)[:10].tolist():
-    print(f"predictor {index:3}: probability {inclusion[index]:.3f}, true coefficient {coefficients[index]:5.2f}")
+    print(
+        f"predictor {index:3}: probability {inclusion[index]:.3f}, true coefficient {coefficients[index]:5.2f}"
+    )
 
 true = coefficients != 0
 figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 4), sharex=True)
 correlation = torch.corrcoef(torch.cat([y[:, None], x], 1).mT)[0, 1:].abs()
-for ax, height, label in ((upper, correlation, "|correlation with y|"), (lower, inclusion.detach(), "inclusion probability")):
+for ax, height, label in (
+    (upper, correlation, "|correlation with y|"),
+    (lower, inclusion.detach(), "inclusion probability"),
+):
     for chosen, colour in ((~true, "tab:blue"), (true, "tab:red")):
         ax.bar(chosen.nonzero().flatten(), height[chosen], color=colour, width=1.4)
     ax.set_ylabel(label)

@@ -223,7 +223,7 @@ def diagnose(
         raise ValueError(f"the data have no group posterior, only {sorted(groups)}; convert a model and its guide with to_arviz")
     is_truncated = "truncated_posterior" in groups
     findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
-    remarks = [] if numbers else ["Nothing here tells how far the guide is right: it has no density, or holds the parameters at points."]
+    remarks = [] if numbers else ["The guide has no importance weights to judge it by: it has no density, or is a point estimate."]
     remarks += _remarks_on_training(idata) if "training" in groups else []
     validation = _validate(idata, groups)
     if validation is not None:

@@ -270,7 +270,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
         keys["is_linear"] = log_joint.packed_model is not None and log_joint.packed_model.is_linear
         batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, **keys)
-        spare = batch.scored(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
+        spare = batch.evaluate(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
         small = search.improve(batch, steps)
         large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)
         # Of all that either search has found, so that the two numbers differ by the size alone.

@@ -100,31 +100,31 @@ class FixedKernel(DataKernel):
             self._store = self.variance.detach().new_zeros(0, self.num_data)
             self._slot = torch.full((self.num_data,), -1, dtype=torch.int64, device=self.variance.device)
             self._owner = self._slot[:0].clone()
-            self._used = self._slot[:0].clone()
+            self._last_used = self._slot[:0].clone()
         self._clock += 1
         slots = self._slot[index]
-        self._used[slots[slots >= 0]] = self._clock
+        self._last_used[slots[slots >= 0]] = self._clock
         missing = index[self._slot[index] < 0].unique()
         if len(missing):
             slots = self._make_room(len(missing))
-            self._slot[missing], self._owner[slots], self._used[slots] = slots, missing, self._clock
+            self._slot[missing], self._owner[slots], self._last_used[slots] = slots, missing, self._clock
             self._store[slots] = self._numbers(self.base_columns(missing)).mT
         return self._store[self._slot[index]].mT
 
     def _make_room(self, needed: int) -> Tensor:
         """Slots for new columns: free ones, then the least recently used."""
         if self._store is None:
-            raise RuntimeError("columns are looked up before they are stored")
+            raise RuntimeError("no columns are stored yet; store columns before they are looked up")
         size = len(self._store)
         free = (self._owner < 0).nonzero().squeeze(1)[:needed]
         if len(free) < needed and size < self._capacity:
             grown = min(self._capacity, max(2 * size, size + needed))
             self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
             self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
-            self._used = torch.cat([self._used, self._used.new_zeros(grown - size)])
+            self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(grown - size)])
             free = (self._owner < 0).nonzero().squeeze(1)[:needed]
         if len(free) < needed:
-            age = self._used.clone()
+            age = self._last_used.clone()
             age[free] = self._clock
             oldest = age.argsort()[: needed - len(free)]
             self._slot[self._owner[oldest]] = -1

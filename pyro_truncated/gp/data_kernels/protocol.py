@@ -236,8 +236,8 @@ def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
     eigenvalues = torch.linalg.eigvalsh(block)
     if bool(eigenvalues[0] < -tolerance * eigenvalues.abs().max()):
         raise ValueError(
-            f"{name} is not positive semi-definite: the covariance matrix of {len(rows)} of its inputs has the eigenvalue "
-            f"{float(eigenvalues[0]):.6g}, beside the largest, {float(eigenvalues[-1]):.6g}"
+            f"{name} must be positive semi-definite; got eigenvalues from {float(eigenvalues[0]):.6g} to {float(eigenvalues[-1]):.6g} "
+            f"for the covariance matrix of {len(rows)} inputs"
         )
 
 
@@ -432,13 +432,13 @@ class RescaledKernel(DataKernel):
     def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
         super().__init__(kernel.num_data)
         # Not a submodule: the kernel may already belong to a Pyro model.
-        self._rescaled = (kernel,)
+        self._scaled_kernel = (kernel,)
         self.register_buffer("deviations", deviations, persistent=False)
 
     @property
     def kernel(self) -> DataKernel:
         """The kernel that is rescaled."""
-        return self._rescaled[0]
+        return self._scaled_kernel[0]
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""

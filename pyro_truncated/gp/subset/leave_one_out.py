@@ -244,7 +244,7 @@ class LeaveOneOutRegression:
         self._spread = torch.where(spread > 0, spread, torch.ones_like(spread))
         self.inputs = self.standardize(inputs)
         self.rank, self.fitc, self.tolerance, self.pivots, self.generator = rank, fitc, tolerance, pivots, generator
-        self._chosen: Tensor | None = None
+        self._pivots: Tensor | None = None
         self.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
             check_kernel(self.kernel, self.inputs)
@@ -365,7 +365,7 @@ class LeaveOneOutRegression:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The results of fits: parameters, their unit, and pivots."""
-        chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {"pivots": self._chosen})
+        chosen = {"unit": torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._pivots is None else {"pivots": self._pivots})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -378,7 +378,7 @@ class LeaveOneOutRegression:
         chosen, unit = given.pop("pivots", None), given.pop("unit", 1.0)
         if given.keys() != self.parameters.keys():
             raise ValueError(f"the state is of another kernel: it holds {sorted(given)}, the kernel here has {sorted(self.parameters)}")
-        self._chosen, self.unit = chosen, float(unit)
+        self._pivots, self.unit = chosen, float(unit)
         self._set_parameters(given)
 
     @functools.cached_property
@@ -387,7 +387,7 @@ class LeaveOneOutRegression:
         """The incomplete Cholesky factor, on demand; ``None`` if exact."""
         if self.rank is None:
             return None
-        k, chosen = self._covariance(self.parameters), self._chosen
+        k, chosen = self._covariance(self.parameters), self._pivots
         return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance) if chosen is None else cholesky_at(k, self.inputs, chosen)
 
     @functools.cached_property
@@ -404,7 +404,7 @@ class LeaveOneOutRegression:
         """Continues from the pivots chosen before, at the current parameters."""
         assert self.rank is not None
         kernel = self._covariance(self.parameters)
-        self._chosen = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._chosen, self.generator)
+        self._pivots = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._pivots, self.generator)
         self._forget_factors()
 
     @torch.no_grad()

@@ -83,7 +83,7 @@ class SASFunctionDecoder(SASDecoder):
         """Initialises latents by principal components of pseudo-targets, or as given."""
         self._check_data(x)
         self._check_latents(latents)
-        self._kept = None
+        self._conditioning = None
         with torch.no_grad():
             scores = self._first_latents(self.sites(x), latents)
             if isinstance(self.kernel, kernels.Isotropy):
@@ -144,7 +144,7 @@ class SASFunctionDecoder(SASDecoder):
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
             kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._kept = self._seal_state(kept, x)
+            self._conditioning = self._seal_state(kept, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

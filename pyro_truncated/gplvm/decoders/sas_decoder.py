@@ -170,7 +170,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
-        raise ValueError(f"the latents here are those of {held}, the data are {portion}: call gather_() on all processes before")
+        raise ValueError(f"data must be the shard of the latents, {held}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
@@ -340,7 +340,7 @@ class SASDecoder(UniqueModule):
     z_loc: Any
     z_scale: Any
     portion: Portion | None = None
-    _kept: KeptPoints | None = None
+    _conditioning: KeptPoints | None = None
     _candidates: CandidateLatents | None = None
     _training_data: Tensor | None = None
 
@@ -361,7 +361,7 @@ class SASDecoder(UniqueModule):
         super().__init__()
         num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
         if kernel is not None and kernel.input_dim != latent_dim:
-            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+            raise ValueError(f"kernel must have input_dim={latent_dim}, the number of latent dimensions; got {kernel.input_dim}")
         if kernel is not None:
             like = next(kernel.parameters(), torch.zeros(()))
             check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
@@ -391,7 +391,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
-        self._kept = None
+        self._conditioning = None
         steps = check_count("steps", steps, least=0)
         with ending_together(x):
             self._check_data(x)
@@ -403,7 +403,7 @@ class SASDecoder(UniqueModule):
         observed, total = ~x.isnan(), shard_sum(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
-            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
+            raise ValueError(f"each output of x must be observed at least once; output {int((counts == 0).nonzero()[0])} has only NaN")
         with torch.no_grad():
             self.loc.copy_(sums / counts)
             deviation = torch.where(observed, x - self.loc, 0.0)
@@ -691,9 +691,9 @@ class SASDecoder(UniqueModule):
     def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
         self._check_data(x)
         if self.encoder is not None:
-            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
+            raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
         num_active = check_count("num_active", num_active)
-        self._kept = None
+        self._conditioning = None
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
@@ -787,7 +787,7 @@ class SASDecoder(UniqueModule):
                 kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._kept = self._seal_state(kept, x)
+            self._conditioning = self._seal_state(kept, x)
         self._training_data, self._candidates = x, None
         return self
 
@@ -800,14 +800,14 @@ class SASDecoder(UniqueModule):
         return least_variance(kernel, latents, size, self.noise_variance.detach())
 
     def _kept_points(self) -> KeptPoints:
-        if self._kept is None:
+        if self._conditioning is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        assert self._kept.checksum is not None
+        assert self._conditioning.checksum is not None
         # Checksums agree up to floating point type or device.
         now = checksum(self)
-        if self._kept.checksum.shape != now.shape or not torch.allclose(self._kept.checksum, now, rtol=1e-6, atol=0.0):
+        if self._conditioning.checksum.shape != now.shape or not torch.allclose(self._conditioning.checksum, now, rtol=1e-6, atol=0.0):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
-        return self._kept
+        return self._conditioning
 
     def posterior(self) -> Posterior:
         """The Gaussian process posterior of deviations from ``loc``, for predictions.
@@ -898,11 +898,11 @@ class SASDecoder(UniqueModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What :meth:`condition_` kept, for ``state_dict()``."""
-        return {} if self._kept is None else self._kept.state()
+        return {} if self._conditioning is None else self._conditioning.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores the data points that :meth:`condition_` conditions on."""
-        self._kept = KeptPoints(**state) if state else None
+        self._conditioning = KeptPoints(**state) if state else None
         self._training_data = self._candidates = None
 
 

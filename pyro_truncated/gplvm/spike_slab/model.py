@@ -295,7 +295,7 @@ class SpikeSlabMRD(UniqueModule):
         self.register_buffer("prior", prior)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         # When set, the switches have these probabilities instead of those that are trained.
-        self._held: Tensor | None = None
+        self._fixed_probability: Tensor | None = None
         loc, scale = torch.randn(num_data, num_latents, dtype=dtype), torch.full((num_data, num_latents), 0.3, dtype=dtype)
         self.time_prior = time_prior
         if time_prior is None:
@@ -327,17 +327,17 @@ class SpikeSlabMRD(UniqueModule):
     @property
     def probability(self) -> Tensor:
         r"""Posterior probabilities :math:`\gamma` of the switches, ``(C, Q)`` in float64."""
-        return self.logits.sigmoid() if self._held is None else self._held
+        return self.logits.sigmoid() if self._fixed_probability is None else self._fixed_probability
 
     @contextmanager
     def holding(self, probability: Tensor | float) -> Iterator[None]:
         """A context with given probabilities ``(C, Q)`` of the switches."""
-        before = self._held
-        self._held = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
+        before = self._fixed_probability
+        self._fixed_probability = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
         try:
             yield
         finally:
-            self._held = before
+            self._fixed_probability = before
 
     def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
         """What a view sees of the latents of some data points."""
@@ -424,9 +424,9 @@ class SpikeSlabMRD(UniqueModule):
     def check_batch(self, batch_size: int | None) -> None:
         """Refuses minibatches of a collapsed model or under a prior over time."""
         if batch_size is not None and self.time_prior is not None:
-            raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
+            raise ValueError("minibatches need independent latents, and those with a time_prior depend on each other; leave batch_size out")
         if batch_size is not None and self.collapsed:
-            raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+            raise ValueError("a collapsed bound needs all data; minibatches need collapsed=False")
 
     def tighten(self, y: Views) -> None:
         """Optimises the local bounds of labels and counts, given all else."""
@@ -454,7 +454,7 @@ class SpikeSlabMRD(UniqueModule):
         r"""Divergence of the switches, :math:`\sum_{cq} \gamma\log\frac\gamma\pi + (1-\gamma)\log\frac{1-\gamma}{1-\pi}`."""
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
-        if self._held is not None:
+        if self._fixed_probability is not None:
             held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
             return held.sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
@@ -470,7 +470,7 @@ class SpikeSlabMRD(UniqueModule):
         if not self.collapsed:
             return [view.explicit() for view in self.views]
         if y is None:
-            raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
+            raise ValueError("y is needed: the inducing variables of a collapsed model depend on the data")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
 
     # --- the Pyro programs ---

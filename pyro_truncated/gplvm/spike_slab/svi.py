@@ -46,7 +46,7 @@ class Minibatch:
     total: Callable[[Sequence[Tensor]], list[Tensor]] = list
 
 
-def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
+def draw_minibatch(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
     """A random minibatch, the same for any number of processes."""
     portion = find_portion(views)
     index = torch.randperm(model.num_data, generator=generator, device=generator_device(generator))[:size].to(model.loc.device)
@@ -203,7 +203,7 @@ def fit_minibatches(
             decay = 0.1 ** max(0.0, 2 * step / steps - 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * decay
-            batch = drawn(model, views, batch_size, generator)
+            batch = draw_minibatch(model, views, batch_size, generator)
             if step == free_from > 0:
                 with torch.no_grad():
                     model.logits = torch.full_like(model.logits, NEARLY_ON)

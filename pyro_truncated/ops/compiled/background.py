@@ -101,7 +101,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _read(requests: queue.SimpleQueue[bytes]) -> None:
+def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
     for line in sys.stdin.buffer:
         requests.put(line)
     os._exit(0)
@@ -124,7 +124,7 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     with contextlib.suppress(queue.Empty):
         while True:
             module, name, signature = pickle.loads(base64.b64decode(requests.get(timeout=_IDLE_SECONDS)))

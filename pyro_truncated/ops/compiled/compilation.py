@@ -70,6 +70,7 @@ class _Cache(FunctionCache):
         self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
+        """Returns a kernel from disk; ``None`` compiles it."""
         try:
             found = super().load_overload(signature, context)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -82,6 +83,7 @@ class _Cache(FunctionCache):
         return found
 
     def save_overload(self, *arguments: Any) -> None:
+        """Keeps a kernel on disk where that can be written to."""
         try:
             super().save_overload(*arguments)
         except (OSError, EOFError, pickle.UnpicklingError) as error:

@@ -244,4 +244,4 @@ def _request_max_active(words: Tensor, num_latents: int) -> Callable[[], list[fl
 
 
 def _complain() -> None:
-    raise RuntimeError("states have more active latents than recorded for the states that they were made from")
+    raise RuntimeError("states must not have more active latents than the recorded maximum")

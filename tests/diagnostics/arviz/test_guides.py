@@ -327,7 +327,7 @@ def test_arviz_and_the_verdict_take_any_guide(inputs, y, capsys):
     assert "Pareto index of the guide" in capsys.readouterr().out
     guide = trained(regression, AutoDelta(regression), inputs, y=y)
     verdict = diagnose(to_arviz(regression, guide, inputs, y=y, num_samples=2), None)
-    assert "holds the parameters at points" in verdict.remarks[0]
+    assert "is a point estimate" in verdict.remarks[0]
 
 
 class Owner:
