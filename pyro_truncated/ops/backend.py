@@ -92,19 +92,19 @@ def _kind(tensor: Tensor) -> str:
     chosen = _chosen.get()
     if chosen != "compiled" or tensor.is_cpu:
         return chosen
-    return "fused" if tensor.is_cuda and runs_triton() else "vectorised"
+    return "fused" if tensor.is_cuda and runs_triton(tensor.device) else "vectorised"
 
 
 @functools.cache
-def runs_triton() -> bool:
-    """Whether Triton is installed, and its kernels run on this machine's GPU."""
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed, and its kernels run on a GPU."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         evolution = importlib.import_module("pyro_truncated.ops.fused.evolution")
-        evolution.find_duplicates(torch.zeros(1, 2, 1, dtype=torch.int64, device="cuda"))
+        evolution.find_duplicates(torch.zeros(1, 2, 1, dtype=torch.int64, device=device))
     except Exception as error:  # such as a missing C compiler, or a GPU that is too old
-        _LOGGER.warning("Triton's kernels do not run here, plain torch is used in their place: %s", error)
+        _LOGGER.warning("Triton's kernels do not run on %s, plain torch is used in their place: %s", device, error)
         return False
     return True
 

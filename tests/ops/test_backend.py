@@ -111,4 +111,4 @@ def test_states_are_taken_by_their_positions():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
 def test_where_triton_does_not_run_plain_torch_is_taken():
-    assert not dispatch.runs_triton()
+    assert not dispatch.runs_triton(torch.device("cuda"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import StateSpace, ops
+from pyro_truncated.ops.streams import Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -76,7 +77,9 @@ def test_noisy_or_with_missing_entries_and_impossible_states(num_latents: int) -
     weight[0, 0], weight[1], y[1, 1] = 1.0, 0.0, 1.0
     leak = torch.linspace(0.0, 0.3, 9, dtype=torch.float64)
     leak[1] = 0.0
-    arguments = (tensor.to(DEVICE) for tensor in (y, (-weight).log1p(), (-leak).log1p()))
+    # Parameters may be columns of a matrix.
+    columns = (tensor.unsqueeze(-1).expand(*tensor.shape, 2).contiguous()[..., 0] for tensor in (y, (-weight).log1p(), (-leak).log1p()))
+    arguments = (tensor.to(DEVICE) for tensor in columns)
     fused, plain = both(ops.noisy_or_log_prob, words, *arguments, draw(1, num_latents).expand(3, -1))
     assert bool((fused[1] == -math.inf).all())
     assert_close(fused, plain)
@@ -105,6 +108,10 @@ def test_the_best_distinct_states(num_latents: int) -> None:
     scores[0, 1], others[:, 2] = -math.inf, -math.inf
     for found, expected in zip(*both(ops.select_top, first, scores, words, others, 3), strict=True):
         assert torch.equal(found, expected)
+    # What is no number is found in the end, so until then nothing may be written beside its place.
+    others[1, :2] = math.nan
+    for found, expected in zip(*both(ops.select_top, first, scores, words, others, 3), strict=True):
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("num_latents", LATENTS)
@@ -112,10 +119,17 @@ def test_draws(num_latents: int) -> None:
     fields = StateSpace([2] * num_latents).fields
     on = torch.rand(3, num_latents, dtype=torch.float64, device=DEVICE)
     rows = torch.tensor([0, 7, 2**40], device=DEVICE)
-    fused, plain = both(
-        lambda: ops.draw_values(torch.stack([1 - on, on], -1), 5, fields, rows=rows, generator=torch.Generator().manual_seed(3))
-    )
-    assert torch.equal(fused, plain)
+
+    def draws(*, ahead: bool) -> Tensor:
+        generator = Stream(3)
+        if ahead:
+            ops.draw_ahead([0, 3], rows=rows, generator=generator)
+        found: Tensor = ops.draw_values(torch.stack([1 - on, on], -1), 5, fields, rows=rows, generator=generator)
+        return found
+
+    for ahead in (False, True):
+        fused, plain = both(draws, ahead=ahead)
+        assert torch.equal(fused, plain)
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

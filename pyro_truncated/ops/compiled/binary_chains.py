@@ -81,7 +81,8 @@ def _is_full(words: Tensor, log_prob: Tensor) -> bool:
     size = words.shape[2]
     if size.bit_length() - 1 != log_prob.shape[1] or size != 1 << log_prob.shape[1]:
         return False
-    return bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS) and bool((words[..., 0] == torch.arange(size)).all())
+    # Messages backward are normalised before a step, and what the next step multiplies must not vanish, either.
+    return bool(log_prob.amin((-2, -1)).sum(-1).amin() > -_SAFE_NATS / 2) and bool((words[..., 0] == torch.arange(size)).all())
 
 
 def select(

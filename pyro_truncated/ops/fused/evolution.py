@@ -81,15 +81,16 @@ def _select_top(words, log_joint, is_duplicate, top_words, top_log_joint, number
     is_duplicate += row * number
     state = tl.arange(0, BLOCK)
     inside = state < number
-    own = tl.load(log_joint + state, inside, 0.0)
-    is_distinct = inside & (tl.load(is_duplicate + state, inside, 0) == 0)
+    own, is_repeated = tl.load(log_joint + state, inside, 0.0), tl.load(is_duplicate + state, inside, 0).to(tl.int32)
+    rank = tl.where(own == own, own, float("inf"))
     num_better = tl.zeros([BLOCK], tl.int32)
     for other in range(number):
-        value = tl.load(log_joint + other)
-        is_better = (value > own) | ((value == own) & (other < state))
-        num_better += (is_better & (tl.load(is_duplicate + other) == 0)).to(tl.int32)
-    is_chosen = is_distinct & (num_better < size)
-    # Chosen states stay in their order.
+        value, other_repeated = tl.load(log_joint + other), tl.load(is_duplicate + other).to(tl.int32)
+        value = tl.where(value == value, value, float("inf"))
+        is_better = (value > rank) | ((value == rank) & (other < state))
+        num_better += ((other_repeated < is_repeated) | ((other_repeated == is_repeated) & is_better)).to(tl.int32)
+    # A total order, also where NaN waits for its error: exactly so many are chosen. They stay in their order.
+    is_chosen = inside & (num_better < size)
     place = row * size + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(top_log_joint + place, own, is_chosen)
     for i in range(num_words):

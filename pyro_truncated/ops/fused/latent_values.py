@@ -21,7 +21,9 @@ def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, s
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
     if out.numel():
         sizes = out.numel(), num_samples, fields.num_latents, fields.num_words
-        _draw_bits[triton.cdiv(out.numel(), _WORDS),](tails, random.stream(seed, rows), out, *sizes, random.STEP, WORDS=_WORDS, num_warps=1)
+        _draw_bits[triton.cdiv(out.numel(), _WORDS),](
+            tails, random.stream(seed, rows).contiguous(), out, *sizes, random.STEP, WORDS=_WORDS, num_warps=1
+        )
     return out
 
 

@@ -8,6 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pyro_truncated.ops.fused.bits import lowest_bit, on_device
+from pyro_truncated.ops.vectorised import noisy_or as vectorised
+
+# A program holds all dimensions of a state.
+_MOST_OBSERVED = 2**14
 
 
 @on_device
@@ -15,11 +19,13 @@ def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_
     """See :func:`pyro_truncated.ops.noisy_or_log_prob`."""
     num_data, num_candidates, num_words = words.shape
     num_observed = len(log_complement)
+    if num_observed > _MOST_OBSERVED:
+        return vectorised.noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
     out = linear.new_empty(num_data, num_candidates, dtype=torch.float64)
     causes, linear, value = log_complement.mT.double().contiguous(), linear.double(), value.contiguous()
     block = triton.next_power_of_2(max(1, num_observed))
     if out.numel():
-        arguments = words, *words.stride(), value, causes, log_leak_complement.double(), linear, *linear.stride(), out
+        arguments = words, *words.stride(), value, causes, log_leak_complement.double().contiguous(), linear, *linear.stride(), out
         sizes = num_candidates, num_words, num_observed
         _noisy_or[out.numel(),](*arguments, *sizes, BLOCK=block, num_warps=min(8, max(1, block // 128)))
     return out

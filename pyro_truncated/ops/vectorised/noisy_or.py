@@ -1,4 +1,7 @@
-"""Noisy-OR likelihoods of packed states in plain torch, for any device."""
+"""Noisy-OR likelihoods of packed states in plain torch, for any device.
+
+A file of its own, as in the other folders of kernels.
+"""
 
 from __future__ import annotations
 
