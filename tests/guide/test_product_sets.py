@@ -76,6 +76,32 @@ def test_long_chains_equal_enumeration_in_both_precisions(dtype, tolerance):
     torch.testing.assert_close(gradient, pyro.get_param_store()._params["loc"].grad, rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_full_sets_of_many_categories_equal_enumeration(is_sparse):
+    size = 40
+    y = torch.randint(5, (40, 4))
+    distance = (torch.arange(size) - torch.arange(size).unsqueeze(-1)).abs()
+
+    def model(y):
+        moves = pyro.param("moves", lambda: torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+        levels = pyro.param("levels", lambda: torch.randn(size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+        allowed = moves.masked_fill(distance > 2, -torch.inf) if is_sparse else moves
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in pyro.markov(range(y.shape[1])):
+                z = pyro.sample(f"z_{t}", dist.Categorical(logits=Vindex(allowed)[z]), infer={"enumerate": "parallel"})
+                pyro.sample(f"y_{t}", dist.Categorical(logits=Vindex(levels)[z]), obs=y[:, t])
+
+    loss = Truncated_ELBO().loss_and_grads(model, AutoTruncated(model, num_states=size), y)
+    parameters = pyro.get_param_store()._params
+    gradients = {name: value.grad.clone() for name, value in parameters.items()}
+    pyro.clear_param_store()
+    expected = TraceEnum_ELBO().loss_and_grads(config_enumerate(model), lambda y: None, y)
+    assert loss == pytest.approx(float(expected), rel=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
+
+
 def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
     y = torch.randn(2, 5)
     guide = AutoTruncated(chain, num_states=2)
