@@ -294,7 +294,7 @@ def _is_apart(shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool
 
 
 def _other_dim(shared: Tensor, dim: int) -> int | None:
-    """The second dimension of a table of two variables, if it has two."""
+    """The second dimension of a table of two variables."""
     found = [other for other in range(-shared.dim(), 0) if shared.shape[other] > 1]
     return sum(found) - dim if len(found) == 2 and dim in found else None
 
