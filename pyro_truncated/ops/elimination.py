@@ -214,18 +214,18 @@ class Messages:
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
 
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
-        shared, evidence = self._shared[node], self.evidence(self.tree.roots[node])
-        own, down = self._own(node) + self.weights[node], self.above[node] - evidence
-        found = None if shared is None else _pair_posterior(shared, own, down, shape)
-        if found is not None:
-            return found
-        others = [self.tree.dim(other) for other in self.tree.separators[node]]
-        if _is_apart(shared, own, others) and all(shape[dim] == 1 for dim in others):
-            found = self._as_posterior(own + self._sum_out(shared, down, others), evidence)
-        else:
-            if node not in self._joints:
-                self._joints[node] = self._as_posterior(_add(shared, own) + down, evidence)
-            found = self._joints[node]
+        found = self._joints.get(node)
+        if found is None:
+            shared, evidence = self._shared[node], self.evidence(self.tree.roots[node])
+            own, down = self._own(node) + self.weights[node], self.above[node] - evidence
+            others = [self.tree.dim(other) for other in self.tree.separators[node]]
+            pair = None if shared is None else _pair_posterior(shared, own, down, shape)
+            if pair is not None:
+                return pair
+            if _is_apart(shared, own, others) and all(shape[dim] == 1 for dim in others):
+                found = self._as_posterior(own + self._sum_out(shared, down, others), evidence)
+            else:
+                found = self._joints[node] = self._as_posterior(_add(shared, own) + down, evidence)
         beyond = [dim for dim, (size, wanted) in enumerate(zip(found.shape, shape, strict=True)) if size != wanted]
         return found.sum(beyond, keepdim=True) if beyond else found
 

@@ -150,7 +150,8 @@ class ProductLayout:
         nodes = self.groups[number].nodes
         dim = self.tree.dim(nodes[0])
         num_states = max(tables[node].shape[dim] for node in nodes)
-        shape = torch.broadcast_shapes(*{tables[node].shape for node in nodes})
+        shapes = {tables[node].shape for node in nodes}
+        shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
         return self._rows(nodes[0], torch.stack([tables[node].expand(shape) for node in nodes]), num_states, sizes)
 
     def _rows(self, node: int, tables: Tensor, num_states: int, sizes: Sequence[int]) -> Tensor:

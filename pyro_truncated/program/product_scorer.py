@@ -24,7 +24,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.densities import log_density, once, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
@@ -186,13 +186,20 @@ class ProductScorer(Probe):
 
         It is ``None`` for all in order.
         """
-        found = self.product.groups[group]
+        return self._population_rows[group]
+
+    @cached_property
+    def _population_rows(self) -> list[Tensor | None]:
+        return [self._find_rows(group) for group in self.product.groups]
+
+    def _find_rows(self, found: NodeGroup) -> Tensor | None:
         positions, is_whole = torch.zeros(1, dtype=torch.int64), True
         for name in found.plates:
             frame = self._frames[name]
             size = int(frame.full_size or frame.size)
-            chosen = torch.as_tensor(self.values[name]).cpu() if name in self.values else torch.arange(size)
-            is_whole &= torch.equal(chosen, torch.arange(size))
+            every = torch.arange(size)
+            chosen = torch.as_tensor(self.values[name]).cpu() if name in self.values else every
+            is_whole &= chosen is every or torch.equal(chosen, every)
             positions = (positions.unsqueeze(-1) * size + chosen).flatten()
         if is_whole:
             return None
