@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -300,3 +303,15 @@ def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch)
     objective.loss_and_grads(model, guide, y)
     # Two runs of the sets, before and after the search; then one for each group, and one for each of two blocks.
     assert len(runs) <= 2 + len(guide.product.groups) + 2
+
+
+def test_full_sets_need_no_compiled_kernels():
+    program = """
+import sys, pyro, torch
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+from tests.guide.test_product_sets import chain
+y = torch.randn(2, 5)
+Truncated_ELBO().loss_and_grads(chain, AutoTruncated(chain, num_states=3), y)
+assert "numba" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
