@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -315,3 +316,19 @@ Truncated_ELBO().loss_and_grads(chain, AutoTruncated(chain, num_states=3), y)
 assert "numba" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_sets_that_no_path_crosses_are_named():
+    def model(y):
+        z = torch.tensor(0.0)
+        for t in range(len(y)):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(1 - z))
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[t])
+
+    y = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+    guide = AutoTruncated(model, num_states=1)
+    with pytest.warns(UserWarning, match=r"to all joint states that the guide keeps of z_0, z_1, z_2, z_3, \.\.\.\."):
+        assert Truncated_ELBO().loss(model, guide, y) == math.inf
+    with pytest.raises(ValueError, match=r"of the batch\) of z_0, z_1, z_2, z_3, \.\.\.\. Search first"):
+        Trace_ELBO().loss(model, guide, y)
+    assert Truncated_ELBO().loss_and_grads(model, guide, y) == pytest.approx(exact_loss(model, y), rel=1e-5)
