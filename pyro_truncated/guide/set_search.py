@@ -80,12 +80,7 @@ class ScoredSets:
             sets[number] = ops.gather_states(self.sets[number], own)
             for node, rows in zip(product.groups[number].nodes, scorer.split_nodes(own, number), strict=True):
                 spread[node] = product.spread(node, rows, scorer.plate_sizes(node))
-        tables = []
-        for scope, table in self.tables:
-            for node in spread.keys() & set(scope):
-                dim = product.tree.dim(node)
-                table = torch.take_along_dim(table, spread[node], dim=dim) if table.shape[dim] > 1 else table
-            tables.append((scope, table))
+        tables = [(scope, self._entries(table, {node: spread[node] for node in scope if node in spread})) for scope, table in self.tables]
         return dataclasses.replace(self, sets=sets, tables=tables)
 
     def log_weights(self, number: int) -> Tensor:
@@ -95,6 +90,16 @@ class ScoredSets:
     def rows(self, tables: Mapping[int, Tensor], number: int) -> Tensor:
         """The rows of the tables of a group's nodes."""
         return self.scorer.product.group_rows(number, tables, self.scorer.plate_sizes(self.scorer.product.groups[number].nodes[0]))
+
+    def _entries(self, table: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
+        """The entries of a table at positions of states, by node, read all at once."""
+        tree = self.scorer.product.tree
+        found = {tree.dim(node): own for node, own in positions.items() if table.shape[tree.dim(node)] > 1}
+        if not found:
+            return table
+        dims = range(-tree.num_dims, 0)
+        every = (torch.arange(table.shape[dim], device=table.device).view(-1, *(1,) * (-1 - dim)) for dim in dims)
+        return table[tuple(found.get(dim, own) for dim, own in zip(dims, every, strict=True))]
 
     def _place(self, number: int) -> tuple[int, set[int]]:
         nodes = self.scorer.product.groups[number].nodes
