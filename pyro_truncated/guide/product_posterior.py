@@ -20,7 +20,6 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.guide.given_states import check_possible
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import ProgramRun, find_search_request
@@ -267,10 +266,7 @@ class ProductProgramRun(ProgramRun):
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
-            messages = product.tree.collect(tables.parts, scorer.weights(sets))
-            for component, evidence in zip(product.graph.components, scorer.evidence(messages), strict=True):
-                check_possible(evidence.unsqueeze(-1), [name for node in component for name in product.node_layouts[node].sites])
-            drawn = messages.draw(count)
+            drawn = product.tree.collect(tables.parts, scorer.weights(sets)).draw(count)
             dtype = tables.dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}
