@@ -92,7 +92,7 @@ class ScoredSets:
         return self.scorer.product.group_rows(number, tables, self.scorer.plate_sizes(self.scorer.product.groups[number].nodes[0]))
 
     def _entries(self, table: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
-        """The entries of a table at positions of states, by node, read all at once."""
+        """The entries of a table at positions of states, by node."""
         tree = self.scorer.product.tree
         found = {tree.dim(node): own for node, own in positions.items() if table.shape[tree.dim(node)] > 1}
         if not found:

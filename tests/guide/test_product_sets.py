@@ -331,6 +331,6 @@ def test_sets_that_no_path_crosses_are_named():
         assert Truncated_ELBO().loss(model, guide, y) == math.inf
     without_search = Truncated_ELBO(search_every=2)
     without_search.num_evaluations = 1
-    with pytest.raises(ValueError, match=r"of the batch\) of z_0, z_1, z_2, z_3, \.\.\.\. Search first"):
+    with pytest.raises(ValueError, match=r"of the batch\) of z_0, z_2, z_4\. Search first"):
         without_search.loss_and_grads(model, guide, y)
     assert Truncated_ELBO().loss_and_grads(model, guide, y) == pytest.approx(exact_loss(model, y), rel=1e-5)
