@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,20 +110,21 @@ def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
     )
 
 
-def check_possible(log_joint: Tensor) -> None:
+def check_possible(log_joint: Tensor, sites: Sequence[str]) -> None:
     """Refuses log joints ``(N, S)`` with data points of probability zero.
 
-    All of their states have probability zero.
+    All of their states of these sites have probability zero.
     """
-    ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint))
+    ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint, sites))
 
 
-def _refuse_impossible(log_joint: Tensor) -> None:
+def _refuse_impossible(log_joint: Tensor, sites: Sequence[str]) -> None:
     impossible = (log_joint.amax(-1) == -math.inf).nonzero()
+    shown = ", ".join(sites[:4]) + ", ..." * (len(sites) > 4)
     raise ValueError(
         f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
-        f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
-        "likelihood a floor (a leak, a noise term)."
+        f"(first: {int(impossible[0])} of the batch) of {shown}. Search first, keep more states (num_states), start from parameters under "
+        "which the data are possible, or give the likelihood a floor (a leak, a noise term)."
     )
 
 

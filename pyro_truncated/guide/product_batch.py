@@ -180,17 +180,17 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     def _populations(self, sets: Sequence[Tensor], messages: Messages) -> list[Population]:
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
-        product, scorer = self.scorer.product, self.scorer
-        beliefs, evidence, found = messages.beliefs(), product.evidence_by_node(messages), []
+        product, scorer, roots = self.scorer.product, self.scorer, self.scorer.product.tree.roots
+        log_joint = {}
+        for node, belief in messages.beliefs().items():
+            evidence = messages.evidence(roots[node])
+            log_q = belief + messages.weights[node] - evidence
+            # A node that is the last of its component has the evidence of that.
+            log_joint[node] = (log_q + evidence if roots[node] == node else log_q).masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
+        found = []
         for number, (population, words) in enumerate(zip(self._take_populations(), sets, strict=True)):
-            nodes = product.groups[number].nodes
-            sizes = scorer.plate_sizes(nodes[0])
-            added, weights, total = (product.group_rows(number, own, sizes) for own in (beliefs, messages.weights, evidence))
-            log_q = added + weights - total
-            # The nodes that are the last of their components.
-            is_root = torch.tensor([product.tree.roots[node] == node for node in nodes])
-            log_joint = torch.where(is_root.repeat_interleave(math.prod(sizes)).unsqueeze(-1), log_q + total, log_q)
-            found.append(dataclasses.replace(population, words=words, log_joint=log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)))
+            rows = product.group_rows(number, log_joint, scorer.plate_sizes(product.groups[number].nodes[0]))
+            found.append(dataclasses.replace(population, words=words, log_joint=rows))
         return found
 
     # --- the free energy and its gradient ---
@@ -220,8 +220,9 @@ class ProductBatch(SetBatch[ProductScorer]):
         with torch.no_grad():
             if temperature != 1.0:
                 messages = scorer.product.tree.collect(tables.parts, weights)
+                objective = scorer.sum_evidence(scorer.evidence(messages)) + outside
             self.populations.store_(self._populations(sets, messages))
-            return -float(scorer.sum_evidence(scorer.evidence(messages)) + outside)
+            return -float(objective)
 
     # --- the search ---
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
+from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
@@ -79,12 +80,7 @@ class ScoredSets:
             sets[number] = ops.gather_states(self.sets[number], own)
             for node, rows in zip(product.groups[number].nodes, scorer.split_nodes(own, number), strict=True):
                 spread[node] = product.spread(node, rows, scorer.plate_sizes(node))
-        tables = []
-        for scope, table in self.tables:
-            for node in spread.keys() & set(scope):
-                dim = product.tree.dim(node)
-                table = torch.take_along_dim(table, spread[node], dim=dim) if table.shape[dim] > 1 else table
-            tables.append((scope, table))
+        tables = [(scope, self._entries(table, {node: spread[node] for node in scope if node in spread})) for scope, table in self.tables]
         return dataclasses.replace(self, sets=sets, tables=tables)
 
     def log_weights(self, number: int) -> Tensor:
@@ -94,6 +90,16 @@ class ScoredSets:
     def rows(self, tables: Mapping[int, Tensor], number: int) -> Tensor:
         """The rows of the tables of a group's nodes."""
         return self.scorer.product.group_rows(number, tables, self.scorer.plate_sizes(self.scorer.product.groups[number].nodes[0]))
+
+    def _entries(self, table: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
+        """The entries of a table at positions of states, by node."""
+        tree = self.scorer.product.tree
+        found = {tree.dim(node): own for node, own in positions.items() if table.shape[tree.dim(node)] > 1}
+        if not found:
+            return table
+        dims = range(-tree.num_dims, 0)
+        every = (torch.arange(table.shape[dim], device=table.device).view(-1, *(1,) * (-1 - dim)) for dim in dims)
+        return table[tuple(found.get(dim, own) for dim, own in zip(dims, every, strict=True))]
 
     def _place(self, number: int) -> tuple[int, set[int]]:
         nodes = self.scorer.product.groups[number].nodes
@@ -142,11 +148,14 @@ class SetSearch:
         scored = ScoredSets.from_scorer(self.scorer, sets)
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if scored.sets[number].shape[1] < group.space.size]
+        spaces = {groups[number].space for number in open_}
+        # Where all states are proposed at once a second time changes nothing.
+        blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else _BLOCKS_PER_STEP
         for _ in range(steps):
             for number in open_:
                 scored = self._search_group(search, scored, number)
-            for _ in range(_BLOCKS_PER_STEP if open_ else 0):
-                scored = self._search_block(scored, open_)
+            for _ in range(blocks):
+                scored = self._search_block(scored, spaces, open_)
         return scored
 
     # --- proposals for one group ---
@@ -162,36 +171,61 @@ class SetSearch:
         places, is_free = _best_new(known, proposed)
         if not bool(is_free.any()):
             return scored
-        return self._exchange(scored, scored.join(scores.take(proposed.words, places), number), {number: is_free})
+        chosen = {number: _beside(scored.sets[number], is_free)}
+        return self._exchange(scored, scored.join(scores.take(proposed.words, places), number), chosen)
 
     # --- proposals that are coherent over many nodes ---
 
-    def _search_block(self, scored: ScoredSets, open_: Sequence[int]) -> ScoredSets:
+    def _search_block(self, scored: ScoredSets, spaces: Collection[StateSpace], open_: Sequence[int]) -> ScoredSets:
         scorer, product = self.scorer, self.scorer.product
         best = scored.collect(scorer.weights(scored.sets), maximum=True).draw(None)
-        joined, is_free = list(scored.sets), {}
-        for space in {product.groups[number].space for number in open_}:
-            block = self._draw_block(space)
+        joined, choices = list(scored.sets), {}
+        for space in spaces:
+            block, values = self._draw_block(space)
             for number in open_:
-                if product.groups[number].space == space:
-                    own = scored.sets[number]
+                if product.groups[number].space != space:
+                    continue
+                own = scored.sets[number]
+                if len(values) == space.size:
+                    # In the same order for all members of the plates: the model is run on them once.
+                    joined[number] = space.enumerate(own.device).expand(len(own), -1, -1)
+                    choices[number] = _Choice(space.positions(own), None)
+                else:
                     place = scored.rows({node: best[node][0][0] for node in product.groups[number].nodes}, number)
-                    words = _with_block(space, ops.gather_states(own, place).squeeze(1), block)
+                    words = _with_block(space, ops.gather_states(own, place).squeeze(1), block, values)
                     joined[number] = torch.cat([own, words], 1)
-                    is_free[number] = ~ops.find_duplicates(joined[number])[:, own.shape[1] :]
-        return self._exchange(scored, ScoredSets.from_scorer(scorer, joined), is_free, look_ahead=True)
+                    choices[number] = _beside(own, ~ops.find_duplicates(joined[number])[:, own.shape[1] :])
+        return self._exchange(scored, ScoredSets.from_scorer(scorer, joined), choices, look_ahead=True)
 
-    def _draw_block(self, space: StateSpace) -> list[int]:
-        """Latents at random, as many as have few enough joint values."""
-        order = (
-            ops.uniform(shape=(space.num_latents,), rows=torch.zeros(1, dtype=torch.int64), generator=self.random).argsort(-1)[0].tolist()
-        )
-        sizes = itertools.accumulate((space.cardinalities[latent] for latent in order), lambda total, size: total * size)
-        return [latent for latent, size in zip(order, sizes, strict=True) if size <= _BLOCK_STATES] or order[:1]
+    def _is_small(self, space: StateSpace) -> bool:
+        """Whether all states of a space are proposed at once."""
+        is_small = space.num_latents == 1 and space.size**self.scorer.product.graph.num_colours <= CLIQUE_LIMIT
+        return is_small or space.size <= _BLOCK_STATES
+
+    def _draw_block(self, space: StateSpace) -> tuple[list[int], Tensor]:
+        """Draws latents, and returns them with joint values ``(C, latents)``.
+
+        They are all that these latents have, or a few of a single one with many.
+        """
+        if self._is_small(space):
+            block = list(range(space.num_latents))
+        else:
+            order = self._shuffle(space.num_latents)
+            sizes = itertools.accumulate((space.cardinalities[latent] for latent in order), lambda total, size: total * size)
+            block = [latent for latent, size in zip(order, sizes, strict=True) if size <= _BLOCK_STATES]
+            if not block:
+                values = self._shuffle(space.cardinalities[order[0]])[:_BLOCK_STATES]
+                return order[:1], torch.tensor(values).unsqueeze(-1)
+        return block, torch.cartesian_prod(*(torch.arange(space.cardinalities[latent]) for latent in block)).reshape(-1, len(block))
+
+    def _shuffle(self, number: int) -> list[int]:
+        """Returns the numbers from zero in random order."""
+        uniform = ops.uniform(shape=(number,), rows=torch.zeros(1, dtype=torch.int64), generator=self.random)
+        return uniform.argsort(-1)[0].tolist()
 
     # --- selection ---
 
-    def _exchange(self, scored: ScoredSets, joined: ScoredSets, is_free: Mapping[int, Tensor], *, look_ahead: bool = False) -> ScoredSets:
+    def _exchange(self, scored: ScoredSets, joined: ScoredSets, choices: Mapping[int, _Choice], *, look_ahead: bool = False) -> ScoredSets:
         """Returns the best of old and new states.
 
         They are chosen for one node after the other, of each component that does not lose by it.
@@ -199,39 +233,36 @@ class SetSearch:
         Args:
             scored: the sets as they are.
             joined: the sets with candidates.
-            is_free: by group, which candidates are new.
+            choices: by group, where the old states are, and which may be chosen.
             look_ahead: whether later nodes count with their candidates.
         """
         scorer, product = self.scorer, self.scorer.product
         weights, limits = scorer.weights(joined.sets), {}
-        for number, own in is_free.items():
-            size = scored.sets[number].shape[1]
+        for number, choice in choices.items():
             allowed = joined.log_weights(number)
-            allowed[:, size:].masked_fill_(~own, -math.inf)
-            for node, rows in zip(product.groups[number].nodes, scorer.split_nodes(allowed, number), strict=True):
-                limits[node] = rows
-                start = rows.clamp(min=IMPOSSIBLE)
-                if not look_ahead:
-                    start[:, size:] = IMPOSSIBLE
-                weights[node] = product.spread(node, start, scorer.plate_sizes(node))
+            if choice.is_free is not None:
+                allowed.masked_fill_(~choice.is_free, -math.inf)
+            start = allowed.clamp(min=IMPOSSIBLE) if look_ahead else _only(choice.old, allowed)
+            parts = (scorer.split_nodes(rows, number) for rows in (allowed, start))
+            for node, limit, own in zip(product.groups[number].nodes, *parts, strict=True):
+                limits[node] = limit
+                weights[node] = product.spread(node, own, scorer.plate_sizes(node))
         messages = joined.collect(weights)
         chosen: dict[int, Tensor] = {}
 
         def choose(node: int, belief: Tensor) -> Tensor | None:
             if node not in limits:
                 return None
-            limit = limits[node]
             size = scored.sets[product.place[node][0]].shape[1]
-            scores = product.rows(node, belief, scorer.plate_sizes(node)) + limit
-            best = chosen[node] = scores.topk(size, -1).indices
-            kept = torch.full_like(limit, IMPOSSIBLE).scatter(1, best, limit.gather(1, best).clamp(min=IMPOSSIBLE))
-            return product.spread(node, kept, scorer.plate_sizes(node))
+            scores = product.rows(node, belief, scorer.plate_sizes(node)) + limits[node]
+            chosen[node] = scores.topk(size, -1).indices
+            return product.spread(node, _only(chosen[node], limits[node]), scorer.plate_sizes(node))
 
         messages.select(choose)
-        positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in is_free}
-        return self._accept(scored, joined, positions)
+        positions = {number: torch.cat([chosen[node] for node in product.groups[number].nodes]) for number in choices}
+        return self._accept(scored, joined, positions, choices)
 
-    def _accept(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor]) -> ScoredSets:
+    def _accept(self, scored: ScoredSets, joined: ScoredSets, positions: dict[int, Tensor], choices: Mapping[int, _Choice]) -> ScoredSets:
         """Returns the new sets where the evidence does not fall.
 
         It might fall where members of one plate change together.
@@ -243,8 +274,33 @@ class SetSearch:
         for number, own in positions.items():
             loses = scored.rows({node: losing[node] for node in product.groups[number].nodes}, number) > 0
             is_worse |= bool(loses.any())
-            positions[number] = torch.where(loses, torch.arange(own.shape[1], device=own.device), own)
+            positions[number] = torch.where(loses, choices[number].old, own)
         return joined.take(positions) if is_worse else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """Which states of a joined set may be chosen.
+
+    Attributes:
+        old: the positions of those that were there before, ``(rows, S)``.
+        is_free: a mask ``(rows, C)``, ``None`` where all may be.
+    """
+
+    old: Tensor
+    is_free: Tensor | None
+
+
+def _beside(own: Tensor, is_new: Tensor) -> _Choice:
+    """The choice between states and candidates that stand behind them."""
+    old = torch.arange(own.shape[1], device=own.device).expand(own.shape[:2])
+    return _Choice(old, torch.cat([torch.ones_like(old, dtype=torch.bool), is_new], 1))
+
+
+def _only(positions: Tensor, log_weights: Tensor) -> Tensor:
+    """Log weights of the states at some positions; all others are impossible."""
+    kept = log_weights.gather(1, positions).clamp(min=IMPOSSIBLE)
+    return torch.full_like(log_weights, IMPOSSIBLE).scatter(1, positions, kept)
 
 
 class NodeScores:
@@ -307,9 +363,8 @@ def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
     return best, is_new.gather(1, best)
 
 
-def _with_block(space: StateSpace, words: Tensor, block: Sequence[int]) -> Tensor:
-    """States ``(rows, num_words)`` with all joint values of some latents, ``(rows, C, num_words)``."""
-    values = torch.cartesian_prod(*(torch.arange(space.cardinalities[latent]) for latent in block)).reshape(-1, len(block))
+def _with_block(space: StateSpace, words: Tensor, block: Sequence[int], values: Tensor) -> Tensor:
+    """States ``(rows, num_words)`` with joint values ``(C, latents)`` of some latents, ``(rows, C, num_words)``."""
     levels = space.unpack(words, torch.int64).unsqueeze(1).repeat(1, len(values), 1)
     levels[..., list(block)] = values.to(levels.device)
     return space.pack(levels)

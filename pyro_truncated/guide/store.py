@@ -102,6 +102,7 @@ class PopulationStore(torch.nn.Module):
         self.first_position = 0
         self.seen = SeenData()
         self._space: StateSpace | None = None
+        self._sites: list[str] = []
         self._loaded_portion: Portion | None = None  # which data points populations were loaded of
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
@@ -152,7 +153,7 @@ class PopulationStore(torch.nn.Module):
             self.bring_(device)
         if problem := other_rows(self._loaded_portion, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
-        self._space = layout.space
+        self._space, self._sites = layout.space, list(layout.sites)
 
     def _create(self, layout: Layout | NodeGroup, init: Init, device: torch.device) -> None:
         size = min(self.num_states, layout.space.size)
@@ -328,7 +329,7 @@ class PopulationStore(torch.nn.Module):
 
         The data are first checked to be possible, so that the two always agree.
         """
-        check_possible(log_joint)
+        check_possible(log_joint, self._sites)
         ops.on_success(lambda: self._write_(log_joint, where, words))
 
     def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:

@@ -99,7 +99,10 @@ def find_product(
     exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
     layout.idle_where_masked -= exact
     with spare_random_numbers(), torch.no_grad():
-        if ProductScorer(call, product).takes_sets():
+        scorer = ProductScorer(call, product)
+        if scorer.takes_sets():
+            product.shares_sets = True
+            product.shares_sets = scorer.takes_sets(shared=True)
             return product
     note_once(
         f"the model's factor graph has {len(graph.nodes)} nodes, but the model takes no sets of states in dimensions left of its "

@@ -74,12 +74,17 @@ class _Kernels:
         return getattr(plain, function)(*arguments, **options)
 
 
-def backend(name: str, tensor: Tensor) -> Any:
+def backend(name: str, tensor: Tensor, *, is_small: bool = False) -> Any:
     """Returns the module of that name for a tensor's device.
 
     The first request loads the module, and with the first compiled one numba.
+
+    Args:
+        name: name of the module.
+        tensor: the tensor.
+        is_small: whether torch takes as little time, so that numba need not be loaded.
     """
-    kind = _kind(tensor)
+    kind = "vectorised" if is_small and tensor.is_cpu else _kind(tensor)
     return _loaded.get((kind, name)) or _load(kind, name)
 
 

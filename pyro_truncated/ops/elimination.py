@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 
 # Stands for a log probability of minus infinity (nats): sums of it stay finite, and so do differences and gradients.
 IMPOSSIBLE = -1e12
+# Joint states from which on a sum is a product of matrices, where it can be: below, that takes no less time.
+_MANY = 2**14
+# The least sum of products that has lost nothing to underflow, and the largest logarithms of the factors of a posterior.
+_LEAST, _LARGEST_LOG = 1e-200, 250.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +81,18 @@ class BucketTree:
         """Sends messages from the first variable to the last.
 
         Args:
-            tables: log tables with the variables that they are of.
-            weights: by variable, the log weights of its states, with the state in its dimension.
+            tables: log tables with the variables that they are of. One that is the same for all members of a plate has a one there.
+            weights: by variable, the log weights of its states, with the state in its dimension, and its plates.
             maximum: whether to maximise over states in place of summing, for the most probable joint state.
         """
         sums: list[Tensor | None] = [None] * len(self.separators)
+        shared: list[Tensor | None] = [None] * len(self.separators)
         for nodes, table in tables:
             bucket = self.find_bucket(nodes)
-            held, table = sums[bucket], table.double().clamp(min=IMPOSSIBLE)
-            sums[bucket] = table if held is None else held + table
-        messages = Messages(self, sums, dict(weights), maximum)
+            into = shared if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
+            held, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
+            into[bucket] = table if held is None else held + table
+        messages = Messages(self, sums, shared, dict(weights), maximum)
         for node in self.order:
             messages.send(node)
         return messages
@@ -97,19 +104,27 @@ class Messages:
     The messages that were sent are kept beside them.
     """
 
-    def __init__(self, tree: BucketTree, sums: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False) -> None:
+    def __init__(
+        self, tree: BucketTree, sums: list[Tensor | None], shared: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False
+    ) -> None:
         self.tree, self.weights = tree, weights
-        self._sums = sums
+        # Tables of two variables that are the same for all members of the plates lie apart: sums over them are products of matrices.
+        self._sums, self._shared = sums, shared
         self._messages: list[Tensor | None] = [None] * len(sums)
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
         # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
         self._counts: list[Tensor | None] = [None] * len(sums)
         self._impossible: list[Tensor | None] = [None] * len(sums)
+        self._joints: dict[int, Tensor] = {}
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
-        parts = [part.detach().amin() for part in [*sums, *{id(own): own for own in weights.values()}.values()] if part is not None]
+        different = {id(own): own for own in weights.values()}.values()
+        parts = [part.detach().amin() for part in [*sums, *shared, *different] if part is not None]
         self._may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
     def _sum(self, node: int) -> Tensor:
+        return _add(self._shared[node], self._own(node))
+
+    def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
 
     def _finite(self, node: int) -> Tensor:
@@ -120,10 +135,18 @@ class Messages:
     def _with_impossible(held: Tensor, count: Tensor | None) -> Tensor:
         return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
 
+    def _sum_out(self, shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> Tensor:
+        """Sums (or maximises) some dimensions of two tables' product out."""
+        if shared is not None and len(dims) == 1 and self._reduce is torch.logsumexp:
+            found = _log_matmul(shared, other, dims[0])
+            if found is not None:
+                return found
+        return self._reduce(_add(shared, other), dims, keepdim=True)
+
     def send(self, node: int) -> None:
         """Sums a variable out, and sends the rest to its parent's bucket."""
         tree, parent = self.tree, self.tree.parents[node]
-        message = self._reduce(self._sum(node) + self.weights[node], tree.dim(node), keepdim=True)
+        message = self._sum_out(self._shared[node], self._own(node) + self.weights[node], [tree.dim(node)])
         if parent is None:
             self._messages[node] = message
             return
@@ -148,32 +171,39 @@ class Messages:
         assert found is not None
         return found
 
-    def clique(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """A clique's log weights without its variable's, and the message from above."""
+    def message_from_above(self, node: int, above: Mapping[int, Tensor]) -> Tensor:
+        """What a variable's clique gets from its parent's, given what that gets."""
         tree, parent = self.tree, self.tree.parents[node]
         if parent is None:
-            down = self._sum(node).new_zeros((1,) * tree.num_dims)
-        else:
-            sent = self._messages[node]
-            assert sent is not None
-            count, own = self._counts[parent], self._impossible[node]
-            others_count = count if count is None or own is None else count - own
-            rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent] + above[parent]
-            gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
-            down = self._reduce(rest, gone, keepdim=True) if gone else rest
-        return (self._sum(node) if parent is None else self._sum(node) + down), down
+            return self.weights[node].new_zeros((1,) * tree.num_dims)
+        sent = self._messages[node]
+        assert sent is not None
+        count, own = self._counts[parent], self._impossible[node]
+        others_count = count if count is None or own is None else count - own
+        rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent]
+        gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
+        if not gone:
+            return _add(self._shared[parent], rest) + above[parent]
+        if _is_apart(self._shared[parent], rest, gone):
+            # The parent's states stay: only those above it are summed out.
+            return rest + self._sum_out(self._shared[parent], above[parent], gone)
+        return self._sum_out(self._shared[parent], rest + above[parent], gone)
 
-    def _belief(self, node: int, clique: Tensor) -> Tensor:
+    def _belief(self, node: int, down: Tensor) -> Tensor:
         others = [self.tree.dim(other) for other in self.tree.separators[node]]
-        return self._reduce(clique, others, keepdim=True) if others else clique
+        own = self._own(node)
+        if not others:
+            return own
+        if _is_apart(self._shared[node], own, others):
+            return own + self._sum_out(self._shared[node], down, others)
+        return self._reduce(_add(self._shared[node], own + down), others, keepdim=True)
 
     @functools.cached_property
-    def cliques(self) -> dict[int, Tensor]:
-        """Log weights of each clique's joint states, without the variable's own."""
+    def above(self) -> dict[int, Tensor]:
+        """By variable, the message that its clique gets from above."""
         found: dict[int, Tensor] = {}
-        above: dict[int, Tensor] = {}
         for node in reversed(self.tree.order):
-            found[node], above[node] = self.clique(node, above)
+            found[node] = self.message_from_above(node, found)
         return found
 
     def posterior(self, scopes: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -181,25 +211,33 @@ class Messages:
 
         It is the gradient of :math:`F` with respect to the table, and zero where no joint state is possible.
         """
-        tree, found = self.tree, []
-        joint: dict[int, Tensor] = {}
-        for scope, shape in zip(scopes, shapes, strict=True):
-            node = tree.find_bucket(scope)
-            if node not in joint:
-                evidence = self.evidence(tree.roots[node])
-                own = (self.cliques[node] + self.weights[node] - evidence).exp()
-                joint[node] = own.masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self._may_be_impossible else own
-            own = joint[node]
-            beyond = [dim for dim, (size, wanted) in enumerate(zip(own.shape, shape, strict=True)) if size != wanted]
-            found.append(own.sum(beyond, keepdim=True) if beyond else own)
-        return found
+        return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
+
+    def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
+        found = self._joints.get(node)
+        if found is None:
+            shared, evidence = self._shared[node], self.evidence(self.tree.roots[node])
+            own, down = self._own(node) + self.weights[node], self.above[node] - evidence
+            others = [self.tree.dim(other) for other in self.tree.separators[node]]
+            pair = None if shared is None else _pair_posterior(shared, own, down, shape)
+            if pair is not None:
+                return pair
+            if _is_apart(shared, own, others) and all(shape[dim] == 1 for dim in others):
+                found = self._as_posterior(own + self._sum_out(shared, down, others), evidence)
+            else:
+                found = self._joints[node] = self._as_posterior(_add(shared, own) + down, evidence)
+        beyond = [dim for dim, (size, wanted) in enumerate(zip(found.shape, shape, strict=True)) if size != wanted]
+        return found.sum(beyond, keepdim=True) if beyond else found
+
+    def _as_posterior(self, logs: Tensor, evidence: Tensor) -> Tensor:
+        return logs.exp().masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self._may_be_impossible else logs.exp()
 
     def beliefs(self) -> dict[int, Tensor]:
         r"""Returns what each state adds to :math:`e^F`, without its own weight.
 
         Where a set of states is searched, this logarithm is the fitness of a candidate.
         """
-        return {node: self._belief(node, clique) for node, clique in self.cliques.items()}
+        return {node: self._belief(node, down) for node, down in self.above.items()}
 
     def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
         """Visits the variables in turn, with the newest weights of all others.
@@ -213,8 +251,8 @@ class Messages:
             while stack:
                 node, is_done = stack.pop()
                 if not is_done:
-                    clique, above[node] = self.clique(node, above)
-                    weights = choose(node, self._belief(node, clique))
+                    above[node] = self.message_from_above(node, above)
+                    weights = choose(node, self._belief(node, above[node]))
                     if weights is not None:
                         self.weights[node] = weights
                     stack.append((node, True))
@@ -244,6 +282,63 @@ class Messages:
             position = tree.dim(node) % (tree.num_dims + 1)
             found[node] = chosen.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
         return found
+
+
+def _add(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one + other
+
+
+def _is_apart(shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
+    """Whether only the first table depends on the states in some dimensions."""
+    return shared is not None and all(other.shape[dim] == 1 for dim in dims)
+
+
+def _other_dim(shared: Tensor, dim: int) -> int | None:
+    """The second dimension of a table of two variables."""
+    found = [other for other in range(-shared.dim(), 0) if shared.shape[other] > 1]
+    return sum(found) - dim if len(found) == 2 and dim in found else None
+
+
+def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
+    r"""Returns :math:`\log \sum_v e^{A(v, u) + B(v, n)}`, a product of matrices.
+
+    It is ``None`` where it would be rounded, and where it would save nothing.
+    """
+    out = _other_dim(shared, dim)
+    if out is None or other.shape[out] > 1 or other.shape[dim] == 1:
+        return None
+    if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MANY:
+        return None
+    matrix = shared.movedim((out, dim), (-2, -1)).flatten(0, -2)
+    columns = other.movedim(dim, 0)
+    flat = columns.flatten(1)
+    top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
+    product = (matrix - top).exp() @ (flat - left).exp()
+    if not bool(product.amin() > _LEAST):
+        return None
+    found = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
+    return found.movedim(0, dim).transpose(dim, out)
+
+
+def _pair_posterior(shared: Tensor, own: Tensor, down: Tensor, shape: torch.Size) -> Tensor | None:
+    r"""Returns :math:`e^{A(v, u)} \sum_n e^{B(v, n) + C(u, n)}`, summed to a shape.
+
+    The sum over members of plates is a product of matrices. It is ``None`` where it would be rounded, and where it would save nothing.
+    """
+    first = next((dim for dim in range(-shared.dim(), 0) if shared.shape[dim] > 1 and own.shape[dim] > 1), None)
+    second = None if first is None else _other_dim(shared, first)
+    if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != shared.shape:
+        return None
+    if shared.device.type != "cpu" or shared.shape[second] * own.numel() < _MANY:
+        return None
+    left, right = own.movedim((first, second), (0, 1)).squeeze(1), down.movedim((second, first), (0, 1)).squeeze(1)
+    members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
+    left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
+    tops = [part.amax(0) for part in (left, right)]
+    if not bool((tops[0] + tops[1]).abs().amax() < _LARGEST_LOG) or not bool(shared.amax() < _LARGEST_LOG):
+        return None
+    product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
+    return shared.exp() * (product if first < second else product.mT).reshape(shape)
 
 
 def _replace(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:

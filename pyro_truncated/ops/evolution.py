@@ -286,4 +286,6 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: So
     if fields.size <= max(4096, 4 * num_states):
         everything = enumerate_states(fields, "cpu")
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
+    if num_states == fields.size:
+        return torch.cat([singletons.new_zeros(1, fields.num_words), singletons, others]).repeat(num_data, 1, 1)
     return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]

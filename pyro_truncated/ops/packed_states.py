@@ -350,6 +350,8 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
 
 
 _MAX_STATES = 2**20
+# Values that torch unpacks as quickly as a kernel does.
+_FEW = 2**12
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
@@ -395,7 +397,8 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     """
     if words.shape[-1:] != (fields.num_words,) or words.dtype != torch.int64:
         raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
-    return backend("latent_values", words).unpack(words, fields, dtype)  # type: ignore[no-any-return]
+    is_small = words.numel() * fields.num_latents <= _FEW
+    return backend("latent_values", words, is_small=is_small).unpack(words, fields, dtype)  # type: ignore[no-any-return]
 
 
 def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:

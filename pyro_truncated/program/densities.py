@@ -31,7 +31,7 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     .. math:: -\tfrac12 \Big(\frac{y - \mu}{\sigma}\Big)^2 - \log\sigma - \tfrac12 \log 2\pi, \qquad
               y \log\lambda - \lambda - \log y!, \qquad y \log p + (1 - y) \log(1 - p),
 
-    for normal, Poisson and Bernoulli distributions with or without ``to_event``, on a CPU. It is
+    for normal, Poisson, Bernoulli and categorical distributions with or without ``to_event``, on a CPU. It is
     computed in place where possible, as new memory for every step takes more time than the steps.
     Of counts both :math:`y \log\lambda - \lambda` and :math:`\log y!` are taken without :math:`y
     \log y - y`, so that their sums stay small. Probabilities are clamped as Pyro does. Other
@@ -197,12 +197,26 @@ def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
     return [(1.0, (clamp_probs(parameter) - (1 - value)).abs_().log_())] if is_binary else None
 
 
+def _categorical(fn: Any, value: Tensor) -> _Terms | None:
+    is_given = "logits" in fn.__dict__
+    # The last dimension is that of the categories.
+    parameter = once(fn.logits if is_given else fn.probs, end=1)
+    logits = parameter if is_given else probs_to_logits(parameter)
+    number, ends = logits.shape[-1], value.aminmax() if value.numel() else None
+    if ends is None or logits.numel() == 0 or not 0 <= ends.min <= ends.max < number:
+        return None
+    # One entry is read for each of these, and so has its gradient: expanded logits would have one of their own.
+    place = torch.arange(logits.numel() // number).reshape(logits.shape[:-1]) * number + value.long()
+    return [(1.0, logits.reshape(-1).index_select(0, place.flatten()).view(place.shape))]
+
+
 _TERMS: dict[type, Callable[[Any, Tensor], _Terms | None]] = {
     kind: terms
     for terms, kinds in (
         (_normal, (dist.Normal, torch.distributions.Normal)),
         (_poisson, (dist.Poisson, torch.distributions.Poisson)),
         (_bernoulli, (dist.Bernoulli, torch.distributions.Bernoulli)),
+        (_categorical, (dist.Categorical, torch.distributions.Categorical)),
     )
     for kind in kinds
 }
@@ -216,10 +230,13 @@ def _real(value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, parameter.dtype))
 
 
-def once(tensor: Tensor) -> Tensor:
-    """Returns the tensor with one entry along expanded dimensions."""
+def once(tensor: Tensor, start: int = 0, end: int = 0) -> Tensor:
+    """Returns the tensor with one entry along expanded dimensions.
+
+    They are those from ``start`` on, without the last ``end``.
+    """
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
+        if size > 1 and stride == 0 and start <= dim < tensor.dim() - end:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
 

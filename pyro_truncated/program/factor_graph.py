@@ -56,7 +56,7 @@ class FactorGraph:
         separators: by node, the nodes that share a clique with it when it is eliminated.
         colours: by node, a number that the other members of its cliques do not have.
         components: positions of the nodes that are connected, a tuple for each component.
-        whole: what is kept as whole states because no small cliques exist: a sentence for each such component.
+        whole: what is kept as whole states: a sentence for each component without small cliques, or each site whose members are joined.
     """
 
     nodes: tuple[Node, ...]
@@ -107,11 +107,21 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
     scopes = {name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates}
     scopes = {name: scope for name, scope in scopes.items() if scope}
     places = {name: set(plates[name]) for name in sites}
+    joins: dict[str, tuple[str, str]] = {}
     for name, scope in scopes.items():
         for site in scope:
+            if beyond := places[site] - plates[name]:
+                joins[site] = name, min(beyond)[0]
             places[site] &= plates[name]
     sizes = {name: math.prod(site.in_plates({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
-    return _Builder(scopes, places, sizes, num_states).build()
+    graph = _Builder(scopes, places, sizes, num_states).build()
+    sentences = [
+        f"'{name}' depends on several members of the plate '{plate}' of '{site}': they are one decision, with {num_states} of "
+        f"{readable_count(sizes[site])} states. Where it looks up a member by an index, nested plates with a mask keep members apart."
+        for site, (name, plate) in joins.items()
+        if sizes[site] > num_states
+    ]
+    return graph if graph.whole else dataclasses.replace(graph, whole=tuple(sentences))
 
 
 def _node_plates(node: Mapping[str, Any]) -> set[Plate]:

@@ -74,6 +74,7 @@ class ProductLayout:
         node_layouts: by node, its sites as seen from one member of its plates.
         groups: nodes whose sets are rows of one population.
         tree: the order in which states are summed out.
+        shares_sets: whether the model takes one value for all members of a plate.
     """
 
     def __init__(self, graph: FactorGraph, layout: Layout) -> None:
@@ -84,6 +85,7 @@ class ProductLayout:
             groups[graph.colours[position], own.space.cardinalities, node.plates].append(position)
         self.groups = tuple(NodeGroup(tuple(nodes), tuple(self.node_layouts[node] for node in nodes)) for nodes in groups.values())
         plates = tuple(frozenset(own.dims) for own in self.node_layouts)
+        self.shares_sets = False
         self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
 
     @cached_property
@@ -148,7 +150,8 @@ class ProductLayout:
         nodes = self.groups[number].nodes
         dim = self.tree.dim(nodes[0])
         num_states = max(tables[node].shape[dim] for node in nodes)
-        shape = torch.broadcast_shapes(*{tables[node].shape for node in nodes})
+        shapes = {tables[node].shape for node in nodes}
+        shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
         return self._rows(nodes[0], torch.stack([tables[node].expand(shape) for node in nodes]), num_states, sizes)
 
     def _rows(self, node: int, tables: Tensor, num_states: int, sizes: Sequence[int]) -> Tensor:
@@ -161,12 +164,16 @@ class ProductLayout:
     def values(self, number: int, words: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Returns site values of the states ``(rows, S, num_words)`` of a group's nodes.
 
-        The states lie in the dimension of the group's colour. Nodes with sites of one kind are unpacked together.
+        The states lie in the dimension of the group's colour. Nodes with sites of one kind are unpacked together. States that all members
+        of the plates have are values of all of them, with ones in the place of the plates.
         """
         group = self.groups[number]
         found: dict[str, Tensor] = {}
+        words = words.unflatten(0, (len(group.nodes), -1))
+        if self.shares_sets and torch.equal(words, words[:, :1].expand_as(words)):
+            words, sizes = words[:, :1], [1] * len(sizes)
         colour, plates = self.tree.colours[group.nodes[0]], group.layouts[0].spread(sizes, self.layout.depth)
-        levels = group.space.unpack(words).unflatten(0, (len(group.nodes), -1)).transpose(1, 2)
+        levels = group.space.unpack(words).transpose(1, 2)
         levels = levels.reshape(*levels.shape[:2], *(1,) * colour, *plates, levels.shape[-1])
         kinds: dict[Any, list[int]] = defaultdict(list)
         for place, own in enumerate(group.layouts):

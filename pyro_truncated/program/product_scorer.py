@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.densities import log_density, site_log_densities
+from pyro_truncated.program.densities import log_density, once, site_log_densities
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.program.product_layout import NodeGroup, ProductLayout
 from pyro_truncated.program.sites import is_subsampled, sample_nodes
 from pyro_truncated.program.supports import log_prob_on_support
 from pyro_truncated.program.zero_probabilities import exact_log_prob
@@ -188,13 +188,20 @@ class ProductScorer(Probe):
 
         It is ``None`` for all in order.
         """
-        found = self.product.groups[group]
+        return self._population_rows[group]
+
+    @cached_property
+    def _population_rows(self) -> list[Tensor | None]:
+        return [self._find_rows(group) for group in self.product.groups]
+
+    def _find_rows(self, found: NodeGroup) -> Tensor | None:
         positions, is_whole = torch.zeros(1, dtype=torch.int64), True
         for name in found.plates:
             frame = self._frames[name]
             size = int(frame.full_size or frame.size)
-            chosen = torch.as_tensor(self.values[name]).cpu() if name in self.values else torch.arange(size)
-            is_whole &= torch.equal(chosen, torch.arange(size))
+            every = torch.arange(size)
+            chosen = torch.as_tensor(self.values[name]).cpu() if name in self.values else every
+            is_whole &= chosen is every or torch.equal(chosen, every)
             positions = (positions.unsqueeze(-1) * size + chosen).flatten()
         if is_whole:
             return None
@@ -329,7 +336,8 @@ class ProductScorer(Probe):
         table: Tensor = log_prob.reshape((1,) * (product.tree.num_dims - log_prob.dim()) + tuple(log_prob.shape))
         plates = product.inner_plates[node["name"]]
         inner = [frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.dim not in plates]
-        return table.sum(inner, keepdim=True) if inner else table
+        # Where all members of a plate have the same density it is held once.
+        return once(table.sum(inner, keepdim=True) if inner else table, start=product.tree.num_dims - product.tree.depth)
 
     def _log_probs(self, nodes: Sequence[Any]) -> Sequence[Tensor]:
         layout = self.product.layout
@@ -357,14 +365,15 @@ class ProductScorer(Probe):
     def weights(self, sets: Sets) -> dict[int, Tensor]:
         """Returns, by node, the log weights of its states.
 
-        They have the dimensions of a table, or broadcast to them.
+        They have the plates of the node, where tables may have ones.
         """
         found, product = {}, self.product
         for number, (group, words) in enumerate(zip(product.groups, sets, strict=True)):
             if all(levels is None for levels in self.known_sets[number]):
-                shape = [1] * product.tree.num_dims
-                shape[product.tree.dim(group.nodes[0])] = words.shape[1]
-                found.update(dict.fromkeys(group.nodes, torch.zeros(shape, dtype=torch.float64, device=words.device)))
+                node = group.nodes[0]
+                sizes = self.plate_sizes(node)
+                none = torch.zeros((), dtype=torch.float64, device=words.device).expand(math.prod(sizes), words.shape[1])
+                found.update(dict.fromkeys(group.nodes, product.spread(node, none, sizes)))
                 continue
             for node, rows in zip(group.nodes, self.split_nodes(self.log_weights(words, number), number), strict=True):
                 found[node] = product.spread(node, rows, self.plate_sizes(node))
@@ -420,10 +429,13 @@ class ProductScorer(Probe):
         return torch.stack([self.evidence_scale(root) * rows.sum() for root, rows in zip(self.product.roots, evidence, strict=True)]).sum()
 
     @torch.no_grad()
-    def takes_sets(self) -> bool:
+    def takes_sets(self, *, shared: bool = False) -> bool:
         """Whether runs on sets of states agree with single runs.
 
         Then the graph is right, and the model takes many states at once.
+
+        Args:
+            shared: whether to try sets that all members of a plate share, in place of one for each.
         """
         generator = torch.Generator().manual_seed(0)
         product = self.product
@@ -432,6 +444,7 @@ class ProductScorer(Probe):
         places: dict[int, Tensor] = {}
         for number, group in enumerate(product.groups):
             words = group.space.random((self.num_rows(number), _STATES_TRIED), 0.5, generator).to(self.device)
+            words = words[:1].expand_as(words) if shared else words
             sets.append(words)
             for node, own in zip(group.nodes, self.split_nodes(words, number), strict=True):
                 chosen = torch.randint(_STATES_TRIED, (len(own), 1), generator=generator).to(self.device)

@@ -119,6 +119,12 @@ class StateSpace:
             raise ValueError(f"a space of {self.readable_size} states is too large to enumerate (limit {_MAX_ENUMERATED})")
         return ops.enumerate_states(self.fields, device)
 
+    def positions(self, words: Tensor) -> Tensor:
+        """Positions ``(...)`` of states ``(..., num_words)`` in :meth:`enumerate`."""
+        levels = self.unpack(words, torch.int64)
+        steps = torch.tensor([1, *self.cardinalities[:-1]], device=words.device).cumprod(0)
+        return (levels * steps).sum(-1)
+
     def random(
         self,
         shape: Sequence[int],

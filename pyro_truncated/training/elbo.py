@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -134,7 +135,8 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), propagate_errors(guide, (args, kwargs)):
-                return total([guide], _check_loss(-float(guide.make_batch(*args, **kwargs).mean_free_energy(self.num_particles))))
+                batch = guide.make_batch(*args, **kwargs)
+                return total([guide], _warn_if_infinite(_check_loss(-float(batch.mean_free_energy(self.num_particles))), guide))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
         with propagate_errors(guide, (args, kwargs)), self._beside_others(call, guide):
@@ -153,6 +155,7 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
                 batch = self._search_batch(call, guide) if torch.is_grad_enabled() else guide.make_batch(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
+                _warn_if_infinite(float(loss.detach()), guide)
                 return total_loss_for_ddp([guide], loss)
             with pyros_own():
                 return self._others.stock_differentiable_loss(call, guide)
@@ -278,6 +281,18 @@ def _stands_alone(call: Call, guide: Any) -> bool:
 
 def _check_loss(loss: float) -> float:
     warn_if_nan(loss, "loss")  # type: ignore[call-overload]
+    return loss
+
+
+def _warn_if_infinite(loss: float, guide: AutoTruncated) -> float:
+    if loss == math.inf:
+        sites = list(guide.layout.sites)
+        warnings.warn(
+            f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {', '.join(sites[:4])}"
+            f"{', ...' * (len(sites) > 4)}. A search may find possible ones: take a training step, or guide.infer. More of them "
+            "are found with a larger num_states.",
+            stacklevel=3,
+        )
     return loss
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -74,6 +78,32 @@ def test_long_chains_equal_enumeration_in_both_precisions(dtype, tolerance):
     expected = TraceEnum_ELBO().loss_and_grads(config_enumerate(chain), lambda y: None, y)
     assert loss == pytest.approx(float(expected), rel=tolerance)
     torch.testing.assert_close(gradient, pyro.get_param_store()._params["loc"].grad, rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_full_sets_of_many_categories_equal_enumeration(is_sparse):
+    size = 40
+    y = torch.randint(5, (40, 4))
+    distance = (torch.arange(size) - torch.arange(size).unsqueeze(-1)).abs()
+
+    def model(y):
+        moves = pyro.param("moves", lambda: torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+        levels = pyro.param("levels", lambda: torch.randn(size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+        allowed = moves.masked_fill(distance > 2, -torch.inf) if is_sparse else moves
+        with pyro.plate("data", len(y)):
+            z = torch.tensor(0)
+            for t in pyro.markov(range(y.shape[1])):
+                z = pyro.sample(f"z_{t}", dist.Categorical(logits=Vindex(allowed)[z]), infer={"enumerate": "parallel"})
+                pyro.sample(f"y_{t}", dist.Categorical(logits=Vindex(levels)[z]), obs=y[:, t])
+
+    loss = Truncated_ELBO().loss_and_grads(model, AutoTruncated(model, num_states=size), y)
+    parameters = pyro.get_param_store()._params
+    gradients = {name: value.grad.clone() for name, value in parameters.items()}
+    pyro.clear_param_store()
+    expected = TraceEnum_ELBO().loss_and_grads(config_enumerate(model), lambda y: None, y)
+    assert loss == pytest.approx(float(expected), rel=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-8, atol=1e-10)
 
 
 def test_any_elbo_of_pyro_returns_the_free_energy_without_noise():
@@ -274,3 +304,33 @@ def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch)
     objective.loss_and_grads(model, guide, y)
     # Two runs of the sets, before and after the search; then one for each group, and one for each of two blocks.
     assert len(runs) <= 2 + len(guide.product.groups) + 2
+
+
+def test_full_sets_need_no_compiled_kernels():
+    program = """
+import sys, pyro, torch
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+from tests.guide.test_product_sets import chain
+y = torch.randn(2, 5)
+Truncated_ELBO().loss_and_grads(chain, AutoTruncated(chain, num_states=3), y)
+assert "numba" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_sets_that_no_path_crosses_are_named():
+    def model(y):
+        z = torch.tensor(0.0)
+        for t in range(len(y)):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(1 - z))
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[t])
+
+    y = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+    guide = AutoTruncated(model, num_states=1)
+    with pytest.warns(UserWarning, match=r"to all joint states that the guide keeps of z_0, z_1, z_2, z_3, \.\.\.\."):
+        assert Truncated_ELBO().loss(model, guide, y) == math.inf
+    without_search = Truncated_ELBO(search_every=2)
+    without_search.num_evaluations = 1
+    with pytest.raises(ValueError, match=r"of the batch\) of z_0, z_2, z_4\. Search first"):
+        without_search.loss_and_grads(model, guide, y)
+    assert Truncated_ELBO().loss_and_grads(model, guide, y) == pytest.approx(exact_loss(model, y), rel=1e-5)

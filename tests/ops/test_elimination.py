@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from pyro_truncated.ops import elimination
 from pyro_truncated.ops.elimination import IMPOSSIBLE, BucketTree
 from pyro_truncated.program.factor_graph import _colour, eliminate
 
@@ -21,9 +22,10 @@ class Problem:
         in_plate: which variables lie in the plate.
         scopes: the variables of each table.
         zeros: share of entries that are impossible.
+        shared: whether tables of several variables are the same for all members of the plate.
     """
 
-    def __init__(self, sizes, in_plate, scopes, zeros, generator):
+    def __init__(self, sizes, in_plate, scopes, zeros, generator, shared=False):
         self.sizes, self.in_plate, self.scopes = sizes, in_plate, scopes
         nodes = list(range(len(sizes)))
         places = [frozenset({PLATE}) if node in in_plate else frozenset() for node in nodes]
@@ -38,7 +40,7 @@ class Problem:
             shape = [1] * self.tree.num_dims
             for node in scope:
                 shape[self.tree.dim(node)] = sizes[node]
-            if set(scope) & set(in_plate):
+            if set(scope) & set(in_plate) and not (shared and len(scope) > 1):
                 shape[-1] = PLATE[2]
             table = torch.randn(shape, generator=generator, dtype=torch.float64)
             table[torch.rand(shape, generator=generator) < zeros] = -torch.inf
@@ -68,11 +70,11 @@ class Problem:
     def log_weight(self, value, weights):
         total = 0.0
         for scope, table in [*self.tables, *(((node,), weight) for node, weight in weights.items())]:
-            for member in range(table.shape[-1]):
+            for member in range(PLATE[2] if set(scope) & set(self.in_plate) else 1):
                 place = [0] * self.tree.num_dims
                 for node in scope:
                     place[self.tree.dim(node)] = value[node, member if node in self.in_plate else 0]
-                place[-1] = member
+                place[-1] = min(member, table.shape[-1] - 1)
                 total += float(table[tuple(place)])
         return total
 
@@ -93,12 +95,21 @@ GRAPHS = {
     "hierarchy": ([2, 3], [1], [(0,), (0, 1), (1,)]),
     "two in a plate": ([2, 2, 2], [1, 2], [(0, 1), (1, 2), (0, 2)]),
     "uncoupled plates": ([3, 2], [1], [(0,), (1,)]),
+    "pair in a plate": ([2, 3], [0, 1], [(0,), (0, 1), (1,)]),
 }
 CASES = [(name, zeros, seed) for name in GRAPHS for zeros in (0.0, 0.15) for seed in range(3)]
 
 
+@pytest.fixture(autouse=True, params=["sums", "products of matrices"])
+def shared(request, monkeypatch):
+    """Whether tables are shared by the members of a plate, and small sums are products of matrices as large ones are."""
+    if request.param == "products of matrices":
+        monkeypatch.setattr(elimination, "_MANY", 1)
+    return request.param == "products of matrices"
+
+
 def problem(name, zeros, seed):
-    return Problem(*GRAPHS[name], zeros, torch.Generator().manual_seed(seed))
+    return Problem(*GRAPHS[name], zeros, torch.Generator().manual_seed(seed), shared=elimination._MANY == 1)
 
 
 def equal(found, expected):
@@ -202,3 +213,21 @@ def test_draws_have_the_frequencies_of_the_joint_distribution(name):
         assert abs(counts.get(state, 0) - number * prob) <= 1 + 6 * (number * prob * (1 - prob)) ** 0.5
     first = own.log_weight({e: states[0][i][0] for i, e in enumerate(own.entries)}, own.weights) - float(whole)
     assert float(log_probs[0]) == pytest.approx(first, abs=1e-9)
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.15])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize("name", ["chain", "hierarchy", "pair in a plate"])
+def test_the_posterior_of_a_table_is_the_gradient_of_the_evidence(name, scale, zeros):
+    own = problem(name, zeros, 3)
+    own.weights = {node: torch.zeros_like(weight) for node, weight in own.weights.items()}
+    tables = [(scale * table.nan_to_num(neginf=IMPOSSIBLE / scale)).requires_grad_() for _, table in own.tables]
+    own.tables = [(scope, table) for (scope, _), table in zip(own.tables, tables, strict=True)]
+    evidence = own.found()[1]
+    if evidence < IMPOSSIBLE / 2:
+        return
+    gradients = torch.autograd.grad(evidence, tables)
+    with torch.no_grad():
+        found = own.found()[0].posterior(own.scopes, [table.shape for table in tables])
+    for posterior, gradient, table in zip(found, gradients, tables, strict=True):
+        torch.testing.assert_close(posterior.expand_as(table), gradient, rtol=1e-9, atol=1e-9)

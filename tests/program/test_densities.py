@@ -12,6 +12,7 @@ from pyro_truncated.program.densities import log_density, site_log_densities
 CANDIDATES, DATA, SIZE = 5, 7, 3
 FULL, ROW = (CANDIDATES, DATA, SIZE), (SIZE,)
 REAL, COUNT = torch.linspace(-2.0, 3.0, DATA * SIZE, dtype=torch.float64).view(DATA, SIZE), torch.arange(21.0).double().view(DATA, SIZE)
+THREE = torch.arange(DATA) % 3
 BINARY, STATES = COUNT % 2, torch.arange(105.0).double().view(FULL) % 2
 
 
@@ -34,6 +35,11 @@ def on_unit_interval(*shape):
         (lambda x: dist.Bernoulli(logits=x.mean()).expand([DATA, SIZE]), ROW, STATES),
         (lambda x: dist.Bernoulli(x).to_event(1), FULL, 0.25 + 0.5 * BINARY),
         (lambda x: dist.Laplace(x, 1.0).to_event(1), FULL, REAL),
+        (dist.Categorical, FULL, THREE),
+        (lambda x: dist.Categorical(logits=x), FULL, THREE),
+        (lambda x: dist.Categorical(logits=x).expand([CANDIDATES, DATA]).to_event(1), (DATA, SIZE), THREE),
+        (lambda x: dist.Categorical(x).expand([CANDIDATES, DATA]), ROW, torch.arange(CANDIDATES).view(-1, 1) % 3),
+        (lambda x: dist.Categorical(logits=x.unsqueeze(1)), (CANDIDATES, SIZE), torch.arange(3).view(3, 1, 1)),
     ],
 )
 def test_densities_and_gradients_are_those_of_the_distribution(make, shape, value):
@@ -45,6 +51,13 @@ def test_densities_and_gradients_are_those_of_the_distribution(make, shape, valu
     weights = torch.linspace(-1.0, 1.0, expected.numel(), dtype=torch.float64).view(expected.shape)
     gradients = [torch.autograd.grad((value * weights).sum(), parameter, retain_graph=True)[0] for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("value", [-1, SIZE])
+def test_no_category_is_refused_as_by_the_distribution(value):
+    fn = dist.Categorical(torch.ones(2, SIZE), validate_args=False)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        log_density(fn, torch.tensor([0, value]))
 
 
 def test_sites_of_one_kind_are_computed_together():

@@ -152,6 +152,18 @@ def test_a_component_without_small_cliques_keeps_whole_states_and_says_so(caplog
     assert "whole states, 4 of" in caplog.text
 
 
+def test_members_of_a_plate_that_an_index_looks_up_are_one_decision_and_it_says_so(caplog):
+    def model(y):
+        with pyro.plate("groups", 8):
+            u = pyro.sample("u", dist.Bernoulli(0.3))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(u[..., torch.arange(len(y)) % 8], 1.0), obs=y)
+
+    with caplog.at_level(logging.INFO):
+        assert graph_of(model, 4, torch.zeros(16)) is None
+    assert "'y' depends on several members of the plate 'groups' of 'u': they are one decision, with 4 of 256 states" in caplog.text
+
+
 def test_the_members_of_one_of_two_crossed_plates_are_one_decision():
     def model(y):
         rows, columns = pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1)
