@@ -15,6 +15,7 @@ from pyro_truncated.states.population import Population, States
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.console import shorten_names
 
 Init = States | Callable[[], States] | None
 
@@ -120,11 +121,10 @@ def check_possible(log_joint: Tensor, sites: Sequence[str]) -> None:
 
 def _refuse_impossible(log_joint: Tensor, sites: Sequence[str]) -> None:
     impossible = (log_joint.amax(-1) == -math.inf).nonzero()
-    shown = ", ".join(sites[:4]) + ", ..." * (len(sites) > 4)
     raise ValueError(
         f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
-        f"(first: {int(impossible[0])} of the batch) of {shown}. Search first, keep more states (num_states), start from parameters under "
-        "which the data are possible, or give the likelihood a floor (a leak, a noise term)."
+        f"(first: {int(impossible[0])} of the batch) of {shorten_names(sites)}. Search first, keep more states (num_states), start from "
+        "parameters under which the data are possible, or give the likelihood a floor (a leak, a noise term)."
     )
 
 

@@ -307,6 +307,7 @@ def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
     out = _other_dim(shared, dim)
     if out is None or other.shape[out] > 1 or other.shape[dim] == 1:
         return None
+    # On a device the check for underflow would wait.
     if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MANY:
         return None
     matrix = shared.movedim((out, dim), (-2, -1)).flatten(0, -2)

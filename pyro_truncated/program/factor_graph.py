@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pyro_truncated.program.sites import DiscreteSite, is_delta, sample_nodes
-from pyro_truncated.utils.console import readable_count
+from pyro_truncated.utils.console import readable_count, shorten_names
 
 # A plate as a program opens it: its name, dimension and size.
 Plate = tuple[str, int, int]
@@ -264,11 +264,10 @@ class _Builder:
 
     def _keep_whole(self, component: frozenset[str]) -> None:
         names = [name for name in self._sizes if name in component]
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         size = readable_count(self._node_size(component))
         self._whole.append(
-            f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
-            f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
+            f"the {len(names)} sites {shorten_names(names)} depend on each other too densely for a set of states each: a population "
+            f"holds whole states, {self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
         )
         self._merge(component)
 

@@ -115,12 +115,20 @@ class StateSpace:
         Raises:
             ValueError: if the space holds more than 2**22 states.
         """
-        if self.size > _MAX_ENUMERATED:
-            raise ValueError(f"a space of {self.readable_size} states is too large to enumerate (limit {_MAX_ENUMERATED})")
+        self._check_enumerable()
         return ops.enumerate_states(self.fields, device)
 
+    def _check_enumerable(self) -> None:
+        if self.size > _MAX_ENUMERATED:
+            raise ValueError(f"a space of {self.readable_size} states is too large to enumerate (limit {_MAX_ENUMERATED})")
+
     def positions(self, words: Tensor) -> Tensor:
-        """Positions ``(...)`` of states ``(..., num_words)`` in :meth:`enumerate`."""
+        """Positions ``(...)`` of states ``(..., num_words)`` in :meth:`enumerate`.
+
+        Raises:
+            ValueError: if the space holds more than 2**22 states.
+        """
+        self._check_enumerable()
         levels = self.unpack(words, torch.int64)
         steps = torch.tensor([1, *self.cardinalities[:-1]], device=words.device).cumprod(0)
         return (levels * steps).sum(-1)

@@ -48,7 +48,7 @@ from pyro_truncated.training.data_parallel import (
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
-from pyro_truncated.utils.console import ReprFromArguments
+from pyro_truncated.utils.console import ReprFromArguments, shorten_names
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
 
 
@@ -286,10 +286,10 @@ def _check_loss(loss: float) -> float:
 
 def _warn_if_infinite(loss: float, guide: AutoTruncated) -> float:
     if loss == math.inf:
-        sites = list(guide.layout.sites)
+        sites = shorten_names(list(guide.layout.sites))
         warnings.warn(
-            f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {', '.join(sites[:4])}"
-            f"{', ...' * (len(sites) > 4)}. A search may find possible ones: take a training step, or guide.infer. More of them "
+            f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {sites}. "
+            "A search may find possible ones: take a training step, or guide.infer. More of them "
             "are found with a larger num_states.",
             stacklevel=3,
         )

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ def _text(value: Any) -> str:
     if inspect.isroutine(value):
         return str(value.__qualname__)
     return repr(value)
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """At most four names, with dots where there are more."""
+    return ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
 
 
 def readable_count(number: int) -> str:

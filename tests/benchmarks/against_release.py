@@ -1,6 +1,6 @@
 """CPU seconds of one step of this version, of another version in an environment of its own, and of a peer, in one run.
 
-    python -m tests.benchmarks.against_release --release ENVIRONMENT/bin/python
+    python tests/benchmarks/against_release.py --release ENVIRONMENT/bin/python
 
 Processes of both versions take turns, each with one thread; what counts is the fewest CPU seconds of all. Peers are scikit-learn's
 `GaussianMixture` (one EM iteration) and Pyro's `TraceEnum_ELBO` or, where spaces are too large, a model that is written in plain Pyro (one
@@ -24,38 +24,13 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.optim import Adam
+
+# Beside this file, which an interpreter of another version runs, too.
+from timing import cpu_seconds, em_step, naive_sparse_coding
 from torch import Tensor
 
-ROUNDS, REPEATS = 3, 7
+ROUNDS = 3
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYRO_TRUNCATED_BACKGROUND": "0"}
-
-
-def cpu_seconds(step: Callable[[], Any], repeats: int = REPEATS, warm_up: int = 3) -> float:
-    """The fewest CPU seconds of some calls, after a few others."""
-    seconds = []
-    for number in range(warm_up + repeats):
-        start = time.process_time()
-        step()
-        if number >= warm_up:
-            seconds.append(time.process_time() - start)
-    return min(seconds)
-
-
-def em_step(model: Any, y: Tensor, num_states: int, search: Any) -> Callable[[], float]:
-    """One EM iteration of a shipped model."""
-    from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
-
-    model.initialize(y)
-    svi = SVI(model, AutoTruncated(model, num_states=num_states), ClosedForm(model), Truncated_ELBO(search))
-    return lambda: svi.step(y)
-
-
-def own_program(y: Tensor, weight: Tensor) -> None:
-    """Binary sparse coding as a Pyro program."""
-    weight = pyro.param("weight", lambda: weight.clone())
-    with pyro.plate("data", len(y)):
-        s = pyro.sample("s", dist.Bernoulli(torch.full((weight.shape[1],), 0.2)).to_event(1))
-        pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
 
 
 def mixture_program(y: Tensor, num_components: int) -> None:
@@ -91,18 +66,24 @@ def ours() -> dict[str, Callable[[], Callable[[], float]]]:
     random, sparse = {"crossover": True}, {"mutation": "sparseflips"}
     return {
         "bars: 5000 x 100, H=20, S=120": lambda: em_step(
-            BinarySparseCoding(100, 20), bars(5000), 120, EvolutionarySearch(8, 7, 2, **random)
+            BinarySparseCoding(100, 20), bars(5000), EvolutionarySearch(8, 7, 2, **random), 120
         ),
         "patches: 2000 x 256, H=300, S=200": lambda: em_step(
-            BinarySparseCoding(256, 300), noise(2000, 256), 200, EvolutionarySearch(10, 9, 4, **random, **sparse)
+            BinarySparseCoding(256, 300), noise(2000, 256), EvolutionarySearch(10, 9, 4, **random, **sparse), 200
         ),
         "noisy-OR: 10 000 x 64, H=16, S=120": lambda: em_step(
-            NoisyOr(64, 16), zeros_and_ones(), 120, EvolutionarySearch(8, 7, 2, **sparse)
+            NoisyOr(64, 16), zeros_and_ones(), EvolutionarySearch(8, 7, 2, **sparse), 120
         ),
-        "slabs: 2000 x 64, H=64, S=60": lambda: em_step(SpikeSlabSparseCoding(64, 64), noise(2000, 64), 60, EvolutionarySearch(8, 7, 2)),
-        "mixture, full: 20 000 x 16, K=50": lambda: em_step(GaussianMixture(16, 50), noise(20_000, 16), 50, ExhaustiveSearch()),
+        "slabs: 2000 x 64, H=64, S=60": lambda: em_step(SpikeSlabSparseCoding(64, 64), noise(2000, 64), EvolutionarySearch(8, 7, 2), 60),
+        "mixture, full: 20 000 x 16, K=50": lambda: em_step(GaussianMixture(16, 50), noise(20_000, 16), ExhaustiveSearch(), 50),
         "program, binary: 1000 x 100, H=20, S=64": lambda: gradient_step(
-            own_program, AutoTruncated(own_program, 64), Truncated_ELBO(EvolutionarySearch(8, 7, 2)), bars(1000), noise(100, 20)
+            naive_sparse_coding,
+            AutoTruncated(naive_sparse_coding, 64),
+            Truncated_ELBO(EvolutionarySearch(8, 7, 2)),
+            bars(1000),
+            noise(100, 20),
+            1.0,
+            0.2,
         ),
         "program, mixture: 5000 x 16, K=50, S=50": lambda: gradient_step(
             mixture_program, AutoTruncated(mixture_program, 50), Truncated_ELBO(ExhaustiveSearch()), noise(5000, 16), 50
@@ -166,7 +147,7 @@ def measure() -> dict[str, float]:
     for name, prepare in ours().items():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        found[name] = cpu_seconds(prepare())
+        found[name] = cpu_seconds(prepare(), warm_up=3)
     return found
 
 

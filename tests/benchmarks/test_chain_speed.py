@@ -8,9 +8,7 @@ make bench
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +17,9 @@ import torch
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.ops import binary_chains as chains
 from pyro_truncated.states import StateSpace
+from tests.benchmarks.timing import cpu_seconds
 
 NUM_STEPS = 20_000
-
-
-def cpu_seconds(f: Callable[[], Any], repeats: int = 7) -> float:
-    """The least of several calls, compiled."""
-    f()
-    found = []
-    for _ in range(repeats):
-        start = time.process_time()
-        f()
-        found.append(time.process_time() - start)
-    return min(found)
 
 
 def peers(start: np.ndarray, table: np.ndarray, unary: np.ndarray) -> dict[str, Callable[[], float]]:

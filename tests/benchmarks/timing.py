@@ -28,6 +28,17 @@ def best_time(f: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -> float
     return min(times)
 
 
+def cpu_seconds(f: Callable[[], Any], repeats: int = 7, warm_up: int = 1) -> float:
+    """The fewest CPU seconds of several calls, after a few others."""
+    found = []
+    for number in range(warm_up + repeats):
+        start = time.process_time()
+        f()
+        if number >= warm_up:
+            found.append(time.process_time() - start)
+    return min(found)
+
+
 def ceilings() -> dict[str, float]:
     """This machine's matrix product (GFLOP/s, float32 and float64) and memory copy (GB/s, read and written) as torch reaches them."""
     found = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,8 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
     if most > _PLACES[-1]:
         return vectorised.log_prob(words, linear, scaled, observed, mean, deviation)
     gram = gram_matrix(scaled, observed)
-    out = torch.empty(num_data, num_candidates, dtype=torch.float64, device=words.device)
+    # NaN stays where a state has more active latents than was recorded.
+    out = torch.full((num_data, num_candidates), math.nan, dtype=torch.float64, device=words.device)
     parameters = *(tensor.double().contiguous() for tensor in (linear, mean, deviation, gram)), 0 if len(gram) == 1 else gram.stride(0)
     fewer = -1
     for places in _PLACES:
