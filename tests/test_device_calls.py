@@ -118,12 +118,12 @@ CASES = {
     "missing entries": Case(BinarySparseCoding, flips, 450, missing=True),
     "incremental": Case(BinarySparseCoding, flips, 449, batch_size=45),
     "gradients": Case(BinarySparseCoding, flips, 447, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
-    "slabs": Case(SpikeSlabSparseCoding, flips, 707),
-    "slabs, entries missing": Case(SpikeSlabSparseCoding, flips, 754, missing=True),
-    # How many latents of the children of each generation are active is looked at.
-    "slabs, crossover": Case(SpikeSlabSparseCoding, crossover, 746, syncs=4),
-    # Eigenvalues of the candidates for the covariance are waited for.
-    "slabs, full": Case(SpikeSlabSparseCoding, flips, 1062, syncs=3, options={"covariance": "full"}),
+    # How many latents are active, in the states of each generation and in those that are kept, is waited for.
+    "slabs": Case(SpikeSlabSparseCoding, flips, 757, syncs=6),
+    "slabs, entries missing": Case(SpikeSlabSparseCoding, flips, 802, syncs=6, missing=True),
+    "slabs, crossover": Case(SpikeSlabSparseCoding, crossover, 791, syncs=6),
+    # Eigenvalues of the candidates for the covariance, too.
+    "slabs, full": Case(SpikeSlabSparseCoding, flips, 1114, syncs=8, options={"covariance": "full"}),
     "noisy-OR": Case(NoisyOr, flips, 401, syncs=1, data=binary),
     "noisy-OR, leak learned": Case(NoisyOr, flips, 419, syncs=1, data=binary, options={"leak": 0.05, "learn_leak": True}),
     "maxima": Case(MaximalCauses, flips, 519, data=torch.abs),

@@ -308,7 +308,7 @@ class PopulationStore(torch.nn.Module):
         self.begin_(indices)
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
-        return Population(self.space, ops.inherit_active_bound(self.words[indices], self.words), self.log_joint[indices], indices)
+        return Population(self.space, self.words[indices], self.log_joint[indices], indices)
 
     # --- writing ---
 
@@ -339,8 +339,6 @@ class PopulationStore(torch.nn.Module):
         self.log_joint[where] = log_joint
         if words is not None:
             self.words[where] = words
-            if len(words) == len(self.words):
-                ops.inherit_active_bound(self.words, words)
         self.revision += 1
 
     # --- averages over draws of other guides ---

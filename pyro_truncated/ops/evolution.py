@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.packed_states import Fields, check_words, enumerate_states, inherit_active_bound, single_states, unpack
+from pyro_truncated.ops.packed_states import Fields, check_words, enumerate_states, single_states, unpack
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 # Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
@@ -102,7 +102,7 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     words, log_joint, fewest = backend("evolution", words_a).select_top(words_a, log_joint_a, words_b, log_joint_b, size)
     if fewest >= 0:
         raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
-    return inherit_active_bound(words, words_a, words_b), log_joint
+    return words, log_joint
 
 
 def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:
@@ -192,7 +192,8 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
     """
     _check_mutable(words, fields)
     keys = positions(rows, len(words), words.device), draw_seed(generator)
-    return inherit_active_bound(backend("evolution", words).flip_random(words, fields, *keys), words, flips=1)
+    flipped: Tensor = backend("evolution", words).flip_random(words, fields, *keys)
+    return flipped
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.deferred_checks import on_success, raise_if
@@ -181,91 +178,6 @@ def _raise_values_range() -> None:
     raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
 
 
-# By the tensor whose memory it is; of a tensor that has changed since nothing is known.
-_counts: Any = WeakIdKeyDictionary()
-
-
-class _Count:
-    """The largest number of active latents among states, read or bounded.
-
-    Attributes:
-        number: what has been seen, or the sources have. Of open sources nothing yet.
-        flips: how many flips there have been since somebody looked.
-        sources: those that nobody has looked at.
-    """
-
-    number: int
-    flips: int
-    sources: Sequence[_Count]
-
-    def __init__(self, sources: Sequence[_Count] = (), flips: int = 0) -> None:
-        self.sources: Sequence[_Count] = [source for source in sources if source.flips or source.sources]
-        self.number = max((source.number for source in sources if source not in self.sources), default=0)
-        self.flips = flips
-
-    def see(self, number: int) -> None:
-        """Somebody has looked."""
-        self.number, self.flips, self.sources = number, 0, ()
-
-    @property
-    def most(self) -> int:
-        """The number at most."""
-        return max([self.number, *(source.most for source in self.sources)]) + self.flips
-
-    @property
-    def excess_flips(self) -> int:
-        """How many flips this number may be too large by."""
-        return max([0, *(source.excess_flips for source in self.sources)]) + self.flips
-
-
-# Whatever is padded to a larger number than need be costs its square: so many flips are followed.
-def most_active(words: Tensor, most_flips: int = 2) -> int | None:
-    """A bound of one state's active latents, ``most_flips`` too large, or ``None``."""
-    count = _cached_count(words)
-    return None if count is None or count.excess_flips > most_flips else count.most
-
-
-def note_most_active(words: Tensor, number: int) -> None:
-    """Records the most active latents of states on a device, as read."""
-    if not words.is_cpu:
-        count = _cached_count(words) or _keep(words, _Count())
-        count.see(number)
-
-
-def inherit_active_bound(words: Tensor, *sources: Tensor, flips: int = 0) -> Tensor:
-    """Records that states were selected among others, with so many more latents.
-
-    Args:
-        words: the states.
-        sources: those that they were selected among.
-        flips: how many latents were switched on at most.
-
-    Returns:
-        The states.
-    """
-    if not words.is_cpu:
-        counts = [_cached_count(source) for source in sources]
-        known = [count for count in counts if count is not None]
-        if len(known) == len(counts):
-            _keep(words, _Count(known, flips))
-    return words
-
-
-def _owner(words: Tensor) -> Tensor:
-    return words if words._base is None else words._base
-
-
-def _cached_count(words: Tensor) -> _Count | None:
-    version, count = _counts.get(_owner(words), (None, None))
-    return count if version == _owner(words)._version else None
-
-
-def _keep(words: Tensor, count: _Count) -> _Count:
-    owner = _owner(words)
-    _counts[owner] = owner._version, count
-    return count
-
-
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
     """The states of each data point at the given positions.
 
@@ -276,7 +188,7 @@ def gather_states(words: Tensor, positions: Tensor) -> Tensor:
     Returns:
         ``(N, K, W)``.
     """
-    return inherit_active_bound(words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1])), words)
+    return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
 
 
 def check_words(name: str, words: Tensor) -> None:

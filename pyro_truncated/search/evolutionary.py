@@ -180,8 +180,7 @@ class EvolutionarySearch(Search):
         chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
         parents = pool.take(chosen)
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
-            copies = ops.inherit_active_bound(parents.repeat_interleave(self.children, 1), parents)
-            return self._mutate(copies, space, target, draws)
+            return self._mutate(parents.repeat_interleave(self.children, 1), space, target, draws)
         return self._mutate(ops.cross(parents, space.fields, **draws), space, target, draws)
 
     def _mutate(self, children: Tensor, space: StateSpace, target: float, draws: dict[str, Any]) -> Tensor:

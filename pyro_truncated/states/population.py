@@ -275,8 +275,7 @@ class Population:
 
 def join(populations: Sequence[Population]) -> Population:
     """States of the same data points side by side, repetitions included."""
-    parts = [population.words for population in populations]
-    words = ops.inherit_active_bound(torch.cat(parts, 1), *parts)
+    words = torch.cat([population.words for population in populations], 1)
     return dataclasses.replace(populations[0], words=words, log_joint=torch.cat([population.log_joint for population in populations], 1))
 
 

@@ -141,3 +141,16 @@ def test_slabs(num_latents: int, share: float, is_missing: bool) -> None:
     weight, precision = draw(6, num_latents), draw(6).exp()
     mean, deviation = draw(num_latents), draw(num_latents).abs()
     assert_close(*both(ops.spike_slab_log_prob, words, y, weight, precision, mean, deviation))
+
+
+@pytest.mark.parametrize("per_datum", [False, True])
+@pytest.mark.parametrize("is_missing", [False, True])
+@pytest.mark.parametrize(("num_latents", "share"), [(3, 0.5), (64, 0.1), (130, 0.05), (130, 0.9)])
+def test_slab_moments(num_latents: int, share: float, is_missing: bool, per_datum: bool) -> None:
+    words, y = states(2, 4, num_latents, share), draw(2, 6)
+    if is_missing:
+        y[0, :3] = math.nan
+    weights = torch.rand(2, 4, dtype=torch.float64).to(DEVICE)
+    arguments = draw(6, num_latents), draw(6).exp(), draw(num_latents), draw(num_latents).abs()
+    for fused, plain in zip(*both(ops.spike_slab_moments, words, weights, y, *arguments, per_datum=per_datum), strict=True):
+        assert_close(fused, plain)

@@ -1,8 +1,8 @@
-"""Spike-and-slab likelihoods, a state's active latents in registers."""
+"""Spike-and-slab likelihoods and moments, a state's active latents in registers."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import torch
 import triton
@@ -11,60 +11,190 @@ from torch import Tensor
 
 from pyro_truncated.ops.fused.bits import any_bits, lowest_bit, on_device
 from pyro_truncated.ops.vectorised import slabs as vectorised
-from pyro_truncated.ops.vectorised.latent_values import gram_matrix, max_active
+from pyro_truncated.ops.vectorised.latent_values import gram_matrix, sort_by_number
 
 # Of a matrix of active latents; larger ones do not fit registers.
-_PLACES = (8, 16, 32, 64)
+_PLACES = [4, 8, 16, 32, 64]
 
 
 @on_device
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
-    num_data, num_candidates, num_words = words.shape
-    num_latents = linear.shape[1]
-    most = num_latents if num_latents <= _PLACES[-1] else max_active(words, num_latents)
-    if most > _PLACES[-1]:
+    launches = _plan(words)
+    if launches is None:
         return vectorised.log_prob(words, linear, scaled, observed, mean, deviation)
-    gram = gram_matrix(scaled, observed)
-    # NaN stays where a state has more active latents than was recorded.
-    out = torch.full((num_data, num_candidates), math.nan, dtype=torch.float64, device=words.device)
-    parameters = *(tensor.double().contiguous() for tensor in (linear, mean, deviation, gram)), 0 if len(gram) == 1 else gram.stride(0)
-    fewer = -1
-    for places in _PLACES:
-        # Each launch takes the states that fit its matrices, but not those of the launch before.
-        if out.numel() and fewer < most:
-            states = max(1, 1024 // places**2)
-            grid, sizes = (triton.cdiv(out.numel(), states),), (out.numel(), num_candidates, num_words, num_latents, fewer)
-            constants = {"STATES": states, "PLACES": places, "num_warps": max(1, places**2 // 1024)}
-            _log_prob[grid](words, *words.stride(), *parameters, out, *sizes, **constants)
-        fewer = places
+    out = torch.empty(words.shape[:2], dtype=torch.float64, device=words.device)
+    parameters = _parameters(words, linear, scaled, observed, mean, deviation)
+    for launch in launches:
+        _log_prob[launch.grid](launch.order, len(launch.order), *parameters, out, **launch.constants)
     return out
+
+
+@on_device
+def moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    deviation: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    launches = _plan(words)
+    if launches is None:
+        return vectorised.moments(words, weights, linear, scaled, observed, mean, deviation, per_datum)
+    num_data, num_latents = linear.shape
+    active, first = torch.zeros(2, num_data, num_latents, dtype=torch.float64, device=words.device)
+    second = active.new_zeros(num_data if per_datum else 1, num_latents, num_latents)
+    parameters = _parameters(words, linear, scaled, observed, mean, deviation)
+    results = weights.double().contiguous(), active, first, second, second.stride(0) if per_datum else 0
+    for launch in launches:
+        _moments[launch.grid](launch.order, len(launch.order), *parameters, *results, **launch.constants)
+    return active, first, second if per_datum else second[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """A launch, on states that fit matrices of one size.
+
+    Attributes:
+        order: their positions in the flattened ``(N, C)``.
+        places: rows of the matrices.
+    """
+
+    order: Tensor
+    places: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"STATES": max(1, 1024 // self.places**2), "PLACES": self.places, "num_warps": max(1, self.places**2 // 1024)}
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (triton.cdiv(len(self.order), self.constants["STATES"]),)
+
+
+def _plan(words: Tensor) -> list[_Launch] | None:
+    """The launches, or ``None`` if a state has too many active latents."""
+    launches = [_Launch(order, places) for places, order in sort_by_number(words, [*_PLACES, 64 * words.shape[2]])]
+    return None if launches and launches[-1].places > _PLACES[-1] else launches
+
+
+def _parameters(
+    words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor
+) -> tuple[Tensor | int, ...]:
+    """The arguments that all kernels begin with."""
+    gram = gram_matrix(scaled, observed)
+    parameters = (tensor.double().contiguous() for tensor in (linear, mean, deviation, gram))
+    return words, *words.stride(), *words.shape[1:], linear.shape[1], *parameters, 0 if len(gram) == 1 else gram.stride(0)
 
 
 @triton.jit
 def _log_prob(
+    order,
+    number,
     words,
     by_datum,
     by_candidate,
     by_word,
+    num_candidates,
+    num_words,
+    num_latents,
     linear,
     mean,
     deviation,
     gram,
-    per_datum,
+    gram_by_datum,
     out,
-    number,
-    num_candidates,
-    num_words,
-    num_latents,
-    fewer,
     STATES: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    state = tl.program_id(0).to(tl.int64) * STATES + tl.arange(0, STATES)
-    inside = state < number
-    datum = state // num_candidates
+    state, datum, inside = _find_states(order, number, num_candidates, STATES)
     words += datum * by_datum + (state - datum * num_candidates) * by_candidate
+    latents, count = _find_active(words, by_word, num_words, inside, STATES, PLACES)
+    is_taken = tl.arange(0, PLACES)[None, :] < count[:, None]
+    linear += datum[:, None] * num_latents
+    gram += (datum * gram_by_datum)[:, None, None]
+    amplitude, spread, product, field, matrix = _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES)
+    energy = 0.5 * tl.sum(amplitude * (product + field), 1)
+    target = spread * field
+    # The matrix is factorised in its place, one column after the other, and the target solved for on the way.
+    for j in range(tl.max(count, 0)):
+        column, pivot, value = _pivot(matrix, target, j, PLACES)
+        energy += 0.5 * (value * value / pivot - tl.log(pivot))
+        ratio = column / pivot[:, None]
+        matrix -= ratio[:, :, None] * column[:, None, :]
+        target -= ratio * value[:, None]
+    tl.store(out + state, energy, inside)
+
+
+@triton.jit
+def _moments(
+    order,
+    number,
+    words,
+    by_datum,
+    by_candidate,
+    by_word,
+    num_candidates,
+    num_words,
+    num_latents,
+    linear,
+    mean,
+    deviation,
+    gram,
+    gram_by_datum,
+    weights,
+    active,
+    first,
+    second,
+    second_by_datum,
+    STATES: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    state, datum, inside = _find_states(order, number, num_candidates, STATES)
+    words += datum * by_datum + (state - datum * num_candidates) * by_candidate
+    latents, count = _find_active(words, by_word, num_words, inside, STATES, PLACES)
+    place = tl.arange(0, PLACES)
+    is_taken = place[None, :] < count[:, None]
+    linear += datum[:, None] * num_latents
+    gram += (datum * gram_by_datum)[:, None, None]
+    amplitude, spread, _, field, matrix = _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES)
+    target = spread * field
+    # Sweeps turn the matrix to its inverse in its place, and the target to the solution (Goodnight 1979).
+    for j in range(tl.max(count, 0)):
+        column, pivot, value = _pivot(matrix, target, j, PLACES)
+        is_here = (place == j)[None, :]
+        ratio = column / pivot[:, None]
+        swept = matrix - ratio[:, :, None] * column[:, None, :]
+        swept = tl.where(is_here[:, None, :], ratio[:, :, None], swept)
+        swept = tl.where(is_here[:, :, None], ratio[:, None, :], swept)
+        matrix = tl.where(is_here[:, None, :] & is_here[:, :, None], -1 / pivot[:, None, None], swept)
+        target = tl.where(is_here, value[:, None] / pivot[:, None], target - ratio * value[:, None])
+    weight = tl.load(weights + state, inside, 0.0)
+    mean_active = amplitude + spread * target
+    moment = mean_active[:, :, None] * mean_active[:, None, :] - spread[:, :, None] * matrix * spread[:, None, :]
+    row = datum[:, None] * num_latents + latents
+    tl.atomic_add(active + row, weight[:, None] + tl.zeros([STATES, PLACES], tl.float64), is_taken, sem="relaxed")
+    tl.atomic_add(first + row, weight[:, None] * mean_active, is_taken, sem="relaxed")
+    pairs = (datum * second_by_datum)[:, None, None] + latents[:, :, None] * num_latents + latents[:, None, :]
+    tl.atomic_add(second + pairs, weight[:, None, None] * moment, is_taken[:, :, None] & is_taken[:, None, :], sem="relaxed")
+
+
+@triton.jit
+def _find_states(order, number, num_candidates, STATES: tl.constexpr):
+    """This program's states, their data points, and which there are."""
+    rank = tl.program_id(0).to(tl.int64) * STATES + tl.arange(0, STATES)
+    inside = rank < number
+    state = tl.load(order + rank, inside, 0)
+    return state, state // num_candidates, inside
+
+
+@triton.jit
+def _find_active(words, by_word, num_words, inside, STATES: tl.constexpr, PLACES: tl.constexpr):
+    """Active latents of states, and how many there are."""
     place = tl.arange(0, PLACES)
     latents = tl.zeros([STATES, PLACES], tl.int64)
     count = tl.zeros([STATES], tl.int32)
@@ -76,27 +206,26 @@ def _log_prob(
             latents = tl.where(is_here, (64 * i + lowest_bit(rest))[:, None], latents)
             count += is_on.to(tl.int32)
             rest = rest & (rest - 1)
-    is_asked = inside & (count > fewer) & (count <= PLACES)
-    most = tl.max(tl.where(is_asked, count, -1), 0)
-    if most >= 0:
-        is_taken = place[None, :] < count[:, None]
-        amplitude = tl.load(mean + latents, is_taken, 0.0)
-        spread = tl.load(deviation + latents, is_taken, 0.0)
-        product = tl.load(linear + datum[:, None] * num_latents + latents, is_taken, 0.0)
-        pairs = gram + (datum * per_datum)[:, None, None] + latents[:, :, None] * num_latents + latents[:, None, :]
-        matrix = tl.load(pairs, is_taken[:, :, None] & is_taken[:, None, :], 0.0)
-        field = product - tl.sum(matrix * amplitude[:, None, :], 2)
-        energy = 0.5 * tl.sum(amplitude * (product + field), 1)
-        matrix = spread[:, :, None] * matrix * spread[:, None, :] + (place[:, None] == place[None, :])[None, :, :].to(tl.float64)
-        target = spread * field
-        # The matrix is factorised in its place, one column after the other, and the target solved for on the way.
-        for j in range(most):
-            is_here = (place == j)[None, :]
-            column = tl.sum(tl.where(is_here[:, None, :], matrix, 0.0), 2)
-            pivot = tl.sum(tl.where(is_here, column, 0.0), 1)
-            value = tl.sum(tl.where(is_here, target, 0.0), 1)
-            energy += 0.5 * (value * value / pivot - tl.log(pivot))
-            ratio = column / pivot[:, None]
-            matrix -= ratio[:, :, None] * column[:, None, :]
-            target -= ratio * value[:, None]
-        tl.store(out + state, energy, is_asked)
+    return latents, count
+
+
+@triton.jit
+def _load_active(latents, is_taken, linear, mean, deviation, gram, num_latents, PLACES: tl.constexpr):
+    """See :func:`pyro_truncated.ops.unpacked.collapse`, of active latents."""
+    place = tl.arange(0, PLACES)
+    amplitude = tl.load(mean + latents, is_taken, 0.0)
+    spread = tl.load(deviation + latents, is_taken, 0.0)
+    product = tl.load(linear + latents, is_taken, 0.0)
+    pairs = gram + latents[:, :, None] * num_latents + latents[:, None, :]
+    matrix = tl.load(pairs, is_taken[:, :, None] & is_taken[:, None, :], 0.0)
+    field = product - tl.sum(matrix * amplitude[:, None, :], 2)
+    identity = (place[:, None] == place[None, :])[None, :, :].to(tl.float64)
+    return amplitude, spread, product, field, spread[:, :, None] * matrix * spread[:, None, :] + identity
+
+
+@triton.jit
+def _pivot(matrix, target, j, PLACES: tl.constexpr):
+    """Column ``j``, its entry on the diagonal, and that of the target."""
+    is_here = (tl.arange(0, PLACES) == j)[None, :]
+    column = tl.sum(tl.where(is_here[:, None, :], matrix, 0.0), 2)
+    return column, tl.sum(tl.where(is_here, column, 0.0), 1), tl.sum(tl.where(is_here, target, 0.0), 1)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.deferred_checks import lazy_values, on_success, raise_if
-from pyro_truncated.ops.packed_states import Fields, most_active, note_most_active
+from pyro_truncated.ops.deferred_checks import read_number
+from pyro_truncated.ops.packed_states import Fields
 from pyro_truncated.ops.vectorised import random
 from pyro_truncated.utils.budget import row_slices, rows_per_block
 
@@ -144,25 +144,20 @@ class ActiveLatents(NamedTuple):
         total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
-def active_blocks(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
+def active_blocks(words: Tensor, num_latents: int, num_matrices: int) -> Iterator[ActiveLatents]:
     """Yields blocks of states with their active latents.
 
-    If it fits the budget, all states have room for as many latents as the largest has, and nothing waits for their number. Else they are
-    taken by their number.
-
-    The temporaries hold ``num_matrices`` matrices ``(K, K)`` of every state. If ``is_final`` others will be made of these states: then it
-    is asked how many latents they have exactly.
+    If it fits the budget, all states have room for as many latents as the largest has. Else they are taken by their number. The temporaries
+    hold ``num_matrices`` matrices ``(K, K)`` of every state.
     """
-    known = most_active(words)
-    if is_final and known is not None and most_active(words, 0) is None:
-        _request_max_active(words, num_latents)
-    most = max_active(words, num_latents)
 
     def numbers(places: int) -> int:
         return num_matrices * places**2
 
+    most = max(1, int(read_number(count_active(words).amax()))) if words.numel() else 1
     if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, numbers(most))):
-        yield _pad(words, num_latents, most, is_checked=known is not None)
+        data = torch.arange(len(words), device=words.device).unsqueeze(1)
+        yield ActiveLatents(slice(None), data, *_places(words, num_latents, most))
     else:
         yield from by_number(words, num_latents, numbers)
 
@@ -171,28 +166,35 @@ def _bytes_per_state(num_latents: int, numbers: int) -> int:
     return 32 * num_latents + 8 * numbers
 
 
-def _pad(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
-    """All states together."""
-    latents, is_taken, number = _places(words, num_latents, most)
-    if is_checked and number.numel():
-        raise_if((number > most).any(), _complain)
-    return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
-
-
 def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
     """Yields blocks of states with similar numbers of active latents."""
     flat = words.reshape(-1, 1, words.shape[-1])
-    parts = flat.split(rows_per_block(16 * num_latents))
-    number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])
     bounds = [bound for bound in _bounds() if bound < num_latents] + [num_latents]
-    kind = torch.bucketize(number, torch.tensor(bounds, device=words.device))
-    order = kind.argsort(stable=True)
-    sizes = torch.bincount(kind, minlength=len(bounds)).tolist()
-    for bound, some in zip(bounds, order.split(sizes), strict=True):
+    for bound, some in sort_by_number(words, bounds):
         for where in some.split(rows_per_block(_bytes_per_state(num_latents, numbers(bound)))):
-            if len(where):
-                latents, is_taken, _ = _places(flat[where], num_latents, bound)
-                yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), latents, is_taken)
+            yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), *_places(flat[where], num_latents, bound))
+
+
+def sort_by_number(words: Tensor, bounds: list[int]) -> list[tuple[int, Tensor]]:
+    """Sorts binary states ``(N, C, W)`` by their numbers of active latents.
+
+    Returns for every bound that one needs the positions in the flattened ``(N, C)`` of states with at most so many. No state has more than
+    the last bound.
+    """
+    kind = torch.bucketize(count_active(words).flatten(), torch.tensor(bounds, device=words.device), out_int32=True).to(torch.uint8)
+    order = kind.argsort(stable=True)
+    parts = order.split(torch.bincount(kind, minlength=len(bounds)).tolist())
+    return [(bound, part) for bound, part in zip(bounds, parts, strict=True) if len(part)]
+
+
+def count_active(words: Tensor) -> Tensor:
+    """Numbers of active latents of binary states ``(..., W)``."""
+    # Sums of pairs of bits, of four, of eight, and of all bytes in the uppermost one.
+    sums = words - ((words >> 1) & 0x5555555555555555)
+    sums = (sums & 0x3333333333333333) + ((sums >> 2) & 0x3333333333333333)
+    sums = (sums + (sums >> 4)) & 0x0F0F0F0F0F0F0F0F
+    # Sums along a short last axis are slow on a GPU.
+    return ((sums * 0x0101010101010101) >> 56).movedim(-1, 0).sum(0)
 
 
 def _bounds() -> list[int]:
@@ -200,16 +202,16 @@ def _bounds() -> list[int]:
     return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
 
 
-def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Active latents ``(n, c, most)``, which are used, and their numbers ``(n, c, 1)``."""
+def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor]:
+    """Active latents ``(n, c, most)`` and, in float64, which of the places are taken."""
     bits = unpack_bits(words, num_latents, torch.bool)
     number = bits.sum(-1, keepdim=True)
-    # Idle latents all go to one place more, which is left out. Sums along a short last axis are slow on a GPU.
+    # Idle latents all go to one place more, which is left out.
     place = torch.where(bits, bits.movedim(-1, 0).cumsum(0).movedim(0, -1) - 1, most).clamp(max=most)
     latents = torch.arange(num_latents, device=words.device).expand_as(place)
     index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
     is_taken = torch.arange(most, device=words.device) < number
-    return index.masked_fill(~is_taken, 0), is_taken.double(), number
+    return index.masked_fill(~is_taken, 0), is_taken.double()
 
 
 def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
@@ -221,27 +223,3 @@ def gram_matrix(scaled: Tensor, observed: Tensor | None) -> Tensor:
     squares = (scaled.unsqueeze(-1) * scaled.unsqueeze(-2)).flatten(1)
     gram: Tensor = observed.double() @ squares
     return gram.reshape(-1, num_latents, num_latents)
-
-
-def max_active(words: Tensor, num_latents: int) -> int:
-    """A bound of all states' active latents: as recorded, else as read."""
-    known = most_active(words)
-    return max(1, min(int(_request_max_active(words, num_latents)()[0]) if known is None else known, num_latents))
-
-
-def _request_max_active(words: Tensor, num_latents: int) -> Callable[[], list[float]]:
-    """The largest number of active latents, which comes with the next look."""
-    owner = words._base
-    if owner is not None and owner.dim() == words.dim() and owner.shape[1:] == words.shape[1:]:
-        # The states of other data points will be asked for next.
-        words = owner
-    size = rows_per_block(16 * words.shape[0] * num_latents)
-    counts = [unpack_bits(part, num_latents, torch.uint8).sum(-1).amax() for part in words.split(size, 1) if part.numel()]
-    most = lazy_values(torch.stack(counts).amax() if counts else words.new_zeros(()))
-    if words._base is None:
-        on_success(lambda: note_most_active(words, int(most()[0])))
-    return most
-
-
-def _complain() -> None:
-    raise RuntimeError("states must not have more active latents than the recorded maximum")

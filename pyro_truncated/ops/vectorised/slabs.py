@@ -38,7 +38,7 @@ def moments(
     gram, linear, mean, deviation = gram_matrix(scaled, observed), linear.double(), mean.double(), deviation.double()
     active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
-    for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
+    for block in active_blocks(words, num_latents, _INDEPENDENT_MATRICES):
         _, factor, solution = _collapse_active(block, gram, linear, mean, deviation)
         weight, index = block.select_block(weights).double().unsqueeze(-1), block.latents
         spread = block.is_taken * deviation[index]
@@ -104,7 +104,7 @@ def correlated_moments(
     gram, linear = gram_matrix(scaled, observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
-    for block in active_blocks(words, num_latents, _CORRELATED_MATRICES, is_final=True):
+    for block in active_blocks(words, num_latents, _CORRELATED_MATRICES):
         weight, slabs = block.select_block(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
@@ -131,7 +131,7 @@ def expected_log_prior(
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
     gram, linear = gram_matrix(scaled, observed), linear.double()
     total = linear.new_zeros(len(means))
-    for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES, is_final=True):
+    for block in active_blocks(words, linear.shape[1], _CORRELATED_MATRICES):
         slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
             deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
