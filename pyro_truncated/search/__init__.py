@@ -11,7 +11,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch, SampledSearch
 from pyro_truncated.search.max_inner_product_index import MaxInnerProductIndex
 from pyro_truncated.search.neighbours import NeighbourSearch
 from pyro_truncated.search.preselection import Affinity, CombinedFlips, Cosine, Preselection, Projection, Singletons
-from pyro_truncated.search.surrogate_search import SurrogateSearch
+from pyro_truncated.search.surrogate import SurrogateSearch
 
 if TYPE_CHECKING:
     from pyro_truncated.search.gp_select import GPSelect, LearnedFlips, RegressionAffinity

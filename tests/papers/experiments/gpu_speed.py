@@ -105,7 +105,7 @@ def timed(case: Case, device: str) -> dict[str, float]:
     seconds, loss = [], 0.0
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    for step in range(WARM_UP + STEPS):
+    for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
         loss = svi.step(y) if case.batch is None else svi.step(y, case.batch)
         if device != "cpu":
