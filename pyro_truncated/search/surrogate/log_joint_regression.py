@@ -1,4 +1,4 @@
-"""A regression of log joints on states, with effects of each data point."""
+"""Regression of log joints on states, with effects of each data point."""
 
 from __future__ import annotations
 
