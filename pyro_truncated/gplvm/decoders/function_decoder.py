@@ -15,8 +15,9 @@ from torch.distributions import constraints
 from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
+from pyro_truncated.gplvm.decoders.kept_points import keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor
-from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder, keep_points
+from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 import pyro
@@ -14,7 +14,6 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
-from pyro.contrib.gp.kernels import Kernel
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.nn import PyroParam, pyro_method
 from pyro.optim import ClippedAdam
@@ -28,32 +27,26 @@ from pyro_truncated.distributed.shards import (
     as_shard_like,
     draw_alike,
     ending_together,
-    find_portion,
     gather_all_rows,
-    gather_owned_rows,
-    leave_to_owners,
     own_positions,
     own_rows,
     rows_at,
     shard_sum,
-    take_from_owners,
     total_rows,
 )
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets import (
     ActiveSet,
     Choose,
-    NearestSet,
-    ProjectedSet,
-    ProjectedStatistics,
     Split,
     UniformSplits,
     least_variance,
-    projected_statistics,
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
+from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
+from pyro_truncated.gplvm.decoders.sharded_latents import RowNormal, SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -61,210 +54,15 @@ from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import UniqueModule
 
-_MAX_ROWS_KEPT = 2000
-
-Posterior = ActiveSet | ProjectedSet | NearestSet
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptPoints:
-    """Data points at their latents, or their sums for a projection.
-
-    Attributes:
-        latents: ``(M, Q)``.
-        outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
-        gram: see :class:`~pyro_truncated.gp.active_sets.ProjectedStatistics`, or ``None``.
-        moment: see there.
-        num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
-        examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
-        checksum: of the decoder's parameters at the time, see :func:`checksum`.
-    """
-
-    latents: Tensor
-    outputs: Tensor | None = None
-    gram: Tensor | None = None
-    moment: Tensor | None = None
-    num_neighbors: Tensor | None = None
-    examples: Tensor | None = None
-    checksum: Tensor | None = None
-
-    def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
-        """Returns the functions' posterior, in the noise's type and device."""
-        latents = self.latents.to(noise)
-        if self.num_neighbors is not None:
-            assert self.outputs is not None
-            return NearestSet(latents, self.outputs.to(noise), kernel, noise, int(self.num_neighbors))
-        if self.outputs is not None:
-            return ActiveSet(latents, self.outputs.to(noise), kernel, noise)
-        assert self.gram is not None
-        assert self.moment is not None
-        statistics = ProjectedStatistics(latents, self.gram.to(noise.device), self.moment.to(noise.device))
-        return ProjectedSet(kernel, noise, statistics)
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors by name, for ``state_dict()``."""
-        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in tensors.items() if value is not None}
-
-
-def checksum(module: nn.Module) -> Tensor:
-    """Returns each parameter's sums of magnitudes and of squares, in float64."""
-    values = [value.detach().double() for _, value in sorted(module.named_parameters())]
-    return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
-
-
-def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
-    """Keeps data points as :meth:`SASDecoder.condition_` says."""
-    size = None if size is None else check_count("size", size)
-    gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
-    order = gaps.argsort(stable=True)
-    complete = order[: int((gaps == 0).sum())]
-    # In so many dimensions the closest data points predict better than a projection of all.
-    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > 4:
-        return keep_neighbors(latents, outputs, 100)
-    if projected is None:
-        projected = size is None and len(complete) > _MAX_ROWS_KEPT
-    if projected and not len(complete):
-        raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
-    if size is None:
-        size = _default_size(len(latents), len(complete))
-    if not projected and len(complete) < size:
-        rows = order[: min(size, len(order))]
-    elif size < len(complete):
-        rows = complete[choose(kernel, latents[complete], size)]
-    else:
-        rows = complete
-    if projected:
-        own = outputs.isnan().sum(-1) == 0
-        found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
-        gram, moment = shard_sum(outputs)([found.gram, found.moment])
-        return KeptPoints(found.latents, gram=gram, moment=moment)
-    return KeptPoints(latents[rows], rows_at(outputs, rows))
-
-
-def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
-    """Keeps all complete data points, for predictions from the closest ``num``."""
-    complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
-    if not len(complete):
-        raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
-    return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
-
-
-def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
-    if num_complete == num_data <= _MAX_ROWS_KEPT:
-        return num_data
-    # Each pattern of missing entries costs a factorisation of its own.
-    return max(min(num_complete, default_size), min(num_data, 300))
-
-
-_NAMES = ("z_loc", "z_scale")
-
-
-def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
-    """Which data points a shard has, ``None`` for all.
-
-    On the first call the latents of others are dropped, and all processes start like the first.
-    """
-    portion = find_portion(x)
-    portion = None if portion is None or not portion.is_part else portion
-    if held is None and portion is not None:
-        _begin(module, portion)
-    elif portion != held:
-        raise ValueError(f"data must be the shard of the latents, {held}; got {portion}. Call gather_() on all processes before")
-    for parameter in _latent_parameters(module) if portion is not None else ():
-        # Copies of a module do not know of it.
-        leave_to_owners(parameter)
-    return portion
-
-
-@torch.no_grad()
-def gather_latents(module: torch.nn.Module) -> None:
-    """Gives every process the latents of all data points."""
-    for parameter in _latent_parameters(module):
-        parameter.data = torch.cat(world.gather(parameter.detach().clone()))
-        parameter.grad = None
-        take_from_owners(parameter)
-
-
-@torch.no_grad()
-def _begin(module: torch.nn.Module, portion: Portion) -> None:
-    latents = _latent_parameters(module)
-    for parameter in latents:
-        parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
-        parameter.grad = None
-    own = {id(parameter) for parameter in latents}
-    common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
-    for tensor, value in zip(common, world.agree([tensor.detach() for tensor in common]), strict=True):
-        tensor.copy_(value)
-    draw_alike(None)
-
-
-def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:
-    return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedSplit(Split):
-    """A process's part of a minibatch, whose results add up.
-
-    Attributes:
-        within: positions ``(b,)`` of its data points within the minibatch.
-        batch_size: data points of the minibatch, ``B``.
-        portion: the data points of this process.
-    """
-
-    within: Tensor
-    batch_size: int
-    portion: Portion
-
-    @classmethod
-    def from_split(cls, split: Split, portion: Portion) -> SharedSplit:
-        """That of a minibatch of data points of all processes."""
-        if not split.num_active:
-            raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
-        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
-        is_own[: split.num_active] = True
-        within = is_own.nonzero().squeeze(-1)
-        return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
-
-    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
-        """Weights ``(b,)`` that correct a plate's scale ``N / b``."""
-        weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
-        weights[: self.num_active] /= world.size()
-        return weights
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The data ``(b, D)``, of which the active points come from their owners."""
-        return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
-
-    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
-        """Gathers rows ``(b, Q)``; gradients of active ones go to owners."""
-        every = torch.cat(list(held), -1)
-        rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
-        return list(rows.split([values.shape[-1] for values in held], -1))
-
-
-class RowNormal(dist.Normal):
-    """Normal distributions of some ``rows (b,)`` of ``num_rows``, ``(..., b, Q)``."""
-
-    def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
-        super().__init__(loc, scale)
-        self.rows, self.num_rows = rows, num_rows
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> RowNormal:
-        """The same with further dimensions on the left."""
-        return RowNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws for all rows, and takes its own."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        noise = torch.randn(*shape[:-2], self.num_rows, shape[-1], dtype=self.loc.dtype, device=self.loc.device)
-        return self.loc + noise[..., self.rows, :] * self.scale
-
-
 _NOISE_FLOOR = {torch.float64: 1e-8}
+
+
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
+
+
 _JUMPING_SHARE = 0.6
+
+
 # Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
 _MAX_LEARNING_RATE = 10.0
 

@@ -1,0 +1,120 @@
+"""What a decoder keeps of its data to predict from latents."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from pyro.contrib.gp.kernels import Kernel
+from torch import Tensor, nn
+
+from pyro_truncated.distributed.shards import (
+    gather_all_rows,
+    own_rows,
+    rows_at,
+    shard_sum,
+)
+from pyro_truncated.gp.active_sets import (
+    ActiveSet,
+    Choose,
+    NearestSet,
+    ProjectedSet,
+    ProjectedStatistics,
+    projected_statistics,
+)
+from pyro_truncated.utils.arguments import check_count
+
+_MAX_ROWS_KEPT = 2000
+
+Posterior = ActiveSet | ProjectedSet | NearestSet
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPoints:
+    """Data points at their latents, or their sums for a projection.
+
+    Attributes:
+        latents: ``(M, Q)``.
+        outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
+        gram: see :class:`~pyro_truncated.gp.active_sets.ProjectedStatistics`, or ``None``.
+        moment: see there.
+        num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
+        examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
+        checksum: of the decoder's parameters at the time, see :func:`checksum`.
+    """
+
+    latents: Tensor
+    outputs: Tensor | None = None
+    gram: Tensor | None = None
+    moment: Tensor | None = None
+    num_neighbors: Tensor | None = None
+    examples: Tensor | None = None
+    checksum: Tensor | None = None
+
+    def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
+        """Returns the functions' posterior, in the noise's type and device."""
+        latents = self.latents.to(noise)
+        if self.num_neighbors is not None:
+            assert self.outputs is not None
+            return NearestSet(latents, self.outputs.to(noise), kernel, noise, int(self.num_neighbors))
+        if self.outputs is not None:
+            return ActiveSet(latents, self.outputs.to(noise), kernel, noise)
+        assert self.gram is not None
+        assert self.moment is not None
+        statistics = ProjectedStatistics(latents, self.gram.to(noise.device), self.moment.to(noise.device))
+        return ProjectedSet(kernel, noise, statistics)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, for ``state_dict()``."""
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in tensors.items() if value is not None}
+
+
+def checksum(module: nn.Module) -> Tensor:
+    """Returns each parameter's sums of magnitudes and of squares, in float64."""
+    values = [value.detach().double() for _, value in sorted(module.named_parameters())]
+    return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
+
+
+def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
+    """Keeps data points as :meth:`pyro_truncated.gplvm.SASDecoder.condition_` says."""
+    size = None if size is None else check_count("size", size)
+    gaps = gather_all_rows(outputs.isnan().sum(-1), outputs)
+    order = gaps.argsort(stable=True)
+    complete = order[: int((gaps == 0).sum())]
+    # In so many dimensions the closest data points predict better than a projection of all.
+    if size is None and projected is None and len(complete) > _MAX_ROWS_KEPT and latents.shape[1] > 4:
+        return keep_neighbors(latents, outputs, 100)
+    if projected is None:
+        projected = size is None and len(complete) > _MAX_ROWS_KEPT
+    if projected and not len(complete):
+        raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
+    if size is None:
+        size = _default_size(len(latents), len(complete))
+    if not projected and len(complete) < size:
+        rows = order[: min(size, len(order))]
+    elif size < len(complete):
+        rows = complete[choose(kernel, latents[complete], size)]
+    else:
+        rows = complete
+    if projected:
+        own = outputs.isnan().sum(-1) == 0
+        found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
+        gram, moment = shard_sum(outputs)([found.gram, found.moment])
+        return KeptPoints(found.latents, gram=gram, moment=moment)
+    return KeptPoints(latents[rows], rows_at(outputs, rows))
+
+
+def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
+    """Keeps all complete data points, for predictions from the closest ``num``."""
+    complete = (gather_all_rows(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
+    if not len(complete):
+        raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
+    return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
+
+
+def _default_size(num_data: int, num_complete: int, *, default_size: int = 1000) -> int:
+    if num_complete == num_data <= _MAX_ROWS_KEPT:
+        return num_data
+    # Each pattern of missing entries costs a factorisation of its own.
+    return max(min(num_complete, default_size), min(num_data, 300))
