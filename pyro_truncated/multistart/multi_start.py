@@ -22,7 +22,7 @@ from pyro_truncated.multistart.agreement import are_alike, have_agreed, is_gain_
 from pyro_truncated.multistart.convergence import to_convergence, train
 from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.model_parameters import disturb, learned_tensors, load_snapshot, snapshot
-from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same, resolve_difference_codes
+from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same
 from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.recombination import build_recombinations
 from pyro_truncated.multistart.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
@@ -287,7 +287,7 @@ def start_overcomplete(profile: Profile) -> Solution:
             noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
             return found.replace(estimate=found.estimate._replace(noise=found.estimate.noise + noise))
         kept = pruner.prune_redundant()
-        found = resolve_difference_codes(pruner.trainer.profile, pruner.converge(steps))
+        found = pruner.converge(steps)
         return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
 
 

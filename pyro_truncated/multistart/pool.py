@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -14,11 +13,10 @@ from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.recombination import Recombination, build_recombinations
-from pyro_truncated.multistart.solution import NOTHING, Solution, converge, fit_likeliest_states, settle
+from pyro_truncated.multistart.solution import NOTHING, Solution, fit_likeliest_states, settle
 from pyro_truncated.multistart.solution_moves import (
     Complement,
     Crossover,
-    DifferenceCodes,
     Move,
     RedundantLatents,
     improve,
@@ -63,7 +61,6 @@ class SolutionPool:
         self._members: list[Solution] = []
         self._best: Solution | None = None
         self._failed: dict[str, Solution] = {}
-        self._resolve: list[Move] = []
 
     @property
     def energies(self) -> list[float]:
@@ -85,8 +82,7 @@ class SolutionPool:
         """Lets restarts exchange latents, from the best one on."""
         self.groups = groups
         if groups:
-            complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
-            self._resolve = [DifferenceCodes(groups), complement]
+            self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
             self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
             if self.best.parameters:
                 self._join(self.best)
@@ -132,8 +128,8 @@ class SolutionPool:
         waiting = [self._members[-1]]
         while waiting:
             other = waiting.pop()
-            has_gained = [self._cross(other), *map(self._improve, self._resolve)]
-            if any(has_gained):
+            has_gained = self._cross(other)
+            if self._improve(self._complement) or has_gained:
                 waiting = [member for member in self._members if member is not other]
         if self._best is before:
             self._improve(self._redundant)
@@ -188,17 +184,6 @@ class SolutionPool:
     def _find_redundant(self, group: Recombination) -> Tensor:
         assert self._best is not None
         return group.find_redundant(self._best)
-
-
-def resolve_difference_codes(profile: Profile, solution: Solution) -> Solution:
-    """Replaces difference codes by causes where this raises the free energy.
-
-    Most restarts hold no latent that is active only where another one is, and cost only this check.
-    """
-    groups = build_recombinations(profile, profile.config.replacement_gain * profile.tolerance, solution.parameters)[:1]
-    if not groups or solution.population is None:
-        return solution
-    return improve(solution, DifferenceCodes(groups), partial(converge, profile), 0.0, known=groups[0].rescore(solution))
 
 
 def have_found_the_same(profile: Profile, one: Solution, other: Solution) -> bool:

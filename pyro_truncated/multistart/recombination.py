@@ -101,27 +101,6 @@ class Recombination:
         # square.
         return _near(self._adapt(self.latents.perturb(moved, here, 0.3, generator), _words(member), _ADAPTING), member)
 
-    def resolve_difference_codes(self, member: Solution) -> Solution:
-        """Resolves difference codes; returns the model itself if none gains.
-
-        A latent active only beside another one takes over their sum.
-
-        Two similar causes often end in such a code: one latent for either, and their difference beside it for the second. Restarts that
-        share the code agree.
-        """
-        if self.latents.num_values:
-            return member
-        best, start = member, self.latents.latents.start
-        for other, here in self._find_difference_codes(member):
-            words, states, space = _words(best), best.states, self.space
-            # States with both latents have the second one alone.
-            states[..., start + other] *= states[..., start + here] == 0
-            others = space.pack(states)
-            for parameters in self.latents.sums(best.parameters, here, other):
-                changed = _near(self._adapt(parameters, words, _ADAPTING, others), best)
-                best = changed if changed.free_energy > best.free_energy + self.tolerance else best
-        return best
-
     def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
 
@@ -150,18 +129,6 @@ class Recombination:
         states, place = member.states, self.latents.latents.start + latent
         states[..., place] = 1 - states[..., place]
         return member.replace(population=dataclasses.replace(member.population, words=self.space.pack(states)))  # type: ignore[type-var]
-
-    def _find_difference_codes(self, member: Solution) -> list[tuple[int, int]]:
-        """Returns pairs whose second latent is active only beside the first.
-
-        The most frequent come first.
-        """
-        share = self._marginals(member)
-        together, number = share.mT @ share, share.sum(0)
-        # Co-activation above which a latent counts as a difference code.
-        pairs = ((together > 0.9 * number) & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
-        # Most such latents that are tried.
-        return [(one, two) for one, two in pairs[number[pairs[:, 1]].argsort(descending=True)[:10]].tolist()]
 
     def deficits(self, member: Solution) -> Tensor:
         """Returns the deficit ``(H,)`` of data points with each latent.
@@ -346,21 +313,6 @@ class Exchangeable(NamedTuple):
             noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
             moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
         return {**state, **moved}
-
-    def sums(self, state: dict[str, Tensor], here: int, other: int) -> list[dict[str, Tensor]]:
-        """Returns parameters in which ``here`` shows itself plus ``other``.
-
-        Vectors of latents are added. Of single numbers per latent, such as log odds, ``here`` keeps its own. Numbers may be part of
-        what a latent shows too. So parameters in which everything is added come second, or alone if there is nothing else.
-        """
-        vectors = [name for name in self.axes if state[name].ndim > 1]
-        chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
-        return [{**state, **{name: self._add(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
-
-    @staticmethod
-    def _add(value: Tensor, axis: int, here: int, other: int) -> Tensor:
-        index = torch.tensor([here, other], device=value.device)
-        return value.index_add(axis, index[:1], value.index_select(axis, index[1:]))
 
     def permute(self, levels: Tensor, order: Tensor) -> Tensor:
         """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""

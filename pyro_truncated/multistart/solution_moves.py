@@ -39,7 +39,6 @@ def improve(
     refine: Callable[[Solution], Solution],
     min_gain: float,
     counts: MoveCounts | None = None,
-    known: Solution | None = None,
 ) -> Solution:
     """Returns the best solution after a move: itself, or a refined proposal.
 
@@ -49,9 +48,8 @@ def improve(
         refine: trains a proposal.
         min_gain: least gain in free energy per data point.
         counts: counts what is tried and accepted.
-        known: what proposals are made of; default: the best one.
     """
-    proposals = move.propose(best if known is None else known)
+    proposals = move.propose(best)
     proposal = next(proposals, None)
     while proposal is not None:
         refined = refine(proposal)
@@ -78,21 +76,6 @@ class Crossover:
         """Yields a child of each group that gains by itself."""
         for group in self._groups:
             if (child := group.cross(best, self._other)) is not best:
-                best = yield child
-
-
-class DifferenceCodes:
-    """Difference codes, replaced by the causes."""
-
-    name = "replacement of difference codes"
-
-    def __init__(self, groups: Sequence[Recombination]) -> None:
-        self._groups = groups
-
-    def propose(self, best: Solution) -> Proposals:
-        """Yields a solution for each group that gains by itself."""
-        for group in self._groups:
-            if (child := group.resolve_difference_codes(best)) is not best:
                 best = yield child
 
 

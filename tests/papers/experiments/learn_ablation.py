@@ -369,7 +369,6 @@ MECHANISMS = {
     "complement": without(solution_moves.Complement),
     "use of redundant latents": without(solution_moves.RedundantLatents),
     "revival of dead latents": without(solution_moves.DeadLatents),
-    "replacement of difference codes": without(solution_moves.DifferenceCodes),
     "crossover": without(solution_moves.Crossover),
     "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_same_code"),)),
     "equal latents, networks": rule("share_most", True, is_false),
@@ -391,7 +390,14 @@ MECHANISMS = {
 }
 
 # What the package had when the first runs were made, and has no longer; the last was of two at once.
-DELETED = ("swap of sites", "second threshold of difference codes", "start near the best", "pairwise codes", "swap of sites and complement")
+DELETED = (
+    "swap of sites",
+    "replacement of difference codes",
+    "second threshold of difference codes",
+    "start near the best",
+    "pairwise codes",
+    "swap of sites and complement",
+)
 
 
 @contextlib.contextmanager
