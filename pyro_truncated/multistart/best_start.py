@@ -10,10 +10,9 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import drawn_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, restore_driver
 from pyro_truncated.em.gibbs import GibbsModel
-from pyro_truncated.multistart.convergence import fixed_steps, train
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
 from pyro_truncated.multistart.profile import check_one_array, profile_model
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.trainer import Schedule, Trainer, train
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature
@@ -83,7 +82,7 @@ def best_start(
     with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(train(Trainer(profile, temperature), fixed_steps(steps)).free_energy)
+            reached.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
             if reached[-1] == max(reached):
                 best = snapshot(model, part)
         load_snapshot(model, part, best)

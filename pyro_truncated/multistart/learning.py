@@ -14,15 +14,13 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import own_rows, total_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.convergence import finish
 from pyro_truncated.multistart.learn_report import LearnReport
 from pyro_truncated.multistart.model_parameters import load_snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model, starting
-from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, finish
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
@@ -136,7 +134,7 @@ def learn(
     if last.remaining > profile.tolerance:
         _warn_not_converged(last.steps, last.remaining)
     guide.steps, guide.starts = last.steps, pool.energies
-    chosen = {"search": type(trainer.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
+    chosen = {"search": type(trainer.elbo.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
     chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": total_rows(restart.y)}
     ended = disagreement, last.steps, last.remaining, profile.optimizer
     guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *ended, chosen)

@@ -71,6 +71,14 @@ class StartingModel(Protocol):
         """Goes there, for each start anew."""
 
 
+@runtime_checkable
+class RelocatingModel(Protocol):
+    """A mixture with moves of components, such as ``GaussianMixture``."""
+
+    def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
+        """Moves components while the free energy rises; returns how many."""
+
+
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
 
 

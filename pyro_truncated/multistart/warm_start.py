@@ -17,8 +17,8 @@ from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
 from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, trainer_at
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, trainer_at
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 

@@ -21,14 +21,13 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
-from pyro_truncated.multistart.pool import SolutionPool
+from pyro_truncated.multistart.moves import Exchangeable, Recombination, build_recombinations, exchangeable_latents
+from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.recombination import Exchangeable, Recombination, build_recombinations, exchangeable_latents
-from pyro_truncated.multistart.redundancy import value_deletion_losses
-from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.pruning import value_deletion_losses
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.states.population import Population
 
 
@@ -543,7 +542,7 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     assert reached[0] < reached[1] < reached[2]
     assert len(fits) == 6
     population = Population(group.space, group.space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
-    known = group.rescore(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population))
+    known = Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)
     assert set(group.find_mostly_active(known)) == set(range(6))
     assert set(group.find_mostly_active(known, [states[:, 0].double()])) == set(range(1, 6))
 
