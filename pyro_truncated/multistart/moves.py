@@ -333,7 +333,7 @@ class Recombination:
         return self.latents.probabilities(_population(member)).double().cpu()
 
     def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
-        """Returns a model with a block of the other one, and its likeliest states of these latents."""
+        """Returns a model with a block of latents of the other one."""
         here, there, words = torch.tensor(block), partner[torch.tensor(block)], None
         if not self.latents.num_values:
             start, states, likeliest = self.latents.latents.start, member.states, self.space.unpack(_population(other).mode())
@@ -342,7 +342,7 @@ class Recombination:
         return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, there), words)
 
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
-        """Returns a model with changed parameters, its guide of continuous latents, and populations adapted to them."""
+        """Returns a model with changed parameters, and populations adapted to them."""
         adapted = self._adapt(parameters, _population(member).words, _ADAPTING, others)
         return adapted.replace(companion=member.companion, spread=member.spread)
 

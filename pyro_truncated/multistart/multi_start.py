@@ -1,4 +1,4 @@
-"""Restarts with annealing until two agree, the best of them, and the rule that ends them."""
+"""Restarts until two agree, the best of them, and the stop rule."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class SolutionPool:
         return True
 
     def _take_best(self, found: Solution) -> None:
-        """Takes the better one, after exchanges without its few states: training finds them anew."""
+        """Takes the better one."""
+        # After exchanges without its few states: training finds them anew.
         found = found.replace(population=None) if self.groups else found
         candidates = [self.best, found] if self.best.parameters else [found]
         self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)

@@ -1,4 +1,4 @@
-"""What a run has reached, and whether two runs have reached the same."""
+"""What a run has reached, and whether two have reached the same."""
 
 from __future__ import annotations
 
@@ -165,7 +165,10 @@ def are_alike(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: flo
 
 
 def without_extremes(differences: Tensor) -> Tensor:
-    """Returns differences without 1 % at either end: a search misses few states, by much."""
+    """Returns differences without 1 % at either end.
+
+    A search misses few states, by much.
+    """
     number = int(0.01 * len(differences))
     return differences.sort().values[number : len(differences) - number]
 

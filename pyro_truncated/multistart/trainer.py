@@ -1,4 +1,4 @@
-"""Runs: a model with its guide and SVI, when they end, and what they have learned."""
+"""Runs: how they are trained, when they end, what they learn."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ class Trainer:
         return [group for optimizer in self._svi.optim.optim_objs.values() for group in optimizer.param_groups]
 
     def intensify_search(self) -> bool:
-        """Searches more thoroughly from now on, unless you named the search; says whether it does.
+        """Searches more thoroughly from now on, unless you named the search.
 
-        By full conditionals, or, of more than 64 binary latents, of which these hit few that matter, by combined flips.
+        Says whether it does. By full conditionals, or by combined flips of more than 64 binary latents, of which few matter.
         """
         is_evolving = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
         if is_evolving:
