@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_truncated import ops
-from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.variable_projection import Decoder, fit_unit_by_unit, make_targets
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.multistart.profile import Profile
@@ -94,7 +93,7 @@ def split_data(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
     if not profile.is_network or not profile.is_by_gradients or profile.has_companion or profile.is_conditional or profile.is_product:
         return None
     number = min(_MAX_PARTS, len(y) // _ROWS_PER_PART)
-    is_whole = guide.layout.num_data == len(y) == total_rows(y) and getattr(y, "file", None) is None
+    is_whole = guide.layout.num_data == len(y) == profile.num_data and getattr(y, "file", None) is None
     if number < 2 or not is_whole:
         return None
     with spare_random_numbers(), poutine.block(), torch.no_grad():
@@ -125,10 +124,7 @@ def split_data(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
 
 
 def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
-    """Returns a run's nodes and its only observed site, if real-valued.
-
-    All its entries must count.
-    """
+    """Returns a run's nodes and its one observed site of real numbers."""
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         trace = poutine.trace(model).get_trace(y)
     observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
@@ -180,24 +176,16 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
         before = snapshot(network.parameters())
         is_fitted = fit_unit_by_unit(decoder, make_targets(guide.population(), means, arguments[0].dtype))
-        is_better = is_fitted and _free_energy(guide, y) >= float(guide.population().free_energy().sum())
+        with spare_random_numbers(), poutine.block():
+            is_better = is_fitted and bool(guide.posterior(y).free_energy().sum() >= guide.population().free_energy().sum())
         if is_fitted and not is_better:
             load_snapshot(network.parameters(), before)
         return is_better
     return False
 
 
-def _free_energy(guide: AutoTruncated, y: Tensor) -> float:
-    """Returns the free energy of all data with present states."""
-    with spare_random_numbers(), poutine.block():
-        return float(guide.posterior(y).free_energy().sum())
-
-
 def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) -> Decoder | None:
-    """Finds a network that ends in two learned linear layers.
-
-    It is found by the calls of its parts.
-    """
+    """Finds a network that ends in two learned linear layers."""
     own = set(network.modules())
     layers = [(part, result) for part, _, result in calls if part in own and isinstance(part, torch.nn.Linear)]
     if len(layers) < 2 or not torch.equal(layers[-1][1], decoded):
@@ -228,10 +216,7 @@ def _output_scale(mean: Tensor, decoded: Tensor) -> float:
 
 @torch.no_grad()
 def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> bool:
-    """Whether a network decodes each state alone and deterministically.
-
-    Batch normalisation and dropout do not.
-    """
+    """Whether a network decodes each state alone: no dropout, no batch normalisation."""
     half = len(states) // 2
     with spare_random_numbers():
         return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL * float(decoded.abs().max()))

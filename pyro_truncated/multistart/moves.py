@@ -105,10 +105,7 @@ class Exchangeable(NamedTuple):
         return {**state, **moved}
 
     def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Adds noise to parameters of the latents ``here``.
-
-        Its unit is the root mean square of the whole parameter.
-        """
+        """Adds noise, relative to whole parameters, to latents ``here``."""
         moved = {}
         for name, axis in self.axes.items():
             value, to = state[name], here.to(state[name].device)
@@ -131,9 +128,9 @@ class Exchangeable(NamedTuple):
         return population.marginals()[:, self.latents]
 
     def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
-        """Returns distances ``(H,)`` of parameters to those of ``there`` in ``other``.
+        """Returns relative distances ``(H,)`` of parameters to those of ``there`` in ``other``.
 
-        A root mean square in units of that of the whole parameter, of the parameter that differs most.
+        They are root mean squares, of the parameter that differs most.
         """
         differences = []
         for name, axis in self.axes.items():
@@ -171,7 +168,7 @@ def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exc
     alike.sort(key=lambda one: -max(one[0].stop - one[0].start, one[1]))
     with torch.no_grad(), spare_random_numbers():
         groups = [_exchangeable(medians, state, *one) for one in alike]
-        medians.load_snapshot(state)
+        load_snapshot(medians.model, medians.y, state)
         return [group for group in groups if group is not None]
 
 
@@ -197,10 +194,7 @@ def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, nu
 
 
 def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
-    """Yields axes by name, as many as possible first.
-
-    There are at most some dozens of combinations.
-    """
+    """Yields axes by name, as many as possible first."""
     choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
     for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
         axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
@@ -267,14 +261,7 @@ class Recombination:
     def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
 
-        The most frequent come first.
-
-        Args:
-            member: the model.
-            known: probabilities ``(N,)`` of latents that are known; what is on for the same data points is left out.
-
-        Returns:
-            The probabilities ``(N,)`` that each of them is on.
+        The most frequent come first, with their probabilities ``(N,)``. What is on for the same data points as a known one is left out.
         """
         if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
             return {}
@@ -288,19 +275,13 @@ class Recombination:
         return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MOST_COMPLEMENTED]}
 
     def complement(self, member: Solution, latent: int) -> Solution:
-        """Returns a model with a binary latent complemented in all states.
-
-        States keep their ranks; parameters do not fit them yet.
-        """
+        """Returns a model with a latent complemented in all states."""
         states, place = member.states, self.latents.latents.start + latent
         states[..., place] = 1 - states[..., place]
         return member.replace(population=dataclasses.replace(_population(member), words=self.space.pack(states)))
 
     def deficits(self, member: Solution) -> Tensor:
-        """Returns the deficit ``(H,)`` of data points with each latent.
-
-        It is a difference of mean free energies.
-        """
+        """Returns the mean deficit ``(H,)`` of data points with each latent."""
         share, each = self._marginals(member), _population(member).free_energy().cpu()
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
@@ -315,7 +296,6 @@ class Recombination:
         return is_redundant(self._losses(member).cpu(), num_parameters, self._guide.layout.num_data)
 
     def _losses(self, member: Solution) -> Tensor:
-        """What the data would lose without each latent, ``(H,)``."""
         if self.latents.num_values:
             return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
         return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
@@ -389,10 +369,7 @@ def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Te
 
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
-    """Returns connected components of correlated pairs at several thresholds.
-
-    Single pairs are included. Correlations are ``(H, H)``.
-    """
+    """Returns single pairs, and components correlated by several thresholds."""
     linked = torch.maximum(correlation, correlation.mT)
     found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
     for least in _CORRELATIONS:

@@ -11,7 +11,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
@@ -312,7 +311,7 @@ class StopRule:
             return profile.has_companion
         if profile.is_mixture:
             return profile.y.numel() * profile.space.size <= self._config.small_mixture
-        return self._are_by_gradients and total_rows(profile.y) < self._config.few_rows_per_latent * profile.space.num_latents
+        return self._are_by_gradients and profile.num_data < self._config.few_rows_per_latent * profile.space.num_latents
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -365,7 +364,7 @@ class StopRule:
         The same latents explain the same data points. Of networks that have found the same latents none need have reached just what the
         other has: their weights differ everywhere.
         """
-        if not self._profile.compares_latents:
+        if self._config.tolerance is not None:
             return self._are_equal(pool, must_be_alike=False)
         # Covariates do not count.
         size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()

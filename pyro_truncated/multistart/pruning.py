@@ -9,7 +9,6 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.solution import NOTHING, Solution
@@ -208,7 +207,7 @@ class _Pruner:
         kept = torch.arange(self.trainer.profile.model.num_latents)
         while len(kept) > 1:
             losses, substitutes = self._losses()
-            num_spare = int(is_redundant(losses, self.num_parameters, total_rows(self.trainer.profile.y)).sum())
+            num_spare = int(is_redundant(losses, self.num_parameters, self.trainer.profile.num_data).sum())
             if not num_spare:
                 break
             lost = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(kept) - 1))

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import shard_sum, total_rows
+from pyro_truncated.distributed.shards import shard_sum
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -30,7 +30,7 @@ from pyro_truncated.multistart.model_parameters import (
     prior_draw,
     snapshot,
 )
-from pyro_truncated.multistart.profile import Profile, RelocatingModel, num_posteriors
+from pyro_truncated.multistart.profile import Profile, RelocatingModel
 from pyro_truncated.multistart.solution import STANDARD_ERRORS, FreeEnergyEstimate, Solution, estimate_mean, estimate_on_trend, vary
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
@@ -133,7 +133,7 @@ class Trainer:
             self.relocate()
         self._num_steps += 1
         loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
-        value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated, y))
+        value = -loss / self.profile.num_posteriors
         self.profile.watch(value)
         return value
 
@@ -196,7 +196,7 @@ class Trainer:
         with torch.no_grad(), poutine.block():
             for _ in range(_MAX_SEARCH_ROUNDS):
                 each = self.truncated.make_batch(y).search_(self.elbo.search).free_energy().double()
-                last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / total_rows(y)
+                last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / self.profile.num_data
                 if reached - last < least:
                     break
         self.elbo.search = before
