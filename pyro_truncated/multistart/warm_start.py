@@ -32,20 +32,15 @@ def decoded_values(profile: Profile) -> Tensor | None:
     discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    if not profile.is_by_gradients or not profile.is_network or profile.is_large or profile.has_companion or profile.is_shared:
+    is_decoder = profile.is_by_gradients and profile.is_network and profile.initializer is None
+    if not is_decoder or profile.is_large or profile.has_companion or profile.is_shared:
         return None
     parameters = learned_parameters(model, y)
     layout = profile.set_up_guide().layout
     is_learned = any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys())
     is_whole = profile.num_data == len(y) == layout.num_data and getattr(y, "file", None) is None
-    if (
-        not is_learned
-        or not is_whole
-        or len(layout.sites) > 1
-        or layout.other_latents
-        or not layout.space.is_binary
-        or layout.space.num_latents < 2
-    ):
+    is_one_site = len(layout.sites) == 1 and layout.space.is_binary and layout.space.num_latents > 1
+    if not is_learned or not is_whole or not is_one_site or layout.other_latents:
         return None
     found = observed_numbers(model, y, layout)
     if found is None:
@@ -66,7 +61,7 @@ def likeliest_states(profile: Profile, found: Solution) -> Tensor:
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:
-    """Whether a parameter is learned: all in Pyro's store, and those not frozen."""
+    """Whether a parameter is learned; those of modules may be frozen."""
     return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
@@ -151,7 +146,7 @@ class LinearCauses(torch.nn.Module):
         return self
 
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a model whose latent ``i`` copies ``index[i]``, as often active in all."""
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
         other = copy.deepcopy(self)
         other.num_latents = len(index)
         other.weight = self.weight[:, index.to(self.weight.device)].clone()
