@@ -67,7 +67,7 @@ class LearnConfig:
         small_mixture: data values times components up to which ``min_restarts`` are made.
         max_lead: largest lead of the best restart of a mixture, in tolerances.
         network_gap: nats per observed number by which networks of the same latents may differ.
-        max_unmatched: share of unmatched latents up to which two restarts have found the same.
+        max_unmatched: share of unmatched latents up to which two networks have found the same.
         max_candidates: latents beside which a redundant one is tried.
         growth: latents of an overcomplete restart for each one asked for.
         pruning_steps: training steps after each pruning.

@@ -29,13 +29,12 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 _FILLING, _ADAPTING = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Correlation below which a latent is unmatched; relative difference of parameters below which latents are equal.
-_UNMATCHED, _EQUAL = 0.5, 0.2
+# Relative difference of parameters, or of inactive data points, up to which latents are equal.
+_EQUAL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _NOISE = 0.3
-# Activity above which a latent may be the complement of its cause; most that are tried; relative difference of inactive data points of
-# equal ones.
-_MOSTLY_ACTIVE, _MOST_COMPLEMENTED, _DIFFERENT = 0.5, 10, 0.2
+# Most latents whose complements are tried.
+_MOST_COMPLEMENTED = 10
 # Random states, and assignments of axes, by which latents are found to be exchangeable; rounding errors of log joints.
 _NUM_STATES, _MOST_TRIED, _RELATIVE, _ABSOLUTE = 4, 64, 1e-4, 1e-3
 # Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded; probability of dead ones.
@@ -269,9 +268,9 @@ class Recombination:
 
         def is_known(share: Tensor) -> bool:
             """Whether a known latent is inactive for nearly the same data points."""
-            return any(bool((share - other).abs().mean() <= _DIFFERENT * (1 - share).mean() + ROUNDING) for other in known)
+            return any(bool((share - other).abs().mean() <= _EQUAL * (1 - share).mean() + ROUNDING) for other in known)
 
-        often = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY_ACTIVE]
+        often = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
         return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MOST_COMPLEMENTED]}
 
     def complement(self, member: Solution, latent: int) -> Solution:
@@ -302,7 +301,7 @@ class Recombination:
 
     def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
         """Re-pairs unmatched latents: the least needed with the most needed."""
-        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _UNMATCHED
+        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
         if len(here) < 2:
             return partner

@@ -267,10 +267,8 @@ class MultiStart:
         return run_restart(profile, 1.0, states)
 
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
-        """Finds out what restarts exchange, or whether a linear model warm-starts them.
-
-        Random parameters show which latents are exchangeable.
-        """
+        """Finds out what restarts exchange, or whether a linear model starts them."""
+        # Random parameters show which latents are exchangeable.
         profile, pool = self._profile, self.pool
         load_snapshot(profile.model, profile.y, first)
         disturb(profile.model, profile.y, pool.best.parameters, profile.generator)

@@ -105,10 +105,7 @@ def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tens
 
 
 def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
-    """Returns the best log joints ``(P,)`` with one more latent, and which.
-
-    States are ``(P, W)``; one latent is forbidden in each.
-    """
+    """Returns the best log joints ``(P,)`` with one more latent, and which."""
     best, improved = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
     for rows, places, counts in _blocks(log_joint, row, moves.count):
         every = torch.arange(moves.count, device=states.device).expand(*places.shape, -1)
@@ -147,12 +144,9 @@ def start_overcomplete(profile: Profile) -> Solution:
 
     Redundant latents (see :func:`is_redundant`) fit noise, slowly and never alike. With closed-form M-steps they are removed too, before
     the run has converged. The free energy is that of the others alone. Parameters are those of all latents asked for; redundant ones are
-    unchanged and inactive in all states.
+    unchanged and inactive in all states. The model stays as it is.
 
     More than 256 binary latents are neither doubled nor pruned: to evaluate each of them costs more than the steps.
-
-    Args:
-        profile: of a model that can be resized; the model stays as it is.
     """
     model, steps = profile.model, profile.config.restart_steps
     with empty_store():
@@ -233,10 +227,7 @@ class _Pruner:
 
 
 def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
-    """Adds inactive latents of ``requested`` to the learned latents ``kept``.
-
-    The model keeps these parameters.
-    """
+    """Adds inactive latents of ``requested`` to the learned latents ``kept``."""
     assert requested.population is not None
     model, y, number = profile.model, profile.y, requested.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
@@ -258,10 +249,7 @@ def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution
 
 
 def num_parameters_per_latent(profile: Profile) -> int:
-    """Returns how many parameters one latent has.
-
-    Covariances are of pairs, and fewer with fewer latents.
-    """
+    """Returns how many parameters one latent has, those of pairs included."""
     models = profile.model, profile.model.with_latents(torch.arange(profile.model.num_latents - 1))
     larger, smaller = (sum(value.numel() for value in learned_tensors(model, profile.y).values()) for model in models)
     return larger - smaller

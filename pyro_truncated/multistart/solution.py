@@ -139,9 +139,8 @@ def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
     The error is that of five more steps of the best two, or of chance.
 
     The expected gain of restart :math:`K + 1` is the lead of the best divided by :math:`K`, a mean over all orders. Restarts that still
-    rise by as much cannot be compared, and more steps of the best are worth more. Of three restarts and more, chance does not count
-    either. On other data the difference of the best two has the standard error :math:`\sigma / \sqrt N`. Here :math:`\sigma` is the
-    deviation of the differences of their free energies at the :math:`N` data points.
+    rise by as much cannot be compared. Of three restarts and more, chance does not count either: the standard error
+    :math:`\sigma / \sqrt N` of the difference, with the deviation :math:`\sigma` of the differences at the :math:`N` data points.
     """
     if len(reached) < 2:
         return False

@@ -46,12 +46,10 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Most search rounds; the gain per data point in nats that ends them.
-_MAX_SEARCH_ROUNDS, _MIN_GAIN_NATS = 10, 0.01
+# Most search rounds before training; steps between two moves of mixture components.
+_MAX_SEARCH_ROUNDS, _RELOCATION_STEPS = 10, 10
 # What is left of the learning rate after its decay.
 LAST_RATE = 0.1
-# Steps between two moves of mixture components.
-_RELOCATION_STEPS = 10
 # Beside continuous latents: share of the steps that is a window, so that slow gains are seen; least steps of one.
 _WINDOW_SHARE, _COMPANION_WINDOW_STEPS = 0.25, 20
 # There the learning rate is multiplied by this at each plateau, so many times at most.
@@ -138,10 +136,7 @@ class Trainer:
         return value
 
     def relocate(self) -> bool:
-        """Moves mixture components while the free energy rises; says whether any moved.
-
-        Once none has moved, none is tried again.
-        """
+        """Whether mixture components move; once none has, none is tried again."""
         if self._is_relocating:
             self._is_relocating = self.profile.model.split_and_merge(self.truncated, self.profile.y, self._relocation_generator) > 0
         return self._is_relocating
@@ -182,15 +177,14 @@ class Trainer:
     def find_states(self) -> None:
         """Searches without training, so that bad first states teach nothing.
 
-        There are ten rounds. If data points have a posterior each, rounds end when the free energy rises no more. Binary latents are
-        searched by combined flips unless you named a search: under a trained model they reach as far as full conditionals at a tenth of
-        the cost.
+        Rounds end when the free energy rises no more if data points have a posterior each. Binary latents are searched by combined flips
+        unless you named a search: under a trained model they reach as far as full conditionals at a tenth of the cost.
         """
         if self.truncated is None or self.profile.has_companion or self.profile.is_product:
             return
         before, reached, y = self.elbo.search, -math.inf, self.profile.y
         # In a single posterior a round may find nothing by chance.
-        least = -math.inf if self.profile.is_shared else _MIN_GAIN_NATS
+        least = -math.inf if self.profile.is_shared else self.profile.config.gain
         if self.intensify_search() and not self.profile.is_shared and self.truncated.space.is_binary:
             self.elbo.search = CombinedFlips()
         with torch.no_grad(), poutine.block():
@@ -257,9 +251,9 @@ def copy_population(population: Population) -> Population:
 
 
 def last_gain(values: Sequence[float], window: int) -> float:
-    """Returns how far the last value is from the earlier best one.
+    """Returns the distance of the last value from the best before a window.
 
-    The last steps do not count. Free energies that have fallen have not converged.
+    Free energies that have fallen have not converged.
     """
     return abs(values[-1] - max(values[:-window])) if len(values) > window else math.inf
 
@@ -277,14 +271,10 @@ def remaining_gain(values: Sequence[float], window: int) -> float:
     what this window has gained beside the one before; one that approaches it exponentially will gain less. One standard error of the
     gain does not count.
     """
-    number = _window_length(values, window)
+    number = max(window, int(_WINDOW_SHARE * len(values)))
     if len(values) < 2 * number:
         return math.inf
     return 2 * _gain_beyond_noise(*(estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:])))
-
-
-def _window_length(values: Sequence[float], window: int) -> int:
-    return max(window, int(_WINDOW_SHARE * len(values)))
 
 
 def _gain_beyond_noise(before: FreeEnergyEstimate, after: FreeEnergyEstimate) -> float:
@@ -340,11 +330,7 @@ def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
 def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
-    Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain to be gained there.
-
-    Args:
-        trainer: the trainer.
-        steps: least number of them.
+    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain to be gained there.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
@@ -357,12 +343,9 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
 
 
 def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
-    """Returns the schedule of a restart.
+    """Returns the schedule of a restart at a temperature.
 
-    Args:
-        trainer: the trainer.
-        temperature: of the run, as a function of the step.
-        steps: how many there are, at least by gradients, and at most where EM may converge before.
+    There are so many steps, at least by gradients, and at most where EM may converge before.
     """
     profile, config = trainer.profile, trainer.profile.config
     if profile.is_informed:
@@ -411,7 +394,7 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) 
         values = _until_convergence(trainer, dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window))
         steps, before = steps + len(values), reached
         if values:
-            reached = estimate_on_trend(values[-_window_length(values, window) :])
+            reached = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
         remaining = remaining_gain(values, window) + _gain_beyond_noise(before, reached) * _RATE_FACTOR / (1 - _RATE_FACTOR)
         reached = reached._replace(remaining=remaining, steps=steps)
         if remaining <= schedule.tol:
@@ -476,10 +459,7 @@ def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> Free
 
 @torch.no_grad()
 def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Returns mean log likelihoods of the data points over draws, ``(N,)``.
-
-    They show what a search has missed.
-    """
+    """Returns mean log likelihoods ``(N,)`` over draws: what a search has missed."""
     likelihoods = []
     for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
         values = guide.model.site_values(coefficients)
