@@ -251,7 +251,7 @@ def copy_population(population: Population) -> Population:
 
 
 def last_gain(values: Sequence[float], window: int) -> float:
-    """Returns the distance of the last value from the best before a window.
+    """Returns the distance of the last value from the earlier best one.
 
     Free energies that have fallen have not converged.
     """
@@ -330,7 +330,7 @@ def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
 def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     """Gradient steps while the free energy rises, then at a falling rate.
 
-    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain to be gained there.
+    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain there.
     """
     config = trainer.profile.config
     if trainer.profile.has_companion:
