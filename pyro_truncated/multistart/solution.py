@@ -27,7 +27,7 @@ class FreeEnergyEstimate(NamedTuple):
 
     Attributes:
         free_energy: its value.
-        noise: difference of two runs in one optimum: overfit of redundant latents, or the error of a mean over draws.
+        noise: difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
         each: the free energies of the data points, ``(N,)``, where they are known.
         rise: what its last five steps have raised it by, if it has not converged.
         remaining: what it will still gain with more steps, if it has not converged beside continuous latents.

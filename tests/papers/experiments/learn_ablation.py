@@ -386,6 +386,7 @@ MECHANISMS = {
 # What the package had when the first runs were made, and has no longer; the last was of two at once.
 DELETED = (
     "equal latents, closed form",
+    "overfit of redundant latents",
     "swap of sites",
     "replacement of difference codes",
     "second threshold of difference codes",
