@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.multistart.relocation import SplitAndMerge
+from pyro_truncated.multistart.profile import RelocatingModel
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.arguments import check_count
 
@@ -131,6 +131,58 @@ class RestartingModel(Protocol):
 
     def restart_unused(self, y: Tensor, generator: torch.Generator | None = None) -> int:
         """Gives latents that are hardly ever on another start; how many."""
+
+
+class SplitAndMerge:
+    """A callback of :func:`~pyro_truncated.fit` that moves mixture components.
+
+    Every so many steps it calls :meth:`GaussianMixture.split_and_merge <pyro_truncated.models.GaussianMixture.split_and_merge>`. That
+    never lowers the free energy of all data, and costs about two passes through them. Once nothing moves, it is not called again. The
+    record ``moved`` counts the components.
+
+    Example:
+        >>> from pyro_truncated.callbacks import SplitAndMerge
+        >>> from pyro_truncated.models import GaussianMixture
+        >>> from pyro_truncated.search import NeighbourSearch
+        >>> y = torch.cat([torch.randn(100, 2), torch.randn(100, 2) + 9])
+        >>> model = GaussianMixture(2, 10, covariance="diag").initialize(y)
+        >>> guide = AutoTruncated(model, num_states=4, init=model.likeliest_components(y, 4))
+        >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(NeighbourSearch()))
+        >>> training = fit(svi, y, 50, steps=20, callbacks=[SplitAndMerge(y, every=4)], progress=False)
+        >>> len(training.record["moved"])
+        20
+
+    Args:
+        y: all data, those that the guide has the populations of.
+        every: steps between two calls; on minibatches those of a pass through the data.
+        generator: source of randomness; default: torch's global one.
+
+    Raises:
+        ValueError: if ``every`` is below 1.
+        TypeError: when training starts, if the model has no ``split_and_merge``.
+        NotImplementedError: when it is first called, where data are shared out over several processes.
+    """
+
+    # Missing components show after ten steps.
+    def __init__(self, y: Tensor, *, every: int = 10, generator: torch.Generator | None = None) -> None:
+        self.y, self.every, self.generator = y, check_count("every", every), generator
+        self.is_done = False
+
+    def start(self, training: Training) -> None:
+        """Prepares a run, new or continued, before its first step."""
+        model = training.svi.model
+        is_relocating: bool = isinstance(model, RelocatingModel)
+        if not is_relocating:
+            raise TypeError(f"SplitAndMerge needs a mixture with the method split_and_merge; {type(model).__name__} has none")
+        self.is_done = False
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """Called after every step."""
+        moved = 0
+        if not self.is_done and training.steps % self.every == 0:
+            moved = training.svi.model.split_and_merge(training.svi.guide, self.y, self.generator)
+            self.is_done = moved == 0
+        return {"moved": float(moved)}
 
 
 class RestartUnused:

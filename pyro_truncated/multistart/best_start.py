@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import drawn_rows
-from pyro_truncated.em.closed_form import ClosedFormModel, restore_driver
-from pyro_truncated.em.gibbs import GibbsModel
-from pyro_truncated.multistart.convergence import fixed_steps, train
+from pyro_truncated.em.closed_form import restore_driver
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
 from pyro_truncated.multistart.profile import check_one_array, profile_model
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.trainer import Schedule, Trainer, train
 from pyro_truncated.search.base import Search
-from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 
@@ -71,19 +68,15 @@ def best_start(
     num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
-    has_closed_form: bool = isinstance(model, ClosedFormModel)
-    if not has_closed_form:
-        raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
-    is_sampled: bool = isinstance(model, GibbsModel)
-    if is_sampled and not isinstance(search, Preselection):
-        raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
     part = drawn_rows(check_one_array(y), num_data, generator)
     profile = profile_model(model, part, search, num_states=num_states, generator=generator)
+    if profile.is_by_gradients:
+        raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
     reached: list[float] = []
     with restore_driver(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(train(Trainer(profile, temperature), fixed_steps(steps)).free_energy)
+            reached.append(train(Trainer(profile, temperature), Schedule(steps, steps)).free_energy)
             if reached[-1] == max(reached):
                 best = snapshot(model, part)
         load_snapshot(model, part, best)

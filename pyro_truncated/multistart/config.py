@@ -67,9 +67,7 @@ class LearnConfig:
         small_mixture: data values times components up to which ``min_restarts`` are made.
         max_lead: largest lead of the best restart of a mixture, in tolerances.
         network_gap: nats per observed number by which networks of the same latents may differ.
-        max_unmatched: share of unmatched latents up to which two restarts have found the same.
-        replacement_gain: least gain of a replacement of difference codes of converged restarts, in tolerances.
-        num_kept: restarts that are kept with their states.
+        max_unmatched: share of unmatched latents up to which two networks have found the same.
         max_candidates: latents beside which a redundant one is tried.
         growth: latents of an overcomplete restart for each one asked for.
         pruning_steps: training steps after each pruning.
@@ -120,8 +118,6 @@ class LearnConfig:
     max_lead: float = 4.0
     network_gap: float = 0.02
     max_unmatched: float = 0.1
-    replacement_gain: float = 0.1
-    num_kept: int = 3
     max_candidates: int = 3
     growth: int = 2
     pruning_steps: int = 3

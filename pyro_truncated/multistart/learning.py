@@ -6,23 +6,20 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import own_rows, total_rows
+from pyro_truncated.distributed.shards import own_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.convergence import finish
 from pyro_truncated.multistart.learn_report import LearnReport
 from pyro_truncated.multistart.model_parameters import load_snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model, starting
-from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
+from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, finish
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.console import ProgressBar, progress_bar
@@ -121,23 +118,29 @@ def learn(
     steps = steps or (profile.config.companion_steps if profile.has_companion else profile.config.steps)
     restart = profile.for_restarts()
     with restore_driver(model), progress_bar(progress, unit="step") as bar:
-        watch = partial(_show, bar)
+
+        def watch(free_energy: float) -> None:
+            bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
+            bar.update()
+
         with starting(model):
             multi_start = MultiStart(restart.replace(watch=watch))
             multi_start.run(bar)
             disagreement = multi_start.rule.disagreement(multi_start.pool)
         bar.total = bar.n + steps
-        has_all = total_rows(restart.y) == total_rows(profile.y)
-        best = multi_start.pool.best if has_all else multi_start.pool.best.replace(population=None)
+        best = multi_start.pool.best if restart.num_data == profile.num_data else multi_start.pool.best.replace(population=None)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
     if disagreement is not None:
-        _warn(disagreement)
+        advice = "Try more restarts, more restart_steps or a higher temperature (LearnConfig)."
+        warnings.warn(f"{disagreement}: the best may be a local optimum. {advice}", DisagreeingStartsWarning, stacklevel=3)
     if last.remaining > profile.tolerance:
-        _warn_not_converged(last.steps, last.remaining)
+        gain = "" if math.isinf(last.remaining) else f": more may raise the free energy per data point by {last.remaining:.2g}"
+        advice = "Try more steps, or LearnConfig(lr=...) with a larger one."
+        warnings.warn(f"training has not converged in {last.steps} steps{gain}. {advice}", ConvergenceWarning, stacklevel=3)
     guide.steps, guide.starts = last.steps, pool.energies
-    chosen = {"search": type(trainer.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
-    chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": total_rows(restart.y)}
+    chosen = {"search": type(trainer.elbo.search).__name__, "num_states": profile.num_states, "temperature": profile.temperature(0)}
+    chosen |= {"tolerance": profile.tolerance, "lr": profile.lr, "num_data": restart.num_data}
     ended = disagreement, last.steps, last.remaining, profile.optimizer
     guide.learn_report = LearnReport(tuple(pool.restarts), dict(pool.moves), multi_start.reason or "", *ended, chosen)
     return guide
@@ -182,25 +185,3 @@ def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tu
     min_gain = profile.config.final_gain if profile.optimizer == "closed-form M-steps" and not profile.has_companion else -math.inf
     # Of an informed initialisation half the gain of its last steps counts.
     return trainer, finish(trainer, steps, best.estimate.noise / 2 if profile.is_informed else min_gain)
-
-
-def _warn_not_converged(steps: int, remaining: float) -> None:
-    gain = "" if math.isinf(remaining) else f": more may raise the free energy per data point by {remaining:.2g}"
-    warnings.warn(
-        f"training has not converged in {steps} steps{gain}. Try more steps, or LearnConfig(lr=...) with a larger one.",
-        ConvergenceWarning,
-        stacklevel=4,
-    )
-
-
-def _show(bar: ProgressBar, free_energy: float) -> None:
-    bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
-    bar.update()
-
-
-def _warn(disagreement: str) -> None:
-    warnings.warn(
-        f"{disagreement}: the best may be a local optimum. Try more restarts, more restart_steps or a higher temperature (LearnConfig).",
-        DisagreeingStartsWarning,
-        stacklevel=4,
-    )

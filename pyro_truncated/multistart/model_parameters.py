@@ -50,21 +50,21 @@ def learned_parameters(model: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def layer_parameters(model: Any, y: Tensor) -> set[str]:
-    """Returns names of weights and biases of torch's own layers.
-
-    Of functions they are those of all their modules.
-    """
+    """Returns names of parameters of torch's layers, or a function's modules."""
     if not isinstance(model, torch.nn.Module):
         return {name for name in learned_tensors(model, y) if _OF_A_MODULE in name}
-    layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
-    return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own in _names_in(part)}
+    names = set()
+    for name, layer in model.named_modules():
+        if hasattr(layer, "reset_parameters"):
+            parts = [("", layer.named_parameters(recurse=False))]
+            if is_parametrized(layer):
+                parts.append(("parametrizations.", layer.parametrizations.named_parameters()))
+            names |= {f"{name}.{prefix}{own}".lstrip(".") for prefix, parameters in parts for own, _ in parameters}
+    return names
 
 
 def is_a_network(model: Any, y: Tensor) -> bool:
-    """Whether two or more of torch's layers hold weights.
-
-    A function behind them is no sum of latents.
-    """
+    """Whether two or more of torch's layers hold weights."""
     tensors = learned_tensors(model, y)
     return sum(tensors[name].dim() > 1 for name in layer_parameters(model, y)) > 1
 
@@ -100,10 +100,8 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
 def least_size(y: Tensor) -> float:
     """Returns the least size of a parameter: 0.2, or less for small data.
 
-    It is a fifth of the data's largest value below one.
-
-    The unit of a parameter is not known. Log odds, for instance, that start small but not at zero move slowly beside data in a small
-    unit. Each of several processes looks at its own data.
+    The unit of a parameter is not known: log odds that start small but not at zero move slowly beside data in a small unit. Each of
+    several processes looks at its own data.
     """
     low, high = as_signed(y).nan_to_num().aminmax()
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
@@ -111,8 +109,6 @@ def least_size(y: Tensor) -> float:
 
 def optimiser_options(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
     """Returns optimiser options: steps relative to a parameter's size.
-
-    They hold for parameters that may be any number.
 
     A zero parameter is taken to be of size 0.2. Gradients of parts of the data are not clipped: they add up to zero in the end, and
     clipped ones would not.
@@ -130,10 +126,7 @@ def optimiser_options(lr: float, lrd: float, least: float, is_in_parts: bool, na
 
 @contextmanager
 def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
-    """Removes parameters of guides from Pyro's store.
-
-    The next guide will have the same names.
-    """
+    """Removes parameters of guides from Pyro's store: others take their names."""
     store = pyro.get_param_store()
     before = set(store)
     try:
@@ -141,13 +134,6 @@ def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
     finally:
         for name in set(store) - before - learned_tensors(model, y).keys():
             del store[name]
-
-
-def _names_in(layer: Any) -> Iterator[str]:
-    """Returns names of a layer's parameters, parametrised ones included."""
-    yield from (name for name, _ in layer.named_parameters(recurse=False))
-    if is_parametrized(layer):
-        yield from (f"parametrizations.{name}" for name, _ in layer.parametrizations.named_parameters())
 
 
 def _size(value: Tensor) -> float:
@@ -175,13 +161,9 @@ class Medians:
         nodes: Any = getattr(guide.prototype_trace, "nodes", {})
         self._supports = {name: nodes[name]["fn"].support for name in guide.layout.other_latents}
 
-    def load_snapshot(self, state: dict[str, Tensor]) -> None:
-        """Writes what has been learned back into the model."""
-        load_snapshot(self.model, self.y, state)
-
     def scorer(self, state: dict[str, Tensor]) -> LogJoint:
         """The scorer of states under a model that has learned this."""
-        self.load_snapshot(state)
+        load_snapshot(self.model, self.y, state)
         values = {name: transform_to(support)(state[_MEDIAN + name]) for name, support in self._supports.items()}
         return self.guide.make_scorer(self.y, values=values)
 
@@ -214,15 +196,8 @@ class Medians:
 def prior_draw(site: dict[str, Any]) -> Tensor:
     """Draws a latent from its prior, for ``init_loc_fn`` of Pyro's guides.
 
-    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors. Its ``init_to_sample``
-    may begin at the end of the support, which is infinitely far away in a guide's coordinates.
-
-    Args:
-        site: the latent's node in a trace of the model.
-
-    Returns:
-        The draw, of the shape of the latent. For simplices it is the mean of the draw and equal shares. A feasible point replaces draws
-        that are not finite in unconstrained coordinates.
+    Pyro's ``init_to_median(num_samples=1)`` takes the same feasible point for all vectors, and its ``init_to_sample`` may begin at the
+    infinitely distant end of the support. Here a feasible point replaces such draws; of a simplex the draw is averaged with equal shares.
     """
     fn = site["fn"]
     drawn: Tensor = init_to_sample(site)

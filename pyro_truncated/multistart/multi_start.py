@@ -1,8 +1,4 @@
-"""Restarts with annealing until two agree, and the best of them.
-
-A rule says how many there are, and whether they disagree about the best one. Models that can be resized begin overcomplete and are
-pruned.
-"""
+"""Restarts until two agree, the best of them, and the stop rule."""
 
 from __future__ import annotations
 
@@ -10,30 +6,190 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import restore_driver
-from pyro_truncated.multistart.agreement import are_alike, have_agreed, is_gain_below_error, share_most
-from pyro_truncated.multistart.convergence import to_convergence, train
-from pyro_truncated.multistart.learn_report import Restart
-from pyro_truncated.multistart.model_parameters import disturb, learned_tensors, load_snapshot, snapshot
-from pyro_truncated.multistart.pool import SolutionPool, have_found_the_same, resolve_difference_codes
+from pyro_truncated.multistart.learn_report import MoveCounts, Restart
+from pyro_truncated.multistart.model_parameters import disturb, load_snapshot, snapshot
+from pyro_truncated.multistart.moves import (
+    Complement,
+    Crossover,
+    DeadLatents,
+    Move,
+    Recombination,
+    RedundantLatents,
+    build_recombinations,
+    improve,
+)
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.recombination import build_recombinations
-from pyro_truncated.multistart.redundancy import gained_from_noise, is_redundant, losses_with_substitutes, select_for_pruning
-from pyro_truncated.multistart.solution import NOTHING, Solution, converge, record_solution, run_restart
-from pyro_truncated.multistart.solution_moves import improve, revive_dead_latents
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.pruning import start_overcomplete
+from pyro_truncated.multistart.solution import (
+    NOTHING,
+    FreeEnergyEstimate,
+    Solution,
+    are_alike,
+    best_two,
+    have_agreed,
+    is_gain_below_error,
+    share_most,
+)
+from pyro_truncated.multistart.trainer import converge, fit_likeliest_states, run_restart, settle
 from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
-from pyro_truncated.states.population import Population
-from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.console import ProgressBar, progress_bar
-from pyro_truncated.utils.parameter_store import empty_store
+
+Refine = Callable[[Profile, Solution], Solution]
+
+
+class SolutionPool:
+    """The solutions of restarts, and the best one, improved by moves.
+
+    Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
+    twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
+
+    Args:
+        profile: of restarts.
+        refine: trains what a move proposes.
+        fit: fits parameters to the likeliest states of a solution.
+
+    Attributes:
+        best: the one with the highest free energy, with what others have added to it.
+        found: what independent restarts have found, without states: those from one place agree in poor optima.
+        groups: exchange latents between restarts; none where these exchange nothing.
+        is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
+        decoded: the values that a network decodes states into, if a linear model can warm-start it.
+        restarts: what each was.
+        moves: what was tried beyond restarts.
+    """
+
+    def __init__(self, profile: Profile, refine: Refine = settle, fit: Refine = fit_likeliest_states) -> None:
+        self._profile, self._refine, self._fit = profile, refine, fit
+        self.best = NOTHING
+        self.found: list[Solution] = []
+        self.groups: list[Recombination] = []
+        self.is_network = profile.initialization == "draw_start"
+        self.decoded: Tensor | None = None
+        self.restarts: list[Restart] = []
+        self.moves = MoveCounts()
+        # All restarts and the best one, with populations; and, by name of a move, the one that it gained nothing from.
+        self._members: list[Solution] = []
+        self._best = NOTHING
+        self._failed: dict[str, Solution] = {}
+
+    @property
+    def energies(self) -> list[float]:
+        """The free energy per data point of each restart, in order."""
+        return [restart.free_energy for restart in self.restarts]
+
+    @property
+    def estimates(self) -> list[FreeEnergyEstimate]:
+        """What each restart has reached."""
+        return [found.estimate for found in self.found]
+
+    def add(self, found: Solution, restart: Restart) -> None:
+        """Adds a restart."""
+        self.restarts.append(restart)
+        self.found.append(found.replace(population=None))
+        if self.groups:
+            self._join(found)
+        self._take_best(self._best if self.groups else found)
+
+    def exchange(self, groups: list[Recombination]) -> None:
+        """Lets restarts exchange latents, from the best one on."""
+        self.groups = groups
+        if groups:
+            self._complement = Complement(groups, lambda solution: self._populate(self._fit(self._profile, solution), solution))
+            self._redundant = RedundantLatents(groups, self._profile.config.max_candidates, self._profile.generator)
+            if self.best.parameters:
+                self._join(self.best)
+
+    def is_complete(self) -> bool:
+        """Whether two restarts have found each latent of the best.
+
+        None of them may be redundant: of two equal ones one may be missing elsewhere.
+        """
+        return not any(bool((self._find_singletons(group) | group.find_redundant(self._best)).any()) for group in self.groups)
+
+    @property
+    def num_singletons(self) -> int:
+        """How many latents of the best only one restart has found.
+
+        Redundant ones do not count, unless they are the majority.
+        """
+        number = 0
+        for group in self.groups:
+            singletons, redundant = self._find_singletons(group), group.find_redundant(self._best)
+            is_excused = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
+            number += int((singletons & ~redundant if is_excused else singletons).sum())
+        return number
+
+    def use_redundant_latents(self) -> bool:
+        """Whether the best gains by its own redundant latents.
+
+        They are not tried while other restarts still add to it.
+        """
+        if not self.groups or not self._improve(self._redundant):
+            return False
+        self._take_best(self._best)
+        return True
+
+    def _take_best(self, found: Solution) -> None:
+        """Takes the better one."""
+        # After exchanges without its few states: training finds them anew.
+        found = found.replace(population=None) if self.groups else found
+        candidates = [self.best, found] if self.best.parameters else [found]
+        self.best = max(candidates, key=lambda one: one.free_energy if math.isfinite(one.free_energy) else -math.inf)
+
+    def _join(self, found: Solution) -> None:
+        """Adds latents of a restart to the best, then of others."""
+        before = self._best
+        self._members.append(self.groups[0].populate(found))
+        waiting = [self._members[-1]]
+        while waiting:
+            other = waiting.pop()
+            has_gained = self._cross(other)
+            if self._improve(self._complement) or has_gained:
+                waiting = [member for member in self._members if member is not other]
+        if self._best is before:
+            self._improve(self._redundant)
+
+    def _cross(self, other: Solution) -> bool:
+        """Whether the best has become better by what another one has found."""
+        if self._best is NOTHING:
+            self._best = other
+            return False
+        before = self._best
+        self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
+        self._best = self._apply(self._best, Crossover(self.groups, lesser))
+        return self._best is not before
+
+    def _improve(self, move: Move) -> bool:
+        """Whether a move improves the best; it is not repeated on it."""
+        before = self._best
+        if before is self._failed.get(move.name):
+            return False
+        self._best = self._failed[move.name] = self._apply(before, move)
+        return self._best is not before
+
+    def _apply(self, best: Solution, move: Move) -> Solution:
+        return improve(best, move, self._train_child, self._profile.tolerance, self.moves)
+
+    def _train_child(self, child: Solution) -> Solution:
+        """Returns a trained proposal, or itself if training does not help.
+
+        Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
+        children count.
+        """
+        settled = self._populate(self._refine(self._profile, child), child)
+        return settled if child.companion else max(child, settled, key=attrgetter("free_energy"))
+
+    def _populate(self, found: Solution, near: Solution) -> Solution:
+        return self.groups[0].populate(found, near)
+
+    def _find_singletons(self, group: Recombination) -> Tensor:
+        return torch.stack([group.are_shared(self._best, member) for member in self._members]).sum(0) < 2
 
 
 class MultiStart:
@@ -52,7 +208,12 @@ class MultiStart:
     def __init__(self, profile: Profile, restart: Callable[[Profile], Solution] | None = None) -> None:
         self._num_steps, self._make_restart = 0, restart
         self._profile = profile.replace(watch=partial(self._count, profile.watch))
-        self._first = None if profile.initializer is not None else _first_place(profile)
+        self._first = None
+        if profile.initializer is None:
+            # Where the model is, or where ``initialize`` goes with these data.
+            if profile.initialization == "fixed initialize":
+                profile.model.initialize(profile.y)
+            self._first = snapshot(profile.model, profile.y)
         self.pool, self.rule = SolutionPool(self._profile), StopRule(self._profile)
         self.reason: str | None = None
 
@@ -62,17 +223,18 @@ class MultiStart:
 
     def run(self, bar: ProgressBar) -> None:
         """Makes independent restarts until two agree."""
+        profile, counts = self._profile, self.pool.moves
         while self.reason is None:
-            number = len(self.pool.restarts)
+            number, before = len(self.pool.restarts), self._num_steps
             bar.set_description_str(f"restart {number + 1}")
-            before = self._num_steps
             name = self._initialize(number)
             found = self._restart()
             steps = self._num_steps - before
-            if self._profile.is_shared:
-                found = revive_dead_latents(self._profile, found, self.pool.moves)
-            for move in self._profile.config.moves:
-                found = improve(found, move, partial(converge, self._profile), self._profile.tolerance, self.pool.moves)
+            if profile.is_shared:
+                revival = DeadLatents(profile)
+                found = improve(found, revival, revival.search_and_train, profile.tolerance, counts)
+            for move in profile.config.moves:
+                found = improve(found, move, partial(converge, profile), profile.tolerance, counts)
             self.pool.add(found, Restart(name, steps, found.free_energy))
             self.reason = self.rule.reason(self.pool)
 
@@ -85,11 +247,11 @@ class MultiStart:
             return "parameters of the model"
         if number == 1 and not profile.is_product:
             self._prepare_exchange(self._first)
+        load_snapshot(profile.model, profile.y, self._first)
         if self.pool.decoded is not None:
-            load_snapshot(profile.model, profile.y, self._first)
             shuffle(profile)
             return "linear model"
-        self._disturb(self._first)
+        disturb(profile.model, profile.y, self.pool.best.parameters, profile.generator)
         return "perturbed parameters"
 
     def _restart(self) -> Solution:
@@ -104,17 +266,12 @@ class MultiStart:
         teach(profile, states)
         return run_restart(profile, 1.0, states)
 
-    def _disturb(self, parameters: dict[str, Tensor]) -> None:
-        load_snapshot(self._profile.model, self._profile.y, parameters)
-        disturb(self._profile.model, self._profile.y, self.pool.best.parameters, self._profile.generator)
-
     def _prepare_exchange(self, first: dict[str, Tensor]) -> None:
-        """Finds out what restarts exchange, or whether a linear model warm-starts them.
-
-        Random parameters show which latents are exchangeable.
-        """
+        """Finds out what restarts exchange, or whether a linear model starts them."""
+        # Random parameters show which latents are exchangeable.
         profile, pool = self._profile, self.pool
-        self._disturb(first)
+        load_snapshot(profile.model, profile.y, first)
+        disturb(profile.model, profile.y, pool.best.parameters, profile.generator)
         state = {**pool.best.parameters, **snapshot(profile.model, profile.y)}
         pool.exchange(build_recombinations(profile, profile.tolerance, state))
         pool.is_network = not pool.groups and bool(profile.layers)
@@ -127,20 +284,10 @@ def linear_code(profile: Profile, decoded: Tensor) -> Tensor:
     linear = LinearCauses(decoded.shape[1], profile.space.num_latents).to(decoded.device)
     config = dataclasses.replace(profile.config, initializer=None, moves=(), temperature=None, tolerance=None, lr=None)
     found = profile_model(linear, decoded, generator=profile.generator, config=config)
-    multi_start = MultiStart(found.replace(watch=lambda free_energy: None))
+    multi_start = MultiStart(found)
     with restore_driver(linear), progress_bar(False) as bar:
         multi_start.run(bar)
     return likeliest_states(found, multi_start.pool.best)
-
-
-def _first_place(profile: Profile) -> dict[str, Tensor]:
-    """Returns the first initialisation of a model that draws none.
-
-    It is where the model is, or where ``initialize`` goes with these data.
-    """
-    if profile.initialization == "fixed initialize":
-        profile.model.initialize(profile.y)
-    return snapshot(profile.model, profile.y)
 
 
 class StopRule:
@@ -162,7 +309,7 @@ class StopRule:
             return profile.has_companion
         if profile.is_mixture:
             return profile.y.numel() * profile.space.size <= self._config.small_mixture
-        return self._are_by_gradients and total_rows(profile.y) < self._config.few_rows_per_latent * profile.space.num_latents
+        return self._are_by_gradients and profile.num_data < self._config.few_rows_per_latent * profile.space.num_latents
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -200,11 +347,11 @@ class StopRule:
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
             return f"{number} restarts reached different free energies {unit} ({ordered}), and another one may reach more"
-        if self._are_equal(pool):
+        if self._are_equal(pool, must_be_alike=False):
             return f"no two of {number} restarts that reached the same free energy {unit} ({ordered}) found the same latents"
-        if pool.is_network and pool.kept and self._same_code(pool):
+        if pool.is_network and self._have_same_code(pool, math.inf):
             return f"restarts found the same latents, but free energies {unit} ({ordered}) differ: some networks have not converged"
-        remaining = max(one.remaining for one in sorted(pool.estimates, key=lambda one: -one.free_energy)[:2])
+        remaining = max(one.remaining for one in best_two(pool.estimates))
         if remaining > self._profile.tolerance:
             return f"the best two of {number} restarts have not converged: free energies {unit} ({ordered}) may rise by {remaining:.2g}"
         return f"no two of {number} restarts reached the same free energy {unit} ({ordered})"
@@ -212,34 +359,26 @@ class StopRule:
     def _have_agreed(self, pool: SolutionPool) -> bool:
         """Whether two restarts reached the best free energy by the same latents.
 
-        Of networks that have found the same latents none need have reached just what the other has: their weights differ everywhere.
+        The same latents explain the same data points. Of networks that have found the same latents none need have reached just what the
+        other has: their weights differ everywhere.
         """
-        if not pool.kept or not self._profile.compares_latents:
-            return self._are_equal(pool, self._profile.compares_latents and self._are_by_gradients)
-        best, *others = pool.kept
-        if best.probabilities is not None:
-            # Covariates do not count.
-            size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
-            return bool(self._same_code(pool, max(self._profile.tolerance, self._config.network_gap * size))) or self._are_equal(pool, True)
-        near = [other for other in others if have_agreed([best.estimate, other.estimate], self._lead(pool))]
-        return any(have_found_the_same(self._profile, best, other) for other in near)
+        if self._config.tolerance is not None:
+            return self._are_equal(pool, must_be_alike=False)
+        # Covariates do not count.
+        size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
+        gap = max(self._profile.tolerance, self._config.network_gap * size)
+        return self._have_same_code(pool, gap) or self._are_equal(pool, self._are_by_gradients or self._profile.is_matched)
 
-    def _same_code(self, pool: SolutionPool, gap: float = math.inf) -> list[Solution]:
-        """Returns network restarts with the latents of the best one.
+    def _have_same_code(self, pool: SolutionPool, gap: float) -> bool:
+        """Whether another network has the latents of the best one.
 
-        Their free energies must not be lower by more than the gap.
+        Its free energy must not be lower by more than the gap.
         """
-        best, *others = pool.kept
-        return [
-            other
-            for other in others
-            if best.free_energy - other.free_energy <= gap
-            and best.probabilities is not None
-            and other.probabilities is not None
-            and share_most(best.probabilities, other.probabilities, self._config.max_unmatched)
-        ]
+        codes = [(one.free_energy, one.probabilities) for one in pool.found if one.probabilities is not None]
+        codes.sort(key=lambda one: -one[0])
+        return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, self._config.max_unmatched) for energy, code in codes[1:])
 
-    def _are_equal(self, pool: SolutionPool, must_be_alike: bool = False) -> bool:
+    def _are_equal(self, pool: SolutionPool, must_be_alike: bool) -> bool:
         """Whether two independent restarts have equal free energies everywhere.
 
         They must be those of the same data points, and none may be higher.
@@ -247,143 +386,8 @@ class StopRule:
         if not pool.estimates:
             return False
         best, *others = sorted(pool.estimates, key=lambda one: one.free_energy, reverse=True)
-        lead = self._lead(pool)
+        # How far apart the best two may be.
+        lead = self._profile.tolerance * (min(len(pool.estimates) / 2, self._config.max_lead) if self._profile.is_mixture else 1)
         near = [other for other in others if have_agreed([best, other], lead)]
         is_met = any(not must_be_alike or are_alike(best, other, self._profile.tolerance) for other in near)
         return is_met and pool.best.free_energy <= best.free_energy + lead
-
-    def _lead(self, pool: SolutionPool) -> float:
-        """How far apart the best two restarts may be."""
-        return self._profile.tolerance * (min(len(pool.estimates) / 2, self._config.max_lead) if self._profile.is_mixture else 1)
-
-
-def start_overcomplete(profile: Profile) -> Solution:
-    """Trains with surplus latents, then prunes the redundant ones.
-
-    Redundant latents (see :func:`~pyro_truncated.multistart.redundancy.is_redundant`) fit noise, slowly and never alike. With closed-form
-    M-steps they are removed too, before the run has converged. The free energy is that of the others alone. Parameters are those of all
-    latents asked for; redundant ones are unchanged and inactive in all states.
-
-    More than 256 binary latents are neither doubled nor pruned: to evaluate each of them costs more than the steps.
-
-    Args:
-        profile: of a model that can be resized; the model stays as it is.
-    """
-    model, steps = profile.model, profile.config.restart_steps
-    with empty_store():
-        # Pyro's store holds the larger model's parameters under these names.
-        pyro.clear_param_store()
-        growth = 1 if profile.is_large else profile.config.growth
-        larger = profile.replace(model=model.with_latents(torch.arange(model.num_latents).repeat(growth)))
-        larger.initialize()
-        pruner = _Pruner(larger, profile.temperature)
-        pruner.take(steps)
-        if profile.is_large:
-            return pruner.converge(max(1, steps // 2))
-        pruner.prune(model.num_latents)
-        requested = record_solution(pruner.trainer, NOTHING.estimate)
-        if not profile.is_matched:
-            found = pruner.converge(steps)
-            noise = gained_from_noise(pruner.losses()[0], pruner.num_parameters, total_rows(profile.y))
-            return found.replace(estimate=found.estimate._replace(noise=found.estimate.noise + noise))
-        kept = pruner.prune_redundant()
-        found = resolve_difference_codes(pruner.trainer.profile, pruner.converge(steps))
-        return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
-
-
-class _Pruner:
-    """A run whose model loses latents."""
-
-    def __init__(self, profile: Profile, temperature: Temperature) -> None:
-        self.trainer = Trainer(profile, temperature)
-        self.num_parameters = num_parameters_per_latent(profile)
-
-    def converge(self, steps: int) -> Solution:
-        """Trains to convergence; returns what was learned."""
-        return record_solution(self.trainer, train(self.trainer, to_convergence(self.trainer, steps)))
-
-    def take(self, steps: int) -> None:
-        """Takes steps of training."""
-        for _ in range(steps):
-            self.trainer.step()
-
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """Returns deletion losses ``(H,)`` of latents, and substitutes ``(H, H)``."""
-        assert self.trainer.truncated is not None
-        depth = self.trainer.profile.config.pruning_depth
-        return losses_with_substitutes(self.trainer.truncated.population(), self.trainer.scorer(), depth)
-
-    def prune(self, number: int) -> None:
-        """Prunes to so many latents, a third of the surplus each time."""
-        while (surplus := self.trainer.profile.model.num_latents - number) > 0:
-            self._lose(select_for_pruning(*self.losses(), max(1, surplus // 3)))
-
-    def prune_redundant(self) -> Tensor:
-        """Prunes redundant latents, a third at a time.
-
-        Returns the positions ``(K,)`` of the remaining ones.
-        """
-        kept = torch.arange(self.trainer.profile.model.num_latents)
-        while len(kept) > 1:
-            losses, substitutes = self.losses()
-            num_spare = int(is_redundant(losses, self.num_parameters, total_rows(self.trainer.profile.y)).sum())
-            if not num_spare:
-                break
-            lost = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(kept) - 1))
-            kept = kept[self._lose(lost).to(kept.device)]
-        return kept
-
-    def _lose(self, lost: Tensor) -> Tensor:
-        """Drops some latents and returns the positions of the others."""
-        before, model = self.trainer, self.trainer.profile.model
-        assert before.truncated is not None
-        kept = torch.ones(model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
-        states = before.truncated.population().states()[..., kept]
-        profile = before.profile.replace(model=model.with_latents(kept))
-        if len(kept) > 1:  # a single latent keeps its parameters
-            self.num_parameters = num_parameters_per_latent(profile)
-        # Pyro's store holds the larger model's parameters under these names.
-        pyro.clear_param_store()
-        self.trainer = Trainer(profile)
-        self.trainer.take_over(before.companion)
-        self.trainer.insert_states(states)
-        self.take(profile.config.pruning_steps)
-        return kept
-
-
-def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
-    """Adds inactive latents of ``requested`` to the learned latents ``kept``.
-
-    The model keeps these parameters.
-    """
-    assert requested.population is not None
-    model, y, number = profile.model, profile.y, requested.states.shape[-1]
-    place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
-    spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
-    load_snapshot(model, y, found.parameters)
-    parameters = snapshot(model.with_latents(place), y)
-    for name, value in parameters.items():
-        # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
-        axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
-        if len(axes) == 1:
-            index = spare.to(value.device)
-            parameters[name] = value.index_copy(axes[0], index, requested.parameters[name].index_select(axes[0], index))
-    states = torch.zeros_like(requested.states[:, :1]).repeat(1, found.states.shape[1], 1)
-    states[..., kept] = found.states
-    space = requested.population.space
-    # Training scores them anew.
-    words = space.pack(states)
-    return found.replace(parameters=parameters, population=Population(space, words, states.new_zeros(words.shape[:-1], dtype=y.dtype)))
-
-
-def num_parameters_per_latent(profile: Profile) -> int:
-    """Returns how many parameters one latent has.
-
-    Covariances are of pairs, and fewer with fewer latents.
-    """
-    model, y = profile.model, profile.y
-    return _num_parameters(model, y) - _num_parameters(model.with_latents(torch.arange(model.num_latents - 1)), y)
-
-
-def _num_parameters(model: Any, y: Tensor) -> int:
-    return sum(value.numel() for value in learned_tensors(model, y).values())

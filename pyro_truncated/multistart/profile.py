@@ -33,10 +33,7 @@ from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 @runtime_checkable
 class ResizableModel(Protocol):
-    """A model of exchangeable discrete latents whose number can change.
-
-    They are off at zero.
-    """
+    """A model of exchangeable latents, off at zero, whose number can change."""
 
     num_latents: int
 
@@ -62,13 +59,18 @@ class ConditionalModel(Protocol):
 
 @runtime_checkable
 class StartingModel(Protocol):
-    """A model that draws its own restarts, which are not annealed.
-
-    It is trained by gradients.
-    """
+    """A model by gradients that draws its own restarts, without annealing."""
 
     def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """Goes there, for each start anew."""
+
+
+@runtime_checkable
+class RelocatingModel(Protocol):
+    """A mixture with moves of components, such as ``GaussianMixture``."""
+
+    def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
+        """Moves components while the free energy rises; returns how many."""
 
 
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
@@ -96,7 +98,6 @@ class Profile:
         space: the states of a data point; ``None`` for Gibbs samplers.
         num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
         is_product: whether each node of the program has a set of states.
-        is_chain: whether these are steps of chains.
         is_informed: whether ``initialize`` searches for the components itself, so that restarts need no annealing.
         is_mixture: whether it is a mixture with closed-form M-steps and a search of its own.
         is_resizable: whether it is a model of causes that can have more of them.
@@ -127,7 +128,6 @@ class Profile:
     max_count: int | Mapping[str, int] | None = None
     generator: torch.Generator | None = None
     is_product: bool = False
-    is_chain: bool = False
     is_informed: bool = False
     is_mixture: bool = False
     is_resizable: bool = False
@@ -144,30 +144,24 @@ class Profile:
         return self.optimizer == "gradients"
 
     @property
+    def num_data(self) -> int:
+        """How many rows the data of all processes have."""
+        return total_rows(self.y)
+
+    @property
     def is_shared(self) -> bool:
         """Whether rows of data share latents."""
-        return self.num_posteriors < total_rows(self.y) and not self.is_product
+        return self.num_posteriors < self.num_data and not self.is_product
 
     @property
     def is_large(self) -> bool:
-        """Whether there are more than 256 binary latents.
-
-        To double them, or to evaluate each, costs several times the training.
-        """
+        """Whether there are so many latents that to evaluate each is dear."""
         return self.space is not None and has_many_latents(self.space)
 
     @property
     def is_matched(self) -> bool:
-        """Whether restarts are compared latent by latent.
-
-        They are for closed-form models of causes that are off at zero.
-        """
+        """Whether closed-form M-steps learn causes that are off at zero."""
         return self.is_resizable and self.optimizer == "closed-form M-steps"
-
-    @property
-    def compares_latents(self) -> bool:
-        """Whether agreement needs the same latents, too."""
-        return self.config.tolerance is None
 
     def initialize(self) -> None:
         """Goes where a restart begins, if an initialiser draws it."""
@@ -203,10 +197,7 @@ class Profile:
         return dataclasses.replace(self, **fields)
 
     def with_decay(self, steps: int, last: float) -> Profile:
-        """Returns a profile with a falling learning rate.
-
-        It falls to a part in so many steps.
-        """
+        """Returns a profile whose learning rate falls within so many steps."""
         return self.replace(lrd=last ** (1 / steps))
 
     def for_restarts(self) -> Profile:
@@ -214,26 +205,22 @@ class Profile:
 
         Half the states are enough to compare restarts from one place, or near the end. Populations that hold all states stay whole.
         """
-        number = self._num_data()
-        is_all = self.is_shared or self.is_product or total_rows(self.y) <= number
-        part = some_rows(self.y, total_rows(self.y)) if is_all else drawn_rows(self.y, number, self.generator)
-        return self.replace(y=part, num_states=self._num_restart_states())
-
-    def _num_data(self) -> int:
-        num_causes = self.model.num_latents if self.space is None else self.space.num_latents
-        if self.space is not None and num_causes == 1:
-            num_causes = self.space.cardinalities[0]
-        number = max(self.config.min_data, self.config.data_per_latent * num_causes)
-        if not self.is_mixture:
-            return number
-        num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
-        return max(number, self.config.mixture_min_data, self.config.mixture_data_per_parameter * num_parameters)
-
-    def _num_restart_states(self) -> int:
+        config, space = self.config, self.space
+        num_causes = self.model.num_latents if space is None else space.num_latents
+        if space is not None and num_causes == 1:
+            num_causes = space.cardinalities[0]
+        number = max(config.min_data, config.data_per_latent * num_causes)
+        if self.is_mixture:
+            num_parameters = sum(value.numel() for value in learned_parameters(self.model, self.y).values())
+            number = max(number, config.mixture_min_data, config.mixture_data_per_parameter * num_parameters)
+        is_all = self.is_shared or self.is_product or self.num_data <= number
+        part = some_rows(self.y, self.num_data) if is_all else drawn_rows(self.y, number, self.generator)
         is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
-        if is_full or self.space is None or self.space.size <= self.num_states:
-            return self.num_states
-        return max(1, self.num_states // 2)
+        has_all_states = is_full or space is None or space.size <= self.num_states
+        num_posteriors = self.num_posteriors * total_rows(part) / self.num_data
+        return self.replace(
+            y=part, num_posteriors=num_posteriors, num_states=self.num_states if has_all_states else max(1, self.num_states // 2)
+        )
 
 
 def profile_model(
@@ -254,13 +241,10 @@ def profile_model(
         TypeError: if the search is none.
     """
     config = LearnConfig() if config is None else config
-    _check_model(model)
     is_sampled: bool = isinstance(model, GibbsModel)
     is_conditional: bool = isinstance(model, ConditionalModel)
     has_closed_form: bool = isinstance(model, ClosedFormModel)
-    _check_search(search, is_sampled)
-    if max_count is not None and is_sampled:
-        raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
+    _check_arguments(model, search, is_sampled, max_count)
     lr = (config.conditional_lr if is_conditional else config.gradient_lr) if config.lr is None else config.lr
     optimizer: Optimizer = "Gibbs sampling" if is_sampled else "closed-form M-steps" if has_closed_form else "gradients"
     starts = _find_initializer(model, config.initializer)
@@ -276,8 +260,6 @@ def profile_model(
     )
     if not is_sampled:
         profile = _with_latents(profile)
-    if profile.is_chain and config.temperature not in (None, 1.0):
-        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {config.temperature}")
     first, tolerance = _annealing(profile)
     falling = cooling(first if config.temperature is None else config.temperature, config.restart_steps)
     is_many = profile.is_mixture and profile.space is not None and profile.space.size > config.num_states
@@ -308,13 +290,10 @@ def check_one_array(y: Any) -> Tensor:
     return rows
 
 
-def _check_model(model: Any) -> None:
+def _check_arguments(model: Any, search: Any, is_sampled: bool, max_count: Any) -> None:
     if isinstance(model, (type, AutoGuide)) or not callable(model):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model must be a Pyro model: a function, or an instance of a class that can be called; got {given}")
-
-
-def _check_search(search: Any, is_sampled: bool) -> None:
     if isinstance(search, Tensor) or is_array(search):
         raise TypeError(f"learn takes one array of data, and the argument after it is a search. {_SIDE_BY_SIDE}")
     if search is not None and not isinstance(search, Preselection if is_sampled else Search):
@@ -322,6 +301,8 @@ def _check_search(search: Any, is_sampled: bool) -> None:
             "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
             f"such as GPSelect(5); got {search!r}"
         )
+    if max_count is not None and is_sampled:
+        raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
 
 
 def _find_initializer(model: Any, given: Initializer | None) -> tuple[str, Initializer | None]:
@@ -345,12 +326,16 @@ def _with_latents(profile: Profile) -> Profile:
             f"learn trains on all rows in every step, but the plate '{frame.name}' subsamples {frame.size} of {frame.full_size}. "
             "Leave subsample_size out, or train with SVI and Truncated_ELBO"
         )
+    chain = guide.product if isinstance(guide.product, ChainLayout) else None
+    if chain is not None and profile.config.temperature not in (None, 1.0):
+        raise ValueError(f"temperature must be 1 for sites of chains, whose sets are not annealed; got {profile.config.temperature}")
     has_one = guide.space.num_latents == 1
+    # Rows may share latents; without a plate all data have one posterior. Of sequences of chains every step has one.
+    num_posteriors = (1 if chain is None else chain.num_steps) * profile.num_data * min(1.0, guide.layout.num_data / len(y))
     return profile.replace(
         space=guide.space,
-        num_posteriors=num_posteriors(guide, y),
+        num_posteriors=num_posteriors,
         is_product=guide.product is not None,
-        is_chain=isinstance(guide.product, ChainLayout),
         # Models of a single binary cause have no search of their own.
         is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
         is_network=is_a_network(model, y),
@@ -376,21 +361,9 @@ def _annealing(profile: Profile) -> tuple[float, float]:
     return config.em_temperature if profile.optimizer == "closed-form M-steps" else config.slow_temperature, config.coarse_tolerance
 
 
-def num_posteriors(guide: AutoTruncated, y: Tensor) -> float:
-    """Returns how many posteriors the rows of data have.
-
-    Rows may share latents; without a plate all data have one posterior. Of sequences of chains every step has one.
-    """
-    steps = guide.product.num_steps if isinstance(guide.product, ChainLayout) else 1
-    return steps * total_rows(y) * min(1.0, guide.layout.num_data / len(y))
-
-
 @contextlib.contextmanager
 def starting(model: Any) -> Iterator[None]:
-    """A context that sets a model's ``is_starting`` during restarts.
-
-    Details may then wait for the training on all data.
-    """
+    """Sets a model's ``is_starting`` during restarts: details may wait."""
     if not hasattr(model, "is_starting"):
         yield
         return

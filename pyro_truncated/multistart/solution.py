@@ -1,22 +1,45 @@
-"""What a run has learned, and short runs from there."""
+"""What a run has reached, and whether two have reached the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate, vary
-from pyro_truncated.multistart.convergence import Schedule, fixed_steps, restart_schedule, to_convergence, train
-from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, load_snapshot, snapshot
-from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.trainer import LAST_RATE, Trainer
-from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.annealing import Temperature
+
+# Standard errors by which equal values may differ.
+STANDARD_ERRORS = 3.0
+# The correlation above which two models have found the same latent.
+SHARED = 0.9
+# Standard deviation below which probabilities are constant.
+ROUNDING = 1e-4
+
+
+class FreeEnergyEstimate(NamedTuple):
+    """The free energy per data point that a run has reached.
+
+    Attributes:
+        free_energy: its value.
+        noise: difference of two runs in one optimum: what the last steps gained, or the error of a mean over draws.
+        each: the free energies of the data points, ``(N,)``, where they are known.
+        rise: what its last five steps have raised it by, if it has not converged.
+        remaining: what it will still gain with more steps, if it has not converged beside continuous latents.
+        steps: how many it has taken.
+    """
+
+    free_energy: float
+    noise: float = 0.0
+    each: Tensor | None = None
+    rise: float = 0.0
+    remaining: float = 0.0
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,94 +82,129 @@ class Solution:
 NOTHING = Solution(FreeEnergyEstimate(-math.inf), {})
 
 
-class FixedStates(Search):
-    """Proposes nothing new."""
-
-    def propose(self, batch: SearchBatch) -> Population:
-        """The states that there are."""
-        return batch.population
+def estimate_mean(values: Sequence[float]) -> FreeEnergyEstimate:
+    """Returns the mean of noisy values and three standard errors."""
+    spread = torch.tensor(values, dtype=torch.float64).std(correction=1) if len(values) > 1 else torch.zeros(())
+    return FreeEnergyEstimate(sum(values) / len(values), STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
-def record_solution(trainer: Trainer, estimate: FreeEnergyEstimate, *, has_states: bool = True) -> Solution:
-    """What a run has learned."""
-    profile, truncated = trainer.profile, trainer.truncated
-    population = copy_population(truncated.population()) if truncated is not None and has_states and not profile.is_product else None
-    if truncated is None or not profile.has_companion:
-        return Solution(estimate, snapshot(profile.model, profile.y), population)
-    companion = trainer.companion
-    parameters = Medians(profile.model, profile.y, truncated).state(companion)
-    return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
+def estimate_on_trend(values: Sequence[float]) -> FreeEnergyEstimate:
+    r"""Returns the mean of rising noisy values and three standard errors.
+
+    The errors are those around a cubic through the values, or a line through less than ten. Values of successive steps are correlated.
+    With a correlation :math:`\rho` of neighbours the standard error is that of independent values times
+    :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. Residuals of a cubic through :math:`n` values underestimate :math:`\rho` by about
+    :math:`(4 + 8 \rho) / n`. It is at most 0.8, and zero for less than ten values.
+    """
+    number = len(values)
+    degree = 3 if number > 9 else 1
+    times = torch.linspace(-1.0, 1.0, number, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.stack([times**power for power in range(degree + 1)], 1)).Q
+    noisy = torch.tensor(values, dtype=torch.float64)
+    noisy = noisy - noisy.mean()
+    residuals = noisy - basis @ (basis.mT @ noisy)
+    total, free, correlation = float(residuals.square().sum()), number - degree - 1, 0.0
+    if degree == 3 and total > 0.0:
+        correlation = (float(residuals[1:] @ residuals[:-1]) / total + 4 / number) / (1 - 8 / number)
+        correlation = min(max(correlation, 0.0), 0.8)
+    spread = math.sqrt(total / free) if free > 0 else 0.0
+    error = spread / math.sqrt(number) * math.sqrt((1 + correlation) / (1 - correlation))
+    return FreeEnergyEstimate(sum(values) / number, STANDARD_ERRORS * error)
 
 
-def copy_population(population: Population) -> Population:
-    """Returns a population that later training does not change."""
-    return Population(population.space, population.words.clone(), population.log_joint.clone())
+def best_two(reached: Sequence[FreeEnergyEstimate]) -> list[FreeEnergyEstimate]:
+    """Returns the best two."""
+    return sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
 
 
-def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
-    """Runs a short training from a drawn start, or from present parameters.
+def have_agreed(reached: Sequence[FreeEnergyEstimate], tolerance: float) -> bool:
+    """Whether the best two reached one free energy, within tolerance and noise.
+
+    Both must have converged: what they will still gain lies in the tolerance. Data points at either end do not count, see
+    :func:`without_extremes`; terms of no data point count in full.
+    """
+    if len(reached) < 2:
+        return False
+    best, second = best_two(reached)
+    difference = best.free_energy - second.free_energy
+    if best.each is not None and second.each is not None:
+        each = best.each - second.each
+        difference += float(without_extremes(each).mean() - each.mean())
+    return max(best.remaining, second.remaining) <= tolerance and abs(difference) <= tolerance + min(best.noise, second.noise)
+
+
+def is_gain_below_error(reached: Sequence[FreeEnergyEstimate]) -> bool:
+    r"""Whether the expected gain of another restart is below its error.
+
+    The error is that of five more steps of the best two, or of chance.
+
+    The expected gain of restart :math:`K + 1` is the lead of the best divided by :math:`K`, a mean over all orders. Restarts that still
+    rise by as much cannot be compared. Of three restarts and more, chance does not count either: the standard error
+    :math:`\sigma / \sqrt N` of the difference, with the deviation :math:`\sigma` of the differences at the :math:`N` data points.
+    """
+    if len(reached) < 2:
+        return False
+    best, second = best_two(reached)
+    if best.each is None or second.each is None:
+        return False
+    can_differ = len(reached) >= 3 and len(best.each) > 1
+    error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if can_differ else 0.0
+    return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
+
+
+def are_alike(one: FreeEnergyEstimate, other: FreeEnergyEstimate, tolerance: float) -> bool:
+    """Whether two runs explain the same data points equally well.
+
+    The free energies of data points then differ by a standard deviation of at most three tolerances. In one optimum reached by gradients
+    they differed by 0.02 to 0.05. In others, whose means were equal to 0.05, they differed by 0.3 to 2.
+    """
+    if one.each is None or other.each is None:
+        return True
+    return float(without_extremes(one.each - other.each).std(correction=0)) <= 3.0 * tolerance
+
+
+def without_extremes(differences: Tensor) -> Tensor:
+    """Returns differences without 1 % at either end.
+
+    A search misses few states, by much.
+    """
+    number = int(0.01 * len(differences))
+    return differences.sort().values[number : len(differences) - number]
+
+
+def match_latents(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns absolute correlations ``(H, H)`` of two models' latents, and partners.
 
     Args:
-        profile: of restarts.
-        temperature: as a function of the step.
-        states: one of each data point, ``(N, L)``, which the search begins with.
+        one: probabilities ``(N, H)`` that its latents are on; constant ones correlate with nothing.
+        other: those of the other model, of the same data points.
     """
-    profile.initialize()
-    with forgetting_guides(profile.model, profile.y):
-        trainer = Trainer(profile, temperature)
-        if states is not None:
-            trainer.insert_states(states.unsqueeze(1))
-        found = record_solution(trainer, train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
-    is_told = profile.is_by_gradients and profile.is_network and not profile.is_shared and found.population is not None
-    if not is_told or not found.population.space.is_binary:  # type: ignore[union-attr]
-        return found
-    probabilities = found.population.marginals().double().cpu()  # type: ignore[union-attr]
-    return found.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
+    parts = []
+    for value in (one, other):
+        deviation = value - value.mean(0)
+        parts.append(normalize(deviation.where(deviation.square().mean(0).sqrt() > ROUNDING, 0.0), dim=0))
+    correlation = (parts[0].mT @ parts[1]).abs()
+    return correlation, torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
 
 
-def trainer_at(profile: Profile, solution: Solution) -> Trainer:
-    """A run that begins at a solution, with states of its own."""
-    load_snapshot(profile.model, profile.y, solution.parameters)
-    trainer = Trainer(profile)
-    if trainer.truncated is not None and solution.companion:
-        trainer.set_up()
-        medians = Medians(profile.model, profile.y, trainer.truncated)
-        trainer.take_over(medians.companion(solution.parameters, solution.companion))
-    return trainer
+def are_shared(one: Tensor, other: Tensor) -> Tensor:
+    """Whether each latent of the first model has a partner, ``(H,)``.
+
+    Partners are active, or inactive, for the same data points.
+    """
+    correlation, partner = match_latents(one, other)
+    return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > SHARED
 
 
-def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
-    """Trains from a solution and its states."""
-    with forgetting_guides(profile.model, profile.y):
-        trainer = trainer_at(profile, solution)
-        if solution.population is not None:
-            trainer.insert_states(solution.states)
-        return record_solution(trainer, train(trainer, schedule(trainer)))
+def share_most(one: Tensor, other: Tensor, most_apart: float) -> bool:
+    """Whether most latents of both models have a partner in the other.
+
+    Latents that are the same for all data points do not count.
+    """
+    apart = [(~are_shared(*pair), vary(pair[0])) for pair in ((one, other), (other, one))]
+    return all(float((lost & varies).sum()) <= most_apart * float(varies.sum()) for lost, varies in apart)
 
 
-def converge(profile: Profile, solution: Solution) -> Solution:
-    """Trains to convergence from a solution and its states."""
-    return retrain(profile, solution, lambda trainer: to_convergence(trainer, profile.config.restart_steps))
-
-
-def settle(profile: Profile, solution: Solution) -> Solution:
-    """Trains briefly in ever smaller steps from a nearly final solution."""
-    steps = max(1, profile.config.restart_steps // 2)
-    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: fixed_steps(steps))
-
-
-def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
-    """Fits parameters briefly to the likeliest state of each data point."""
-    assert solution.population is not None
-    likeliest = solution.population.mode().unsqueeze(1)
-    with forgetting_guides(profile.model, profile.y):
-        return fit_states(trainer_at(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
-
-
-def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:
-    """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
-    scorer, guide = trainer.scorer(), trainer.truncated
-    assert guide is not None
-    chosen = words(scorer)
-    guide.populations.store_(scorer.score(chosen), None, chosen)
-    return record_solution(trainer, train(trainer, fixed_steps(trainer.profile.config.restart_steps)))
+def vary(code: Tensor) -> Tensor:
+    """Whether latents of probabilities ``(N, H)`` vary over data points, ``(H,)``."""
+    return code.std(0, correction=0) > ROUNDING

@@ -1,10 +1,11 @@
-"""A model with its guide and SVI, as learn trains them."""
+"""Runs: how they are trained, when they end, what they learn."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pyro
@@ -15,19 +16,26 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
-from pyro_truncated import ops
-from pyro_truncated.distributed.shards import shard_sum, total_rows
+from pyro_truncated.distributed.shards import shard_sum
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.multistart.decoders import fit_decoder
-from pyro_truncated.multistart.model_parameters import least_size, optimiser_options, prior_draw
-from pyro_truncated.multistart.profile import Profile, num_posteriors
-from pyro_truncated.multistart.relocation import Relocations
+from pyro_truncated.multistart.decoders import fit_decoder, split_data
+from pyro_truncated.multistart.model_parameters import (
+    Medians,
+    forgetting_guides,
+    least_size,
+    load_snapshot,
+    optimiser_options,
+    prior_draw,
+    snapshot,
+)
+from pyro_truncated.multistart.profile import Profile, RelocatingModel
+from pyro_truncated.multistart.solution import STANDARD_ERRORS, FreeEnergyEstimate, Solution, estimate_mean, estimate_on_trend, vary
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch
-from pyro_truncated.search.base import Search
+from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
@@ -35,19 +43,24 @@ from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.utils.annealing import Temperature
+from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Most search rounds; the gain per data point in nats that ends them.
-_MAX_SEARCH_ROUNDS, _MIN_GAIN_NATS = 10, 0.01
+# Most search rounds before training; steps between two moves of mixture components.
+_MAX_SEARCH_ROUNDS, _RELOCATION_STEPS = 10, 10
 # What is left of the learning rate after its decay.
 LAST_RATE = 0.1
+# Beside continuous latents: share of the steps that is a window, so that slow gains are seen; least steps of one.
+_WINDOW_SHARE, _COMPANION_WINDOW_STEPS = 0.25, 20
+# There the learning rate is multiplied by this at each plateau, so many times at most.
+_RATE_FACTOR, _REDUCTIONS = 0.3, 4
 
 
 class Trainer:
     """A model with guide and SVI, trained as the model allows.
 
-    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet. Data of networks
+    are taken in parts, see :class:`~pyro_truncated.multistart.decoders.Parts`.
     """
 
     def __init__(self, profile: Profile, temperature: Temperature | None = None) -> None:
@@ -57,39 +70,30 @@ class Trainer:
         if profile.search is not None:
             profile.search.forget()
         if profile.optimizer == "Gibbs sampling":
-            search: Any = profile.search or _selection()
+            from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
+
+            search: Any = profile.search or GPSelect(5)
             self.guide: Any = GibbsGuide(profile.model)
-            elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
+            self.elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
             self.guide, self.truncated, space = _guides(profile, temperature is not None)
             search = profile.search or profile.default_search(space)
-            elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
-        self._elbo, self.relocations = elbo, Relocations(profile.model, self.truncated, profile.y)
+            self.elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or profile.has_companion else temperature)
+        populations = None if self.truncated is None else self.truncated.populations
+        self._is_relocating = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
+        self._relocation_generator = torch.Generator().manual_seed(0)
         # A user's search may remember data points by their position among all.
         is_divisible = profile.search is None or isinstance(profile.search, (EvolutionarySearch, ExhaustiveSearch))
-        self._parts = split_data(profile, self.guide, elbo) if is_divisible else None
+        self._parts = split_data(profile, self.guide, self.elbo) if is_divisible else None
+        self.is_in_parts = self._parts is not None
         self._steps_each = 1 if self._parts is None else self._parts.number
-        lrd = profile.lrd ** (1 / self._steps_each)
-        self._rate = 1.0
+        self._rate, self._num_steps = 1.0, 0
 
         def options(name: str) -> dict[str, float]:
-            return optimiser_options(profile.lr * self._rate, lrd, least_size(profile.y), self.is_in_parts, name)
+            lr, lrd = profile.lr * self._rate, profile.lrd ** (1 / self._steps_each)
+            return optimiser_options(lr, lrd, least_size(profile.y), self.is_in_parts, name)
 
-        optim = self._driver or ClippedAdam(cast("Any", options))
-        self._svi = SVI(profile.model, self.guide, optim, elbo)
-
-    @property
-    def search(self) -> Any:
-        """What fills the populations, or selects latents."""
-        return self._elbo.search
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether a step is a pass over parts of the data.
-
-        See :class:`~pyro_truncated.multistart.trainer.Parts`.
-        """
-        return self._parts is not None
+        self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
 
     @property
     def companion(self) -> dict[str, Tensor]:
@@ -123,11 +127,19 @@ class Trainer:
     def step(self) -> float:
         """Takes a training step; returns the free energy before it."""
         y = self.profile.y
-        self.relocations.before_step()
+        if self._num_steps and self._num_steps % _RELOCATION_STEPS == 0:
+            self.relocate()
+        self._num_steps += 1
         loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
-        value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated, y))
+        value = -loss / self.profile.num_posteriors
         self.profile.watch(value)
         return value
+
+    def relocate(self) -> bool:
+        """Whether mixture components move; once none has, none is tried again."""
+        if self._is_relocating:
+            self._is_relocating = self.profile.model.split_and_merge(self.truncated, self.profile.y, self._relocation_generator) > 0
+        return self._is_relocating
 
     def fit_decoder(self) -> None:
         """Refits a network trained in parts to the states of the populations."""
@@ -138,64 +150,60 @@ class Trainer:
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate fall to a tenth in so many steps."""
-        for optimizer in self._svi.optim.optim_objs.values():
-            for group in optimizer.param_groups:
-                group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
+        for group in self._optimiser_groups():
+            group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate, relative to the first one."""
-        for optimizer in self._svi.optim.optim_objs.values():
-            for group in optimizer.param_groups:
-                group["lr"] *= rate / self._rate
+        for group in self._optimiser_groups():
+            group["lr"] *= rate / self._rate
         self._rate = rate
 
+    def _optimiser_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._svi.optim.optim_objs.values() for group in optimizer.param_groups]
+
     def intensify_search(self) -> bool:
-        """Searches more thoroughly from now on, and says whether it does.
+        """Searches more thoroughly from now on, unless you named the search.
 
-        It does not where you have named the search.
-
-        By full conditionals, or, of more than 64 binary latents, of which these hit few that matter, by combined flips.
+        Says whether it does. By full conditionals, or by combined flips of more than 64 binary latents, of which few matter.
         """
-        is_evolving = self.profile.search is None and isinstance(self._elbo.search, EvolutionarySearch)
+        is_evolving = self.profile.search is None and isinstance(self.elbo.search, EvolutionarySearch)
         if is_evolving:
             assert self.truncated is not None
             space = self.truncated.space
-            self._elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
+            self.elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
         return is_evolving
 
     def find_states(self) -> None:
         """Searches without training, so that bad first states teach nothing.
 
-        There are ten rounds. If data points have a posterior each, rounds end when the free energy rises no more. Binary latents are
-        searched by combined flips unless you named a search: under a trained model they reach as far as full conditionals at a tenth of
-        the cost.
+        Rounds end when the free energy rises no more if data points have a posterior each. Binary latents are searched by combined flips
+        unless you named a search: under a trained model they reach as far as full conditionals at a tenth of the cost.
         """
-        if self.truncated is not None and not self.profile.has_companion and not self.profile.is_product:
-            before, reached, y = self._elbo.search, -math.inf, self.profile.y
-            # In a single posterior a round may find nothing by chance.
-            are_apart = not self.profile.is_shared
-            least = _MIN_GAIN_NATS if are_apart else -math.inf
-            if self.intensify_search() and are_apart and self.truncated.space.is_binary:
-                self._elbo.search = CombinedFlips()
-            with torch.no_grad(), poutine.block():
-                for _ in range(_MAX_SEARCH_ROUNDS):
-                    each = self.truncated.make_batch(y).search_(self._elbo.search).free_energy().double()
-                    last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / total_rows(y)
-                    if reached - last < least:
-                        break
-            self._elbo.search = before
+        if self.truncated is None or self.profile.has_companion or self.profile.is_product:
+            return
+        before, reached, y = self.elbo.search, -math.inf, self.profile.y
+        # In a single posterior a round may find nothing by chance.
+        least = -math.inf if self.profile.is_shared else self.profile.config.gain
+        if self.intensify_search() and not self.profile.is_shared and self.truncated.space.is_binary:
+            self.elbo.search = CombinedFlips()
+        with torch.no_grad(), poutine.block():
+            for _ in range(_MAX_SEARCH_ROUNDS):
+                each = self.truncated.make_batch(y).search_(self.elbo.search).free_energy().double()
+                last, reached = reached, float(shard_sum(y)([each.sum()])[0]) / self.profile.num_data
+                if reached - last < least:
+                    break
+        self.elbo.search = before
 
     @torch.no_grad()
     def insert_states(self, states: Tensor) -> None:
         """Merges states, repetitions allowed, into a new guide's populations."""
         guide = self.truncated
-        if guide is None:
-            return
-        log_joint = self.scorer()
-        words = guide.space.pack(states)
-        population = guide.rescore(log_joint)
-        merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
-        guide.populations.store_(merged.log_joint, None, merged.words)
+        if guide is not None:
+            log_joint = self.scorer()
+            words, population = guide.space.pack(states), guide.rescore(log_joint)
+            merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
+            guide.populations.store_(merged.log_joint, None, merged.words)
 
     def end(self) -> None:
         """Releases the model for other training, and keeps the guide's results."""
@@ -204,16 +212,28 @@ class Trainer:
         if self._driver is not None:
             self._driver.release()
 
+    def record(self, estimate: FreeEnergyEstimate) -> Solution:
+        """What the run has learned."""
+        profile, truncated = self.profile, self.truncated
+        population = None if truncated is None or profile.is_product else copy_population(truncated.population())
+        if truncated is None or not profile.has_companion:
+            return Solution(estimate, snapshot(profile.model, profile.y), population)
+        companion = self.companion
+        parameters = Medians(profile.model, profile.y, truncated).state(companion)
+        return Solution(estimate, parameters, population, {name: value.clone() for name, value in companion.items()})
 
-def _guides(profile: Profile, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
+
+def _guides(profile: Profile, is_start: bool) -> tuple[Any, AutoTruncated, StateSpace]:
     """Returns a model's guide, its truncated part, and the state space."""
     truncated = profile.set_up_guide()
     layout = truncated.layout
     if not profile.has_companion:
         return truncated, truncated, layout.space
     guide = AutoGuideList(profile.model)
-    # Earlier guides keep their parameters; this one begins anew.
-    guide._pyro_name = _free_name(type(guide).__name__)
+    # Earlier guides keep their parameters; this one begins anew, under a name that Pyro's store does not hold yet.
+    kind, taken = type(guide).__name__, {name.partition(".")[0] for name in pyro.get_param_store()}
+    names = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
+    guide._pyro_name = next(name for name in names if name not in taken)
     # A draw from the prior: restarts from one point, such as zero, agreed without need.
     init = prior_draw if is_start else init_to_feasible
     guide.append(AutoNormal(poutine.block(profile.model, hide=list(layout.sites)), init_loc_fn=init))
@@ -222,133 +242,309 @@ def _guides(profile: Profile, is_start: bool = False) -> tuple[Any, AutoTruncate
     return guide, truncated, layout.space
 
 
-def _free_name(kind: str) -> str:
-    """A name for a module under which Pyro's store holds nothing yet."""
-    taken = {name.partition(".")[0] for name in pyro.get_param_store()}
-    return next(name for number in itertools.count(1) if (name := kind if number == 1 else f"{kind}_{number}") not in taken)
+def copy_population(population: Population) -> Population:
+    """Returns a population that later training does not change."""
+    return Population(population.space, population.words.clone(), population.log_joint.clone())
 
 
-def _selection() -> Search:
-    from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
-
-    return GPSelect(5)
+# --- when runs end ---
 
 
-# Rows of a part; most parts, each of which has a guide.
-_ROWS_PER_PART, _MAX_PARTS = 150, 32
-# Rounding error of equal log joints.
-_SCORE_RTOL = 1e-3
+def last_gain(values: Sequence[float], window: int) -> float:
+    """Returns the distance of the last value from the earlier best one.
+
+    Free energies that have fallen have not converged.
+    """
+    return abs(values[-1] - max(values[:-window])) if len(values) > window else math.inf
 
 
-class Parts:
-    """A model's data in parts, each with a guide, trained in turn.
+def mean_gain(values: Sequence[float], window: int) -> float:
+    """Returns the gain of a window's mean over the previous one's."""
+    number = min(window, len(values) // 2)
+    return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
 
-    Rows of a part lie as far apart as there are parts: data are often in some order.
+
+def remaining_gain(values: Sequence[float], window: int) -> float:
+    r"""Returns what noisy free energies will still gain, beyond their noise.
+
+    A window is the last quarter of the steps, or larger. A free energy that approaches its limit as :math:`1 / t` will still gain twice
+    what this window has gained beside the one before; one that approaches it exponentially will gain less. One standard error of the
+    gain does not count.
+    """
+    number = max(window, int(_WINDOW_SHARE * len(values)))
+    if len(values) < 2 * number:
+        return math.inf
+    return 2 * _gain_beyond_noise(*(estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:])))
+
+
+def _gain_beyond_noise(before: FreeEnergyEstimate, after: FreeEnergyEstimate) -> float:
+    """Returns the gain of noisy free energies without one standard error."""
+    return max(0.0, after.free_energy - before.free_energy - math.hypot(before.noise, after.noise) / STANDARD_ERRORS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a run has converged, and what its last steps are.
+
+    Attributes:
+        steps: least number of steps.
+        max_steps: largest number, without those at a falling rate.
+        tol: gain in nats per data point at convergence.
+        gain: measures it, given free energies per data point and the window.
+        window: steps of which the gain is measured.
+        stride: steps between two measurements.
+        is_relative: whether the gain is divided by that of all steps.
+        decay: steps at a falling learning rate, after convergence.
+        first_rate: what the learning rate is multiplied by before the first plateau; ``None``: it does not fall from plateau to plateau.
+        is_thorough: whether the search is intensified, from the beginning or from the second plateau on.
+    """
+
+    steps: int
+    max_steps: int
+    tol: float = 0.0
+    gain: Callable[[Sequence[float], int], float] = last_gain
+    window: int = 5
+    stride: int = 1
+    is_relative: bool = False
+    decay: int = 0
+    first_rate: float | None = None
+    is_thorough: bool = False
+
+    def has_converged(self, values: Sequence[float]) -> bool:
+        """Whether the gain is below the tolerance."""
+        unit = values[-1] - values[0] if self.is_relative and values else 1.0
+        return self.gain(values, self.window) <= self.tol * unit
+
+
+def to_convergence(trainer: Trainer, max_steps: int) -> Schedule:
+    """Closed-form EM at temperature one, with a thorough search.
+
+    Beside continuous latents it is :func:`by_gradients`.
+    """
+    config = trainer.profile.config
+    if trainer.profile.has_companion:
+        return by_gradients(trainer, max_steps)
+    return Schedule(0, max_steps, config.gain, window=config.window, stride=config.window, is_thorough=True)
+
+
+def by_gradients(trainer: Trainer, steps: int) -> Schedule:
+    """Gradient steps while the free energy rises, then at a falling rate.
+
+    There are at least so many. Beside continuous latents it is noisy, and rises for long; nats up to the tolerance may remain there.
+    """
+    config = trainer.profile.config
+    if trainer.profile.has_companion:
+        # There 240 steps ended up to 250 nats below the optimum.
+        window = min(_COMPANION_WINDOW_STEPS, max(2, 2 * steps))
+        return Schedule(steps, 16 * steps, trainer.profile.tolerance, remaining_gain, window, window, first_rate=1.0)
+    # Weights of networks change long after their latents are found.
+    least, window = config.network_gain if trainer.is_in_parts else config.gradient_gain, config.gradient_window
+    return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
+
+
+def restart_schedule(trainer: Trainer, temperature: Temperature, steps: int) -> Schedule:
+    """Returns the schedule of a restart at a temperature.
+
+    There are so many steps, at least by gradients, and at most where EM may converge before.
+    """
+    profile, config = trainer.profile, trainer.profile.config
+    if profile.is_informed:
+        return Schedule(1, steps, config.informed_gain, window=config.window, is_relative=True)
+    if profile.is_by_gradients:
+        return by_gradients(trainer, steps)
+    if profile.is_mixture and temperature_at(temperature, 0) == 1.0:
+        return Schedule(0, steps, config.mixture_gain, window=config.window)
+    return Schedule(steps, steps)
+
+
+def train(trainer: Trainer, schedule: Schedule) -> FreeEnergyEstimate:
+    """Trains until convergence; returns the free energy that is reached.
+
+    A neural decoder is refitted to its states before the learning rate falls, where training otherwise ends in bad optima.
+    """
+    if schedule.first_rate is not None:
+        return _train_by_plateaus(trainer, schedule, schedule.first_rate)
+    if schedule.is_thorough:
+        trainer.intensify_search()
+    values = _until_convergence(trainer, schedule)
+    if schedule.decay:
+        trainer.fit_decoder()
+        trainer.slow_down(schedule.decay)
+        values += [trainer.step() for _ in range(schedule.decay)]
+    trainer.end()
+    return _estimate(trainer, schedule, values)
+
+
+def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) -> FreeEnergyEstimate:
+    r"""Trains until neither more steps nor a smaller learning rate gain more.
+
+    The noise of gradients lowers the free energy by an amount proportional to the rate. If a reduction of the rate by a factor :math:`f`
+    has gained :math:`g`, all further ones will gain :math:`g f / (1 - f)`.
+    """
+    reached, steps = FreeEnergyEstimate(-math.inf, remaining=math.inf), 0
+    for reduction in range(1 + _REDUCTIONS):
+        trainer.set_rate(first_rate * _RATE_FACTOR**reduction)
+        if reduction and schedule.is_thorough:
+            trainer.intensify_search()
+        # Half of the steps that are left, so that some are taken at smaller rates; two windows fit into them.
+        left = schedule.max_steps - steps
+        most = left if reduction == _REDUCTIONS else (left + 1) // 2
+        window = min(schedule.window, max(_COMPANION_WINDOW_STEPS, most // 2))
+        least = 0 if reduction else min(schedule.steps, most)
+        values = _until_convergence(trainer, dataclasses.replace(schedule, steps=least, max_steps=most, window=window, stride=window))
+        steps, before = steps + len(values), reached
+        if values:
+            reached = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
+        remaining = remaining_gain(values, window) + _gain_beyond_noise(before, reached) * _RATE_FACTOR / (1 - _RATE_FACTOR)
+        reached = reached._replace(remaining=remaining, steps=steps)
+        if remaining <= schedule.tol:
+            break
+    trainer.end()
+    return reached
+
+
+def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
+    """Trains on all data to convergence; returns what is reached.
+
+    The last steps search thoroughly. One such step of full conditionals tells as much as five of evolution, at several times the cost.
 
     Args:
-        y: all data.
-        guide: that of all data, which says what the parts begin with, and gets what they have found.
-        rows: the parts.
-        guides: one for each of them.
-        elbo: the loss, whose search and temperature are theirs.
+        trainer: the run.
+        max_steps: the most steps. With less than ten none is kept back: searched states need a step to be trained.
+        tol: gain of a window in nats per data point at convergence; minus infinity where it is not looked for.
     """
-
-    def __init__(
-        self, y: Tensor, guide: AutoTruncated, rows: Sequence[Tensor], guides: Sequence[AutoTruncated], elbo: Truncated_ELBO
-    ) -> None:
-        self._y, self._guide, self._rows, self._guides, self._elbo = y, guide, rows, guides, elbo
-        self._elbos = [Truncated_ELBO(elbo.search, temperature=elbo.temperature) for _ in guides]
-        self._have_begun = False
-
-    @property
-    def number(self) -> int:
-        """How many they are."""
-        return len(self._guides)
-
-    def step(self, svi: SVI) -> float:
-        """Passes over all parts; returns the summed loss before each step."""
-        if not self._have_begun:
-            self._begin()
-        loss = 0.0
-        for rows, guide, elbo in zip(self._rows, self._guides, self._elbos, strict=True):
-            elbo.search = self._elbo.search
-            loss += float(SVI(svi.model, guide, svi.optim, elbo).step(rows))
-        return loss
-
-    @torch.no_grad()
-    def _begin(self) -> None:
-        self._have_begun, population = True, self._guide.population()
-        for first, guide in enumerate(self._guides):
-            words, log_joint = (select_part(value, first, self.number).clone() for value in (population.words, population.log_joint))
-            guide.populations.store_(log_joint, None, words)
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Collects all states, with log joints under the present model."""
-        if not self._have_begun:
-            return
-        population = self._guide.population()
-        words, log_joint = population.words.clone(), population.log_joint.clone()
-        for first, guide in enumerate(self._guides):
-            found = guide.population()
-            select_part(words, first, self.number).copy_(found.words)
-            select_part(log_joint, first, self.number).copy_(found.log_joint)
-        self._guide.populations.store_(log_joint, None, words)
-        self._guide.refresh_(self._y)
+    profile, window = trainer.profile, trainer.profile.config.window
+    if profile.has_companion:
+        # A slow gain hides in the noise of windows shorter than an eighth of all steps.
+        wide = max(2, max_steps // 8)
+        return train(
+            trainer, Schedule(0, max_steps, profile.tolerance, remaining_gain, wide, wide, first_rate=_RATE_FACTOR, is_thorough=True)
+        )
+    values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
+    last = Schedule(0, max_steps - len(values), tol, window=window)
+    if last.max_steps and trainer.intensify_search():
+        values += _until_convergence(trainer, dataclasses.replace(last, tol=tol / window, window=1), values[-1:])
+    elif last.max_steps and not last.has_converged(values):
+        values += _until_convergence(trainer, last)
+    trainer.end()
+    return FreeEnergyEstimate(values[-1], steps=len(values))
 
 
-def select_part(rows: Tensor, first: int, number: int) -> Tensor:
-    """Returns every so many rows from one on, as a view."""
-    return rows.as_subclass(Tensor)[first::number]
+def _until_convergence(trainer: Trainer, schedule: Schedule, before: Sequence[float] = ()) -> list[float]:
+    """Takes steps until gains are small and no mixture component moves."""
+    values = [trainer.step() for _ in range(schedule.steps)]
+    while len(values) < schedule.max_steps:
+        if schedule.has_converged([*before, *values]) and not trainer.relocate():
+            break
+        values += [trainer.step() for _ in range(min(schedule.stride, schedule.max_steps - len(values)))]
+    return values
 
 
-def split_data(profile: Profile, guide: Any, elbo: Any) -> Parts | None:
-    """Returns the parts of a network's data, ``None`` for other models.
+def _estimate(trainer: Trainer, schedule: Schedule, values: list[float]) -> FreeEnergyEstimate:
+    steps, profile = len(values), trainer.profile
+    if trainer.truncated is None:
+        # The log joint of a sampler's draws: a mean over the last sixth.
+        return estimate_mean(values[-max(1, steps // 6) :])._replace(each=_likelihoods(trainer.guide, profile.y), steps=steps)
+    if profile.has_companion or profile.is_conditional:
+        # Continuous latents make the free energy noisy; its trend is no noise.
+        return estimate_on_trend(values[-profile.config.gradient_window :])._replace(steps=steps)
+    reached = FreeEnergyEstimate(values[-1], each=trainer.truncated.population().free_energy(), steps=steps)
+    if schedule.max_steps == schedule.steps or schedule.gain is not last_gain or steps <= schedule.window:
+        return reached
+    gain = values[-1] - values[-1 - schedule.window]
+    if not schedule.has_converged(values):
+        return reached._replace(rise=gain)
+    return reached._replace(noise=max(0.0, gain)) if schedule.is_relative else reached
 
-    Data points must share no latents, and lie in one process.
 
-    Programs whose parts differ from all data are trained on all at once. They hold other data beside these rows, look at neighbours, or
-    observe something of no data point, which would count once for each part.
+@torch.no_grad()
+def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
+    """Returns mean log likelihoods ``(N,)`` over draws: what a search has missed."""
+    likelihoods = []
+    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
+        values = guide.model.site_values(coefficients)
+        with spare_random_numbers(), poutine.block():
+            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
+        trace.compute_log_prob()
+        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
+    return torch.stack(likelihoods).mean(0).double()
+
+
+# --- short runs ---
+
+
+class FixedStates(Search):
+    """Proposes nothing new."""
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The states that there are."""
+        return batch.population
+
+
+def run_restart(profile: Profile, temperature: Temperature, states: Tensor | None = None) -> Solution:
+    """Runs a short training from a drawn start, or from present parameters.
+
+    Args:
+        profile: of restarts.
+        temperature: as a function of the step.
+        states: one of each data point, ``(N, L)``, which the search begins with.
     """
-    y = profile.y
-    if not profile.is_network or not profile.is_by_gradients or profile.has_companion or profile.is_conditional or profile.is_product:
-        return None
-    number = min(_MAX_PARTS, len(y) // _ROWS_PER_PART)
-    is_whole = guide.layout.num_data == len(y) == total_rows(y) and getattr(y, "file", None) is None
-    if number < 2 or not is_whole:
-        return None
-    with spare_random_numbers(), poutine.block(), torch.no_grad():
-        guide.populations.seed_()
-        whole = guide.make_batch(y)
-        words = whole.population().words[:, :1]
-        scores = whole.scorer.score(words)
-        if float(whole.outside().detach()) != 0.0:
-            return None
-        rows = [select_part(y, first, number).contiguous() for first in range(number)]
-        guides = [_make_part_guide(guide, part, first, profile) for first, part in enumerate(rows)]
-        for first, (part, own) in enumerate(zip(rows, guides, strict=True)):
-            if own is None or not _are_as_among_all(own, part, select_part(words, first, number), select_part(scores, first, number)):
-                return None
-    return Parts(y, guide, rows, [own for own in guides if own is not None], elbo)
+    profile.initialize()
+    with forgetting_guides(profile.model, profile.y):
+        trainer = Trainer(profile, temperature)
+        if states is not None:
+            trainer.insert_states(states.unsqueeze(1))
+        found = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+    is_network = profile.is_by_gradients and profile.is_network and not profile.is_shared
+    if not is_network or found.population is None or not found.population.space.is_binary:
+        return found
+    probabilities = found.population.marginals().double().cpu()
+    return found.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)
 
 
-def _make_part_guide(guide: AutoTruncated, rows: Tensor, first: int, profile: Profile) -> AutoTruncated | None:
-    """Returns a guide of a part with its own random numbers.
-
-    Its state space is that of all data.
-    """
-    assert guide.populations.seed is not None
-    made = profile.make_guide()
-    made.populations.seed = ops.mix_bits(guide.populations.seed, first)
-    try:
-        made.setup(rows)
-    except Exception:  # any error of a program that takes all rows only
-        return None
-    is_alike = made.layout.num_data == len(rows) and made.space.cardinalities == guide.space.cardinalities
-    return made if is_alike and made.num_states == guide.num_states else None
+def trainer_at(profile: Profile, solution: Solution) -> Trainer:
+    """A run that begins at a solution, with states of its own."""
+    load_snapshot(profile.model, profile.y, solution.parameters)
+    trainer = Trainer(profile)
+    if trainer.truncated is not None and solution.companion:
+        trainer.set_up()
+        medians = Medians(profile.model, profile.y, trainer.truncated)
+        trainer.take_over(medians.companion(solution.parameters, solution.companion))
+    return trainer
 
 
-def _are_as_among_all(guide: AutoTruncated, rows: Tensor, words: Tensor, scores: Tensor) -> bool:
-    """Whether a part's states keep their log joints ``scores``."""
-    own = guide.make_scorer(rows).score(words)
-    return own.shape == scores.shape and torch.allclose(own, scores, rtol=_SCORE_RTOL, atol=_SCORE_RTOL)
+def retrain(profile: Profile, solution: Solution, schedule: Callable[[Trainer], Schedule]) -> Solution:
+    """Trains from a solution and its states."""
+    with forgetting_guides(profile.model, profile.y):
+        trainer = trainer_at(profile, solution)
+        if solution.population is not None:
+            trainer.insert_states(solution.states)
+        return trainer.record(train(trainer, schedule(trainer)))
+
+
+def converge(profile: Profile, solution: Solution) -> Solution:
+    """Trains to convergence from a solution and its states."""
+    return retrain(profile, solution, lambda trainer: to_convergence(trainer, profile.config.restart_steps))
+
+
+def settle(profile: Profile, solution: Solution) -> Solution:
+    """Trains briefly in ever smaller steps from a nearly final solution."""
+    steps = max(1, profile.config.restart_steps // 2)
+    return retrain(profile.with_decay(steps, LAST_RATE), solution, lambda trainer: Schedule(steps, steps))
+
+
+def fit_likeliest_states(profile: Profile, solution: Solution) -> Solution:
+    """Fits parameters briefly to the likeliest state of each data point."""
+    assert solution.population is not None
+    likeliest = solution.population.mode().unsqueeze(1)
+    with forgetting_guides(profile.model, profile.y):
+        return fit_states(trainer_at(profile.replace(search=FixedStates(), num_states=1), solution), lambda scorer: likeliest)
+
+
+def fit_states(trainer: Trainer, words: Callable[[LogJoint], Tensor]) -> Solution:
+    """Fits parameters to packed states ``(N, S, W)`` that stay as they are."""
+    scorer, guide, steps = trainer.scorer(), trainer.truncated, trainer.profile.config.restart_steps
+    assert guide is not None
+    chosen = words(scorer)
+    guide.populations.store_(scorer.score(chosen), None, chosen)
+    return trainer.record(train(trainer, Schedule(steps, steps)))

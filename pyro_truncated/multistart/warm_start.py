@@ -11,14 +11,13 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.multistart.decoders import observed_numbers
 from pyro_truncated.multistart.model_parameters import forgetting_guides, learned_parameters
 from pyro_truncated.multistart.profile import Profile
-from pyro_truncated.multistart.solution import FixedStates, Solution, fit_states, trainer_at
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, fit_states, trainer_at
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import generator_device
 
@@ -29,32 +28,24 @@ _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
 def decoded_values(profile: Profile) -> Tensor | None:
     """Returns the real numbers ``(N, D)`` that a network decodes states into.
 
-    They are in units of their deviation.
-
-    ``None`` for other models: those with ``draw_start``, shared or continuous latents, several discrete sites, frozen networks,
-    counts or missing values, and data in files or several processes.
+    They are in units of their deviation. ``None`` for other models: those with ``draw_start``, shared or continuous latents, several
+    discrete sites, frozen networks, counts or missing values, and data in files or several processes.
     """
     model, y = profile.model, profile.y
-    if (
-        not profile.is_by_gradients
-        or profile.initializer is not None
-        or not profile.is_network
-        or profile.is_large
-        or profile.has_companion
-    ):
+    is_decoder = profile.is_by_gradients and profile.is_network and profile.initializer is None
+    if not is_decoder or profile.is_large or profile.has_companion or profile.is_shared:
         return None
     parameters = learned_parameters(model, y)
-    if not any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys()):
-        return None
     layout = profile.set_up_guide().layout
-    is_apart = not profile.is_shared and total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
-    if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or layout.space.num_latents < 2:
+    is_learned = any(takes_gradients(model, parameters[name]) for name in profile.layers & parameters.keys())
+    is_whole = profile.num_data == len(y) == layout.num_data and getattr(y, "file", None) is None
+    is_one_site = len(layout.sites) == 1 and layout.space.is_binary and layout.space.num_latents > 1
+    if not is_learned or not is_whole or not is_one_site or layout.other_latents:
         return None
     found = observed_numbers(model, y, layout)
     if found is None:
         return None
-    value = found[1]["value"]
-    value = value.detach().as_subclass(Tensor).flatten(1).float()
+    value = found[1]["value"].detach().as_subclass(Tensor).flatten(1).float()
     value = value - value.mean(0)
     unit = value.std(correction=0)
     return value / unit if bool(unit > 0) else None
@@ -70,10 +61,7 @@ def likeliest_states(profile: Profile, found: Solution) -> Tensor:
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:
-    """Whether a parameter is learned.
-
-    All of Pyro's store are, and of modules those that are not frozen.
-    """
+    """Whether a parameter is learned; those of modules may be frozen."""
     return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
@@ -142,9 +130,7 @@ class LinearCauses(torch.nn.Module):
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """Initialises elements by the shared parts of random data points.
 
-        A part counts if as many data points have it as have a latent active at first.
-
-        A whole one may explain that data point, and no other one.
+        A part counts if as many data points have it as have a latent active at first. A whole one may explain no other data point.
         """
         prior = min(0.5, 2 / self.num_latents)
         order = torch.randperm(len(y), generator=generator, device=generator_device(generator)).to(y.device)
@@ -160,10 +146,7 @@ class LinearCauses(torch.nn.Module):
         return self
 
     def with_latents(self, index: Tensor) -> Self:
-        """Returns a model whose latent ``i`` copies latent ``index[i]``.
-
-        The mean number of active latents is kept.
-        """
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
         other = copy.deepcopy(self)
         other.num_latents = len(index)
         other.weight = self.weight[:, index.to(self.weight.device)].clone()
@@ -176,10 +159,7 @@ class LinearCauses(torch.nn.Module):
 
     @torch.no_grad()
     def maximize(self, statistics: Statistics) -> None:
-        """Solves least squares, with the offset as an always active element.
-
-        Elements that are never active stay unchanged.
-        """
+        """Solves least squares, with the offset as an always active element."""
         number, often = statistics["num_data"], statistics["states"]
         moments = torch.cat([torch.cat([statistics["pairs"], often.unsqueeze(1)], 1), torch.cat([often, number.view(1)]).unsqueeze(0)])
         cross = torch.cat([statistics["cross"], statistics["sums"].unsqueeze(1)], 1)

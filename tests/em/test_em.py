@@ -228,7 +228,7 @@ def test_best_start_by_gibbs_sampling():
     loss = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search, burn_in=10)).step(y)
     assert max(reached) - min(reached) > 1.0
     assert -loss / len(y) > max(reached) - 0.5
-    with pytest.raises(TypeError, match="needs a search that selects latents"):
+    with pytest.raises(TypeError, match="for a Gibbs sampler one that selects latents"):
         best_start(model, y, ExhaustiveSearch())
 
 

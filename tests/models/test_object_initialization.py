@@ -13,7 +13,7 @@ from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.models.occlusive_components import Clusters, Windows, estimate_background, lone_windows, missing_energy, prune_objects
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.convergence import restart_schedule, train
+from pyro_truncated.multistart.trainer import restart_schedule, train
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
 
 
@@ -157,12 +157,14 @@ class Rising:
         self.profile = SimpleNamespace(
             is_informed=True, has_companion=False, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.05
         )
-        self.relocations = SimpleNamespace(move_at_convergence=lambda: None, are_done=True)
         self.guide = self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
 
     def step(self) -> float:
         self.taken += 1
         return self.values[self.taken - 1]
+
+    def relocate(self) -> bool:
+        return False
 
     def end(self) -> None:
         pass

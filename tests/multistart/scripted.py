@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.convergence import finish
 from pyro_truncated.multistart.model_parameters import load_snapshot, snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
+from pyro_truncated.multistart.trainer import Trainer, finish
 from pyro_truncated.utils.console import progress_bar
 
 

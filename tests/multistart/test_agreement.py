@@ -12,7 +12,8 @@ import torch
 from pyro_truncated import GPSelect
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
-from pyro_truncated.multistart.agreement import (
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.solution import (
     FreeEnergyEstimate,
     are_alike,
     estimate_mean,
@@ -20,9 +21,7 @@ from pyro_truncated.multistart.agreement import (
     have_agreed,
     is_gain_below_error,
 )
-from pyro_truncated.multistart.convergence import finish
-from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.trainer import Trainer, finish
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 

@@ -1,4 +1,4 @@
-"""Converged restarts: difference codes, redundant latents, agreement."""
+"""Converged restarts: redundant latents, agreement."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.convergence import to_convergence, train
-from pyro_truncated.multistart.multi_start import MultiStart, num_parameters_per_latent, start_overcomplete
-from pyro_truncated.multistart.pool import resolve_difference_codes
+from pyro_truncated.multistart.multi_start import MultiStart
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.solution import Solution, record_solution
-from pyro_truncated.multistart.trainer import Trainer
-from pyro_truncated.states.population import Population
+from pyro_truncated.multistart.pruning import num_parameters_per_latent, start_overcomplete
+from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
 from pyro_truncated.utils.console import progress_bar
 
 
@@ -35,33 +33,7 @@ def start_that_knows(weight: Tensor, y: Tensor) -> Solution:
     model.weight, model.prior, model.scale = weight.clone(), torch.full((weight.shape[1],), 0.25), torch.tensor(1.0)
     run = Trainer(profile_of(y).replace(model=model))
     run.find_states()
-    return record_solution(run, train(run, to_convergence(run, 10)))
-
-
-def bars_of(start: Solution) -> int:
-    model = BinarySparseCoding(16, 8)
-    model.load_state_dict(start.parameters)
-    return matched_bars(model.weight, bar_components(4))
-
-
-def rolled(population: Population, shift: int) -> Population:
-    """The states of other data points."""
-    return Population(population.space, population.words.roll(shift, 0), population.log_joint)
-
-
-@pytest.mark.slow
-def test_a_latent_that_is_on_only_where_another_one_is_becomes_the_cause_that_both_stand_for() -> None:
-    y, truth = linear_bars(400, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
-    weight = truth.clone()
-    weight[:, 2] -= truth[:, 5]
-    found = []
-    for start in (start_that_knows(truth, y), start_that_knows(weight, y)):
-        pyro.clear_param_store()
-        found.append((start, resolve_difference_codes(profile_of(y), start)))
-    (complete, same), (lesser, whole) = found
-    assert same is complete
-    assert (bars_of(lesser), bars_of(whole)) == (7, 8)
-    assert abs(whole.free_energy - complete.free_energy) < 0.05
+    return run.record(train(run, to_convergence(run, 10)))
 
 
 @pytest.mark.slow
@@ -93,11 +65,11 @@ def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_late
 ) -> None:
     y, truth = linear_bars(100, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
     start = start_that_knows(truth, y)
-    # On for other data points: what explains these as well by chance is something else.
+    # What explains other data points equally well by chance is something else.
     starts = iter(
         [start, start_that_knows(truth.flip(1), y)]
         if are_alike
-        else [start.replace(population=rolled(start.population, shift)) for shift in range(3)]
+        else [start.replace(estimate=start.estimate._replace(each=start.estimate.each.roll(shift))) for shift in range(3)]
     )
     found = MultiStart(profile_of(y, max_restarts=3), lambda profile: next(starts))
     found.run(progress_bar(False))

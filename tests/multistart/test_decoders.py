@@ -12,9 +12,10 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.distributions import NormalOrMissing
+from pyro_truncated.em.variable_projection import Decoder, FittedUnits, fit_unit_by_unit, make_targets
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import decoders
-from pyro_truncated.multistart.decoders import Decoder, FittedUnits, fit_decoder, fit_unit_by_unit, make_targets
+from pyro_truncated.multistart.decoders import fit_decoder
 from tests.multistart.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyro_truncated.multistart.decoders import Decoder, FittedUnits, Targets, fit_unit_by_unit
+from pyro_truncated.em.variable_projection import Decoder, FittedUnits, Targets, fit_unit_by_unit
 from tests.multistart.small_decoders import NUM_LATENTS, NUM_OBSERVED, WIDTH, drawn, every_state, generator, perceptron
 
 

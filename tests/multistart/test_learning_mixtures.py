@@ -15,9 +15,8 @@ from sklearn.mixture import GaussianMixture as Reference
 
 from pyro_truncated import AutoTruncated, ClosedForm, LearnConfig, Truncated_ELBO, learn
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, LearnConfig, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.model_parameters import disturb, layer_parameters, snapshot
+from pyro_truncated.multistart.moves import build_recombinations
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.recombination import build_recombinations
+from pyro_truncated.multistart.solution import FreeEnergyEstimate
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 
 NUM_LATENTS = 3

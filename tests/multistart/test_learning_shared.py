@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import LearnConfig, Truncated_ELBO, learn
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.learn_report import MoveCounts
 from pyro_truncated.multistart.model_parameters import snapshot
-from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.solution import Solution
-from pyro_truncated.multistart.solution_moves import dead_latents, revive_dead_latents
+from pyro_truncated.multistart.moves import DeadLatents, dead_latents, improve
+from pyro_truncated.multistart.profile import Profile, profile_model
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.states.population import Population
 
 
@@ -98,12 +98,17 @@ def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
     y = x @ weight + 0.5 * torch.randn(60)
     model = selection(x, -weight)
     off = in_states(model, y, torch.zeros(1, 1, 6), free_energy=-1000.0)
-    found = revive_dead_latents(profile_model(model, y, num_states=8, config=LearnConfig(tolerance=0.05, restart_steps=30)), off)
+    found = revived(profile_model(model, y, num_states=8, config=LearnConfig(tolerance=0.05, restart_steps=30)), off)
     chosen = weight != 0
     rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
     truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
     assert found.free_energy >= float(truth) - 0.05  # other states, and chance beside the truth, add to it
     torch.testing.assert_close(found.parameters["weight"][chosen], weight[chosen], atol=0.3, rtol=0.0)
+
+
+def revived(profile: Profile, found: Solution) -> Solution:
+    move = DeadLatents(profile)
+    return improve(found, move, move.search_and_train, profile.tolerance, MoveCounts())
 
 
 def in_states(model: Callable[[Tensor], None], y: Tensor, states: Tensor, free_energy: float = 0.0) -> Solution:
@@ -119,7 +124,7 @@ def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     x = torch.randn(10, 6)
     model, y = selection(x, WEIGHT), x @ WEIGHT
     on = in_states(model, y, torch.eye(6).unsqueeze(0))
-    assert revive_dead_latents(profile_model(model, y, num_states=6, config=LearnConfig(tolerance=0.05, restart_steps=1)), on) is on
+    assert revived(profile_model(model, y, num_states=6, config=LearnConfig(tolerance=0.05, restart_steps=1)), on) is on
 
 
 def test_the_states_of_what_is_woken_at_once_have_a_bound():

@@ -17,11 +17,9 @@ from pyro_truncated.datasets import linear_bars
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
 from pyro_truncated.multistart import LearnConfig, learn
-from pyro_truncated.multistart.agreement import have_agreed
-from pyro_truncated.multistart.convergence import Schedule, by_gradients, finish, remaining_gain, to_convergence, train
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.relocation import Relocations
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import have_agreed
+from pyro_truncated.multistart.trainer import Schedule, Trainer, by_gradients, finish, remaining_gain, to_convergence, train
 from pyro_truncated.training import cooling
 from tests.multistart.started_models import StartedAtRows
 
@@ -117,7 +115,7 @@ def test_a_search_that_was_asked_for_stays():
 def run_of(values, has_companion=False):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
     run = SimpleNamespace(step=lambda: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
-    run.fit_decoder, run.relocations, run.is_in_parts = lambda: None, Relocations(None, None, None), False
+    run.fit_decoder, run.relocate, run.is_in_parts = lambda: None, lambda: False, False
     run.profile = SimpleNamespace(has_companion=has_companion, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.0)
     return run
 
@@ -265,13 +263,15 @@ class Noisy:
 
     guide, truncated = None, SimpleNamespace()
     profile = SimpleNamespace(has_companion=True, is_conditional=False, config=LearnConfig(), tolerance=0.02)
-    relocations = Relocations(None, None, None)
 
     def __init__(self):
         self.steps, self.rates, self.noise = 0, [], 0.02 * torch.randn(2000, generator=generator())
 
     def set_rate(self, rate):
         self.rates.append(rate)
+
+    def relocate(self):
+        return False
 
     def step(self):
         self.steps += 1

@@ -14,11 +14,10 @@ from pyro_truncated import LearnConfig, learn
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.distributed import shard
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE
-from pyro_truncated.multistart.agreement import share_most
 from pyro_truncated.multistart.model_parameters import is_a_network
 from pyro_truncated.multistart.profile import profile_model
-from pyro_truncated.multistart.solution import run_restart
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import share_most
+from pyro_truncated.multistart.trainer import Trainer, run_restart
 from pyro_truncated.search import EvolutionarySearch, Search, SurrogateSearch
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4

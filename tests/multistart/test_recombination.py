@@ -21,14 +21,13 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, EvolutionarySearch, LearnConfig, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.multistart import DisagreeingStartsWarning
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
 from pyro_truncated.multistart.learn_report import Restart
 from pyro_truncated.multistart.model_parameters import Medians, prior_draw, snapshot
-from pyro_truncated.multistart.pool import SolutionPool
+from pyro_truncated.multistart.moves import Exchangeable, Recombination, build_recombinations, exchangeable_latents
+from pyro_truncated.multistart.multi_start import SolutionPool
 from pyro_truncated.multistart.profile import Profile, profile_model
-from pyro_truncated.multistart.recombination import Exchangeable, Recombination, build_recombinations, exchangeable_latents
-from pyro_truncated.multistart.redundancy import value_deletion_losses
-from pyro_truncated.multistart.solution import Solution
+from pyro_truncated.multistart.pruning import value_deletion_losses
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.states.population import Population
 
 
@@ -267,52 +266,6 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     assert crossing.cross(broken, whole) is whole
 
 
-@pytest.mark.slow
-def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_both_show() -> None:
-    """All starts may end in such a code, where they have nothing to exchange."""
-    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
-    tangled = bars.components.clone()
-    tangled[:, 4] -= tangled[:, 1]
-    crossing = recombination(bars.data)
-    stuck = populated(crossing, {"weight": tangled, "rate": torch.full((6,), -0.1)})
-    found = crossing.resolve_difference_codes(stuck)
-    assert matched_bars(found.parameters["weight"], bars.components) == 6
-    assert found.free_energy == pytest.approx(exact(found.parameters, bars.data), rel=1e-5)
-    assert found.free_energy > stuck.free_energy + 0.1
-    assert crossing.resolve_difference_codes(found) is found
-    repeated = assembly_of(bars, stuck.parameters, stuck.parameters)
-    assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
-
-
-@pytest.mark.slow
-def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() -> None:
-    """With both log odds added a cause that is on in one of seventeen data points would be eight times as rare."""
-    odds = -2.75
-    bars = linear_bars(1500, 3, mean_active=6 / (1 + math.exp(-odds)), noise=1.0, generator=generator())
-    tangled, rate = bars.components.clone(), torch.full((6,), odds)
-    tangled[:, 4] -= tangled[:, 1]
-    rate[1] = -2.0
-    crossing = recombination(bars.data)
-    found = crossing.resolve_difference_codes(populated(crossing, {"weight": tangled, "rate": rate}))
-    assert matched_bars(found.parameters["weight"], bars.components) == 6
-    assert torch.equal(found.parameters["rate"], rate)
-    assert found.free_energy == pytest.approx(exact({"weight": bars.components, "rate": rate}, bars.data), rel=1e-5)
-
-
-def test_numbers_are_added_where_latents_have_nothing_else() -> None:
-    state = {"weight": torch.arange(6.0).reshape(2, 3), "logit": torch.tensor([1.0, 2.0, 4.0]), "scale": torch.ones(3)}
-    vectors, everything = Exchangeable(slice(0, 3), {"weight": 1, "logit": 0}).sums(state, 2, 0)
-    summed = torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 8.0]])
-    assert torch.equal(vectors["weight"], summed)
-    assert torch.equal(everything["weight"], summed)
-    assert torch.equal(vectors["logit"], state["logit"])
-    assert everything["logit"].tolist() == [1.0, 2.0, 5.0]
-    assert vectors["scale"] is state["scale"]
-    assert everything["scale"] is state["scale"]
-    (alone,) = Exchangeable(slice(0, 3), {"logit": 0}).sums(state, 2, 0)
-    assert alone["logit"].tolist() == [1.0, 2.0, 5.0]
-
-
 # --- what several starts have found ---
 
 
@@ -374,17 +327,13 @@ def with_continuous_latents(profile: Profile | None, solution: Solution, less: f
 def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is_trained(is_better: bool) -> None:
     """What it has before is an estimate, with the spread of the continuous latents that the parent has."""
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
-    tangled = {**whole(bars), "weight": bars.components.clone()}
-    tangled["weight"][:, 4] -= bars.components[:, 1]
     crossing = recombination(bars.data)
-    for pair in ((without(bars, 3), without(bars, 4)), (tangled, tangled)):
-        settle = partial(with_continuous_latents, less=0.0 if is_better else 1000.0)
-        assembly = pool_of([crossing], settle)
-        starts = [with_continuous_latents(None, populated(crossing, parameters), less=1.0) for parameters in pair]
-        for start in starts:
-            add(assembly, start)
-        expected = exact(whole(bars), bars.data) - 1 if is_better else max(start.free_energy for start in starts)
-        assert assembly.best.free_energy == pytest.approx(expected, rel=1e-5)
+    assembly = pool_of([crossing], partial(with_continuous_latents, less=0.0 if is_better else 1000.0))
+    starts = [with_continuous_latents(None, populated(crossing, without(bars, lost)), less=1.0) for lost in (3, 4)]
+    for start in starts:
+        add(assembly, start)
+    expected = exact(whole(bars), bars.data) - 1 if is_better else max(start.free_energy for start in starts)
+    assert assembly.best.free_energy == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -593,7 +542,7 @@ def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() ->
     assert reached[0] < reached[1] < reached[2]
     assert len(fits) == 6
     population = Population(group.space, group.space.pack(states.unsqueeze(1)), torch.zeros(100, 1))
-    known = group.rescore(Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population))
+    known = Solution(FreeEnergyEstimate(0.0), {"weight": weight}, population)
     assert set(group.find_mostly_active(known)) == set(range(6))
     assert set(group.find_mostly_active(known, [states[:, 0].double()])) == set(range(1, 6))
 

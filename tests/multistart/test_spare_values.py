@@ -9,7 +9,7 @@ import torch
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.solution import FreeEnergyEstimate
 from tests.multistart.scripted import ended, scripted_restarts, train_best
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])

@@ -17,11 +17,10 @@ from pyro_truncated.datasets import linear_bars
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart import DisagreeingStartsWarning, multi_start
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate, share_most
 from pyro_truncated.multistart.model_parameters import snapshot
 from pyro_truncated.multistart.profile import ResizableModel, profile_model
-from pyro_truncated.multistart.solution import run_restart
-from pyro_truncated.multistart.trainer import Trainer
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, share_most
+from pyro_truncated.multistart.trainer import Trainer, run_restart
 from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, shuffle, teach
 from tests.multistart.scripted import disagreement, ended, scripted_restarts
 

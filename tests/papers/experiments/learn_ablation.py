@@ -28,9 +28,9 @@ from torch.distributions import constraints
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, GPSelect, Truncated_ELBO, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
-from pyro_truncated.multistart import multi_start, pool, profile, relocation, solution_moves, trainer
+from pyro_truncated.multistart import moves, multi_start, profile, trainer
 from pyro_truncated.multistart.config import LearnConfig
-from pyro_truncated.multistart.solution import run_restart
+from pyro_truncated.multistart.trainer import run_restart
 from pyro_truncated.warmup import warm_up
 from tests.papers.experiments import every_model, gp_select, own_functions, own_graphs, own_models, own_priors
 from tests.papers.experiments import learning as bars
@@ -331,13 +331,6 @@ class Mechanism(NamedTuple):
     config: LearnConfig | None = None
 
 
-class _Still(relocation.Relocations):
-    """Moves nothing."""
-
-    def __init__(self, model: Any, guide: Any, y: Tensor) -> None:
-        super().__init__(None, None, y)
-
-
 def constant(start: float, steps: int) -> Callable[[int], float]:
     """No annealing."""
     return lambda step: 1.0
@@ -366,17 +359,17 @@ def rule(name: str, result: bool, has_acted: Callable[[Any], bool]) -> Mechanism
 
 
 MECHANISMS = {
-    "complement": without(solution_moves.Complement),
-    "use of redundant latents": without(solution_moves.RedundantLatents),
-    "revival of dead latents": without(solution_moves.DeadLatents),
-    "replacement of difference codes": without(solution_moves.DifferenceCodes),
-    "crossover": without(solution_moves.Crossover),
-    "tolerance of networks per number": Mechanism(config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_same_code"),)),
+    "complement": without(moves.Complement),
+    "use of redundant latents": without(moves.RedundantLatents),
+    "revival of dead latents": without(moves.DeadLatents),
+    "crossover": without(moves.Crossover),
+    "tolerance of networks per number": Mechanism(
+        config=LearnConfig(network_gap=0.0), watched=((multi_start.StopRule, "_have_same_code"),)
+    ),
     "equal latents, networks": rule("share_most", True, is_false),
-    "equal data points, gradients": rule("are_alike", True, is_false),
-    "equal latents, closed form": rule("have_found_the_same", True, is_false),
+    "equal data points": rule("are_alike", True, is_false),
     "end by expected gain": rule("is_gain_below_error", False, bool),
-    "split and merge": Mechanism(((trainer, "Relocations", _Still),), ((relocation.SplitAndMerge, "after"),)),
+    "split and merge": Mechanism(((trainer.Trainer, "relocate", lambda self: False),), ((trainer.Trainer, "relocate"),)),
     "refit of decoders": Mechanism(((trainer, "fit_decoder", lambda *args: False),), ((trainer, "fit_decoder"),)),
     "linear start of networks": Mechanism(
         ((multi_start, "decoded_values", lambda *args: None),), ((multi_start, "decoded_values"),), is_there
@@ -391,7 +384,16 @@ MECHANISMS = {
 }
 
 # What the package had when the first runs were made, and has no longer; the last was of two at once.
-DELETED = ("swap of sites", "second threshold of difference codes", "start near the best", "pairwise codes", "swap of sites and complement")
+DELETED = (
+    "equal latents, closed form",
+    "overfit of redundant latents",
+    "swap of sites",
+    "replacement of difference codes",
+    "second threshold of difference codes",
+    "start near the best",
+    "pairwise codes",
+    "swap of sites and complement",
+)
 
 
 @contextlib.contextmanager
@@ -420,8 +422,7 @@ def watched() -> Iterator[dict[str, list[float]]]:
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        for owner in (pool, solution_moves):
-            stack.enter_context(patch.object(owner, "improve", timed(None, owner.improve, bool)))
+        stack.enter_context(patch.object(multi_start, "improve", timed(None, multi_start.improve, bool)))
         for name, mechanism in MECHANISMS.items():
             for owner, attribute in mechanism.watched:
                 stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute), mechanism.has_acted)))

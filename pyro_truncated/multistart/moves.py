@@ -1,0 +1,531 @@
+"""Moves: changes of a solution beyond restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from pyro_truncated.multistart.learn_report import MoveCounts
+from pyro_truncated.multistart.model_parameters import Medians, forgetting_guides, learned_parameters, load_snapshot
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.pruning import deletion_losses, is_redundant, value_deletion_losses
+from pyro_truncated.multistart.solution import ROUNDING, FreeEnergyEstimate, Solution, are_shared, match_latents
+from pyro_truncated.multistart.trainer import FixedStates, Trainer, by_gradients, copy_population, fit_states, train, trainer_at
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.base import Search
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.devices import generator_device
+from pyro_truncated.utils.parameter_store import spare_random_numbers
+
+# Search steps that fill populations, and that adapt them to slightly changed parameters.
+_FILLING, _ADAPTING = 8, 2
+# Correlations of latents that explain the same: small within one code, large for substitutes.
+_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
+# Relative difference of parameters, or of inactive data points, up to which latents are equal.
+_EQUAL = 0.2
+# Noise on parameters of a latent initialised near another one, in units of their root mean square.
+_NOISE = 0.3
+# Most latents whose complements are tried.
+_MOST_COMPLEMENTED = 10
+# Random states, and assignments of axes, by which latents are found to be exchangeable; rounding errors of log joints.
+_NUM_STATES, _MOST_TRIED, _RELATIVE, _ABSOLUTE = 4, 64, 1e-4, 1e-3
+# Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded; probability of dead ones.
+_MAX_REVIVED, _MAX_ROUNDS, _DEAD = 512, 4, 1e-8
+
+# Yields solutions, and is sent the best one after each.
+Proposals = Generator[Solution, Solution, None]
+
+
+class Move(Protocol):
+    """Proposes changed solutions; :func:`improve` refines and accepts them."""
+
+    name: str
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields changed solutions; is sent the best one after each."""
+
+
+def improve(best: Solution, move: Move, refine: Callable[[Solution], Solution], min_gain: float, counts: MoveCounts) -> Solution:
+    """Returns the best solution after a move: itself, or a refined proposal.
+
+    Args:
+        best: the best one before.
+        move: what proposes.
+        refine: trains a proposal.
+        min_gain: least gain in free energy per data point.
+        counts: counts what is tried and accepted.
+    """
+    proposals = move.propose(best)
+    proposal = next(proposals, None)
+    while proposal is not None:
+        refined = refine(proposal)
+        is_better = refined.free_energy > best.free_energy + min_gain
+        counts.count(move.name, is_better)
+        best = refined if is_better else best
+        try:
+            proposal = proposals.send(best)
+        except StopIteration:
+            proposal = None
+    return best
+
+
+# --- exchangeable latents ---
+
+
+class Exchangeable(NamedTuple):
+    """Exchangeable latents of a site, or values of a single latent.
+
+    Their parameters change places with them. Components of a mixture are an example.
+
+    Attributes:
+        latents: positions of theirs among the latents of a data point.
+        axes: the axis along which the latents lie, by name of the parameters that have one.
+        num_values: how many values the latent has, if these are what is exchanged, else zero.
+    """
+
+    latents: slice
+    axes: dict[str, int]
+    num_values: int = 0
+
+    def replace_latents(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
+        """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
+        moved = {}
+        for name, axis in self.axes.items():
+            to, origin = (index.to(state[name].device) for index in (here, there))
+            moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
+        return {**state, **moved}
+
+    def perturb(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Adds noise, relative to whole parameters, to latents ``here``."""
+        moved = {}
+        for name, axis in self.axes.items():
+            value, to = state[name], here.to(state[name].device)
+            chosen = value.index_select(axis, to)
+            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=generator_device(generator)).to(value.device)
+            moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
+        return {**state, **moved}
+
+    def permute(self, levels: Tensor, order: Tensor) -> Tensor:
+        """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
+        moved = levels.clone()
+        chosen = levels[..., self.latents]
+        moved[..., self.latents] = order.argsort()[chosen] if self.num_values else chosen[..., order]
+        return moved
+
+    def probabilities(self, population: Population) -> Tensor:
+        """Returns posterior probabilities of latents or values, ``(N, H)``."""
+        if self.num_values:
+            return population.value_probabilities()[:, self.latents.start, : self.num_values]
+        return population.marginals()[:, self.latents]
+
+    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
+        """Returns relative distances ``(H,)`` of parameters to those of ``there`` in ``other``.
+
+        They are root mean squares, of the parameter that differs most.
+        """
+        differences = []
+        for name, axis in self.axes.items():
+            value = one[name].movedim(axis, 0).reshape(len(there), -1)
+            unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
+            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[there]
+            differences.append(difference.square().mean(1).sqrt() / unit)
+        return torch.stack([value.double() for value in differences]).amax(0)
+
+
+def exchangeable_latents(medians: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
+    r"""Finds the groups of latents that a program treats alike.
+
+    They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
+    latents of the states, and the entries of the parameters along one axis each. It is tested with random states for two permutations
+    that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
+    likewise.
+
+    Args:
+        medians: scores states; the populations of its guide stay as they are.
+        state: parameters and medians, which must differ between latents, or anything seems exchangeable.
+
+    Returns:
+        Such groups of latents or values that have parameters of their own, the largest first.
+    """
+    # Vectors of one cardinality, and values of single latents.
+    start, alike = 0, []
+    for site in medians.guide.layout.sites.values():
+        latents = slice(start, start + site.num_latents)
+        start = latents.stop
+        if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
+            alike.append((latents, 0))
+        if site.num_latents == 1 and site.cardinalities[0] > 2:
+            alike.append((latents, site.cardinalities[0]))
+    alike.sort(key=lambda one: -max(one[0].stop - one[0].start, one[1]))
+    with torch.no_grad(), spare_random_numbers():
+        groups = [_exchangeable(medians, state, *one) for one in alike]
+        load_snapshot(medians.model, medians.y, state)
+        return [group for group in groups if group is not None]
+
+
+def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
+    space, num_data = medians.guide.space, medians.guide.layout.num_data
+    uniform = torch.rand(num_data, _NUM_STATES, space.num_latents, generator=torch.Generator().manual_seed(0))
+    levels = (uniform * space.cardinality).long().to(medians.guide.words.device)
+    expected = medians.scorer(state).score(space.pack(levels))
+    if not bool(expected.isfinite().all()):
+        return None
+
+    def is_same(group: Exchangeable, order: Tensor) -> bool:
+        """Whether permuted latents and parameters have the same log joints."""
+        permuted = medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
+        return torch.allclose(permuted.score(space.pack(group.permute(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+
+    number = num_values or latents.stop - latents.start
+    positions = torch.arange(number)
+    # A cycle and a transposition generate all permutations.
+    orders = positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])
+    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(medians.exchangeable_part(state), number))
+    return next((group for group in groups if all(is_same(group, order) for order in orders)), None)
+
+
+def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
+    """Yields axes by name, as many as possible first."""
+    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
+    for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
+        axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
+        if axes:
+            yield axes
+
+
+class Recombination:
+    """Exchanges latents between models that were trained from different starts.
+
+    In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
+    matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
+    to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
+    largest loss in the other, see :func:`~pyro_truncated.multistart.pruning.deletion_losses`.
+
+    Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
+    of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
+
+    Args:
+        medians: scores states; the populations of its guide are changed.
+        search: fills the populations.
+        latents: which latents may change places, see :func:`exchangeable_latents`.
+        tolerance: least gain in free energy per data point.
+    """
+
+    def __init__(self, medians: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
+        self._medians, self._guide, self._search = medians, medians.guide, search
+        self.latents, self.tolerance = latents, tolerance
+        self._first_words, self.space = medians.guide.words.clone(), medians.guide.space
+
+    def populate(self, found: Solution, near: Solution | None = None) -> Solution:
+        """Returns a solution with populations, begun from a near one if given.
+
+        Beside continuous latents their spread gives the free energy that was reached.
+        """
+        solution = self._adapt(found.parameters, self._first_words, _FILLING) if near is None else self._change(near, found.parameters)
+        if not found.companion:
+            return solution
+        return solution.replace(companion=found.companion, spread=found.free_energy - solution.estimate.free_energy)
+
+    def cross(self, one: Solution, other: Solution) -> Solution:
+        """Returns the better model with gainful latents of the other, or itself."""
+        better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
+        correlation, partner = match_latents(self._marginals(better), self._marginals(other))
+        partner = self._pair_unmatched(better, other, correlation, partner)
+        differs = self.latents.distances(better.parameters, other.parameters, partner) > _EQUAL
+        gains = {}
+        for block in _blocks(correlation[:, partner]):
+            if bool(differs[list(block)].any()):
+                gains[block] = self._exchange(better, other, block, partner).free_energy - better.free_energy
+        best = better
+        for block in sorted(gains, key=lambda one: gains[one], reverse=True):
+            if gains[block] > self.tolerance:
+                changed = self._exchange(best, other, block, partner)
+                best = changed if changed.free_energy > best.free_energy + self.tolerance else best
+        return best
+
+    def reinitialize(self, member: Solution, spare: int, other: int, generator: torch.Generator | None) -> Solution:
+        """Re-initialises one latent near another one, with noise."""
+        here, there = torch.tensor([spare]), torch.tensor([other])
+        moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
+        return self._change(member, self.latents.perturb(moved, here, _NOISE, generator))
+
+    def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+        """Returns up to ten binary latents active in most data points.
+
+        The most frequent come first, with their probabilities ``(N,)``. What is on for the same data points as a known one is left out.
+        """
+        if self.latents.num_values or self.space.cardinalities[self.latents.latents.start] != 2:
+            return {}
+        each = self._marginals(member)
+
+        def is_known(share: Tensor) -> bool:
+            """Whether a known latent is inactive for nearly the same data points."""
+            return any(bool((share - other).abs().mean() <= _EQUAL * (1 - share).mean() + ROUNDING) for other in known)
+
+        often = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
+        return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MOST_COMPLEMENTED]}
+
+    def complement(self, member: Solution, latent: int) -> Solution:
+        """Returns a model with a latent complemented in all states."""
+        states, place = member.states, self.latents.latents.start + latent
+        states[..., place] = 1 - states[..., place]
+        return member.replace(population=dataclasses.replace(_population(member), words=self.space.pack(states)))
+
+    def deficits(self, member: Solution) -> Tensor:
+        """Returns the mean deficit ``(H,)`` of data points with each latent."""
+        share, each = self._marginals(member), _population(member).free_energy().cpu()
+        return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
+
+    def are_shared(self, one: Solution, other: Solution) -> Tensor:
+        """Whether each latent has a partner in the other model, ``(H,)``."""
+        return are_shared(self._marginals(one), self._marginals(other))
+
+    def find_redundant(self, member: Solution) -> Tensor:
+        """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
+        values = [(member.parameters[name], axis) for name, axis in self.latents.axes.items()]
+        num_parameters = sum(value.numel() // value.shape[axis] for value, axis in values)
+        return is_redundant(self._losses(member).cpu(), num_parameters, self._guide.layout.num_data)
+
+    def _losses(self, member: Solution) -> Tensor:
+        if self.latents.num_values:
+            return value_deletion_losses(_population(member), self.latents.latents.start, self.latents.num_values)
+        return deletion_losses(_population(member), self._medians.scorer(member.parameters))[0][self.latents.latents]
+
+    def _pair_unmatched(self, one: Solution, other: Solution, correlation: Tensor, partner: Tensor) -> Tensor:
+        """Re-pairs unmatched latents: the least needed with the most needed."""
+        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < 0.5
+        here, there = is_left.nonzero().squeeze(1), partner[is_left]
+        if len(here) < 2:
+            return partner
+        needed, needed_there = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
+        return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
+
+    def _marginals(self, member: Solution) -> Tensor:
+        return self.latents.probabilities(_population(member)).double().cpu()
+
+    def _exchange(self, member: Solution, other: Solution, block: tuple[int, ...], partner: Tensor) -> Solution:
+        """Returns a model with a block of latents of the other one."""
+        here, there, words = torch.tensor(block), partner[torch.tensor(block)], None
+        if not self.latents.num_values:
+            start, states, likeliest = self.latents.latents.start, member.states, self.space.unpack(_population(other).mode())
+            states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
+            words = self.space.pack(states)
+        return self._change(member, self.latents.replace_latents(member.parameters, here, other.parameters, there), words)
+
+    def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
+        """Returns a model with changed parameters, and populations adapted to them."""
+        adapted = self._adapt(parameters, _population(member).words, _ADAPTING, others)
+        return adapted.replace(companion=member.companion, spread=member.spread)
+
+    @torch.no_grad()
+    def _adapt(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Solution:
+        scorer = self._medians.scorer(parameters)
+        beyond, population = self._medians.beyond(scorer), Population(self.space, words, scorer.score(words))
+        if others is not None:
+            population = population.merge(Population(self.space, others, scorer.score(others)))
+        # Of states that are all impossible none is searched: two latents may explain together what neither does.
+        if not bool((population.log_joint.amax(-1) == -torch.inf).any()):
+            self._guide.populations.store_(population.log_joint, None, population.words)
+            population = copy_population(self._guide.search_(self._search, scorer, steps))
+        each = population.free_energy()
+        return Solution(FreeEnergyEstimate(float(each.mean()) + beyond, each=each), parameters, population)
+
+
+def _population(solution: Solution) -> Population:
+    assert solution.population is not None
+    return solution.population
+
+
+def build_recombinations(profile: Profile, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+    """Returns recombinations for each group of exchangeable latents.
+
+    There are none behind a network, where most parameters are shared by all latents: they mean nothing in another network.
+
+    Args:
+        profile: of the model.
+        tolerance: least gain in free energy per data point.
+        state: parameters, and medians of continuous latents, in which latents differ.
+    """
+    if profile.is_conditional:
+        return []  # its draws given the states hold for these states only
+    guide = profile.set_up_guide()
+    medians = Medians(profile.model, profile.y, guide)
+    groups = exchangeable_latents(medians, state)
+    own = {name for group in groups for name in group.axes}
+    if sum(state[name].numel() for name in profile.layers - own) > sum(state[name].numel() for name in own):
+        return []
+    search = profile.search or profile.default_search(guide.space)
+    search.forget()
+    return [Recombination(medians, search, latents, tolerance) for latents in groups]
+
+
+def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
+    """Returns single pairs, and components correlated by several thresholds."""
+    linked = torch.maximum(correlation, correlation.mT)
+    found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
+    for least in _CORRELATIONS:
+        number, labels = connected_components((linked > least).numpy(), directed=False)
+        for label in range(number):
+            found[tuple((labels == label).nonzero()[0].tolist())] = None
+    return [block for block in found if len(block) < len(linked)]
+
+
+# --- moves ---
+
+
+class Crossover:
+    """Latents of another solution, by group. Source: Whitley, Hains and Howe (2009)."""
+
+    name = "crossover"
+
+    def __init__(self, groups: Sequence[Recombination], other: Solution) -> None:
+        self._groups, self._other = groups, other
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields a child of each group that gains by itself."""
+        for group in self._groups:
+            if (child := group.cross(best, self._other)) is not best:
+                best = yield child
+
+
+class Complement:
+    """Complements of latents that are mostly active.
+
+    A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
+    without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do. A latent that
+    gained nothing is not complemented again as long as it is active for the same data points.
+
+    Args:
+        groups: of exchangeable latents.
+        fit: fits parameters to the likeliest states of a solution.
+    """
+
+    name = "complement"
+
+    def __init__(self, groups: Sequence[Recombination], fit: Callable[[Solution], Solution]) -> None:
+        self._groups, self._fit = groups, fit
+        self._failed: list[list[Tensor]] = [[] for _ in groups]
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields a solution for each such latent."""
+        first = best
+        for group, failed in zip(self._groups, self._failed, strict=True):
+            for latent, share in group.find_mostly_active(first, failed).items():
+                before, best = best, (yield self._fit(group.complement(best, latent)))
+                if best is before:
+                    failed.append(share)
+                else:
+                    failed.clear()
+
+
+class RedundantLatents:
+    """Redundant latents, initialised beside those that explain data worst."""
+
+    name = "use of redundant latents"
+
+    def __init__(self, groups: Sequence[Recombination], max_candidates: int, generator: torch.Generator | None) -> None:
+        self._groups, self._max_candidates, self._generator = groups, max_candidates, generator
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields solutions as long as one of them gains."""
+        before = None
+        while best is not before:
+            before = best
+            for group in self._groups:
+                redundant = group.find_redundant(best)
+                if not bool(redundant.any()) or bool(redundant.all()):
+                    continue
+                need = group.deficits(best).masked_fill(redundant, -math.inf)
+                for other in need.topk(min(self._max_candidates, int((~redundant).sum()))).indices.tolist():
+                    last, best = best, (yield group.reinitialize(best, int(redundant.nonzero()[0]), other, self._generator))
+                    if best is not last:
+                        break
+
+
+class DeadLatents:
+    r"""Revives dead binary latents that all data share.
+
+    With a posterior for each data point most latents are active somewhere, and their parameters are learned. In a single posterior a
+    latent may be inactive in all states because of its initial parameters, which nothing then corrects. Here parameters are fitted to
+    the likeliest state :math:`s`, and to all states with one dead latent :math:`l` added,
+
+    .. math:: \max_\theta \; \log p(s, y \mid \theta) + \sum_l \log p(s + e_l, y \mid \theta),
+
+    so that each explains a part of the residual. Then states are searched and the model is trained, while the free energy rises.
+
+    Args:
+        profile: of restarts, by gradients; the model is left somewhere else.
+    """
+
+    name = "revival of dead latents"
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def propose(self, best: Solution) -> Proposals:
+        """Yields solutions fitted with dead latents, while these gain."""
+        for _ in range(_MAX_ROUNDS if best.population is not None and not best.companion else 0):
+            dead = dead_latents(self._profile, best)
+            if not len(dead):
+                return
+            before, best = best, (yield self._fit_alive(best, dead))
+            if best is before:
+                return
+
+    def search_and_train(self, child: Solution) -> Solution:
+        """Trains what is proposed, from where the model is."""
+        with forgetting_guides(self._profile.model, self._profile.y):
+            trainer = Trainer(self._profile)
+            trainer.insert_states(child.states)
+            trainer.find_states()
+            return trainer.record(train(trainer, by_gradients(trainer, self._profile.config.restart_steps)))
+
+    def _fit_alive(self, solution: Solution, dead: Tensor) -> Solution:
+        """Fits parameters to the likeliest states, with dead latents added in turn."""
+        profile = self._profile
+        load_snapshot(profile.model, profile.y, solution.parameters)
+
+        def with_dead_latents(scorer: LogJoint) -> Tensor:
+            """States ``(N, 1 + K, W)`` of which each but the first has one dead latent."""
+            space, words = _population(solution).space, _population(solution).words
+            likeliest = Population(space, words, scorer.score(words)).mode()
+            states = space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(dead), 1)
+            states[:, torch.arange(1, 1 + len(dead)), dead] = 1
+            return space.pack(states)
+
+        with forgetting_guides(profile.model, profile.y):
+            # At this temperature all states count alike.
+            trainer = Trainer(profile.replace(search=FixedStates(), num_states=1 + len(dead)), lambda _: 1e9)
+            return fit_states(trainer, with_dead_latents).replace(population=solution.population)
+
+
+# With more posteriors than these bytes hold fewer latents are revived at once.
+def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -> Tensor:
+    """Returns dead binary latents whose parameters a step does not change.
+
+    A first Adam step is equally long for all gradients that are not zero. Of too many latents a random part: as many as states of the
+    given memory, one for each, hold.
+    """
+    with forgetting_guides(profile.model, profile.y):
+        trainer = trainer_at(profile, solution)
+        trainer.insert_states(solution.states)
+        trainer.step()
+        assert trainer.truncated is not None
+        population = trainer.truncated.population()
+        is_off = (population.marginals().amax(0) < _DEAD).cpu()
+        latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
+        parameters = learned_parameters(profile.model, profile.y)
+        moved = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]
+    if all(bool((step.max() > 0) & (step >= step.max() / 2).all()) for step in moved):
+        return latents[:0]
+    states = solution.states[:, 0]
+    most = min(_MAX_REVIVED, rows_per_block(states.numel() * states.element_size(), max_bytes))
+    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]

@@ -1,0 +1,255 @@
+"""Overcomplete restarts: surplus latents are pruned by their deletion loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_truncated.multistart.model_parameters import learned_tensors, load_snapshot, snapshot
+from pyro_truncated.multistart.profile import Profile
+from pyro_truncated.multistart.solution import NOTHING, Solution
+from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.conditional import Moves, single_changes
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.annealing import Temperature
+from pyro_truncated.utils.parameter_store import empty_store
+
+# Share of a latent's data points above which another one is its substitute.
+_SUBSTITUTE_SHARE = 0.1
+# States compared at a time.
+_COMPARED_STATES = 2**16
+
+
+# --- what a model could do without ---
+
+
+@torch.no_grad()
+def deletion_losses(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
+    r"""Returns deletion losses: best log joints lost without each latent.
+
+    Up to ``depth`` other latents may substitute for it.
+
+    .. math:: L_h = \sum_n \Big( \log p(s^*_n, y_n) - \max_{s} \log p(s, y_n) \Big), \qquad s^*_n = \arg\max_{s \in K_n} \log p(s, y_n),
+
+    where the second maximum is over :math:`s^*_n` without :math:`h`, with up to ``depth`` other latents switched on greedily. A latent
+    that repeats another one, or stands for two others, has a small loss. One that nothing else explains loses what it explained.
+
+    Args:
+        population: populations of a batch of data points.
+        log_joint: scores their states.
+        depth: number of latents that may replace one.
+
+    Returns:
+        Losses ``(H,)`` in nats, in float64, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes
+        without ``h``.
+    """
+    space = population.space
+    words, top = population.mode(), population.log_joint.amax(-1).double()
+    row, latent = (space.unpack(words) > 0).nonzero().unbind(1)
+    states = space.pack(space.unpack(words[row]).scatter_(1, latent.unsqueeze(1), 0))
+    reached = torch.empty(len(row), dtype=torch.float64, device=words.device)
+    for rows, places, counts in _blocks(log_joint, row, 1):
+        reached[places[counts]] = log_joint.score(states[places], rows).double()[counts]
+    may_rise, changes = torch.arange(len(row), device=words.device), single_changes(space, words.device)
+    for _ in range(depth):
+        best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], changes)
+        # A row that no single latent raises is final.
+        rises = best > reached[may_rise]
+        may_rise = may_rise[rises]
+        reached[may_rise], states[may_rise] = best[rises], improved[rises]
+    losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
+    losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
+    changed = torch.zeros(space.num_latents, space.num_latents, device=words.device)
+    for some in torch.arange(len(row), device=words.device).split(_COMPARED_STATES):
+        differs = space.unpack(states[some]) != space.unpack(words[row[some]])
+        changed.index_add_(0, latent[some], differs.to(changed.dtype))
+    return losses, (changed / changed.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
+
+
+def value_deletion_losses(population: Population, latent: int, num_values: int) -> Tensor:
+    """Returns deletion losses of a latent's values, ``(V,)`` in float64.
+
+    Other states are those of the populations; of a data point that holds none without the value the loss is infinite.
+    """
+    levels, log_joint = population.states()[..., latent].long(), population.log_joint.double()
+    has_value = torch.nn.functional.one_hot(levels, num_values).bool()
+    without = log_joint.unsqueeze(-1).masked_fill(has_value, -torch.inf).amax(1)
+    return (log_joint.amax(1, keepdim=True) - without).sum(0)
+
+
+def is_redundant(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
+    """Returns which latents are redundant, ``(H,)``, by their deletion losses.
+
+    These are below twice the penalty of the Bayesian information criterion. Twice, because of two that share a component the one that
+    stays would move half of the way to the other.
+    """
+    return losses < num_parameters * math.log(num_data)
+
+
+def select_for_pruning(losses: Tensor, substitutes: Tensor, number: int) -> Tensor:
+    """Returns latents of least deletion loss, none a substitute of another.
+
+    At least one, at most a given number. Of two that share a component each is missed little, and both together much.
+    """
+    is_substitute = substitutes > _SUBSTITUTE_SHARE
+    linked, chosen = (is_substitute | is_substitute.mT).cpu(), [int(losses.argmin())]
+    for latent in losses.argsort().tolist()[1:]:
+        if len(chosen) < number and not bool(linked[latent, chosen].any()):
+            chosen.append(latent)
+    return torch.tensor(chosen, device=losses.device)
+
+
+def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
+    """Returns the best log joints ``(P,)`` with one more latent, and which."""
+    best, improved = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
+    for rows, places, counts in _blocks(log_joint, row, moves.count):
+        every = torch.arange(moves.count, device=states.device).expand(*places.shape, -1)
+        candidates, value = moves.apply(states[places], every)
+        scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, every.shape[1:])
+        is_out = (latent[places].unsqueeze(-1) == moves.latent) | (value == 0)
+        highest, chosen = scores.masked_fill(is_out, -torch.inf).max(-1, keepdim=True)
+        best[places[counts]] = highest.squeeze(-1)[counts]
+        improved[places[counts]] = torch.take_along_dim(candidates, chosen.unsqueeze(-1), 2).squeeze(2)[counts]
+    return best, improved
+
+
+def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
+    """Yields data points scored together, with places ``(n, k)`` of their rows.
+
+    The places are in ``row (P,)``, ascending; a mask says which count. Blocks hold data points with equally many rows if the model can be
+    scored on some of them. Otherwise all have as many as the largest.
+    """
+    number = torch.bincount(row, minlength=log_joint.num_data)
+    first = number.cumsum(0) - number
+    if log_joint.packed_model is None and len(row):
+        every = torch.arange(int(number.max()), device=row.device)
+        yield None, (first.unsqueeze(1) + every).clamp(max=len(row) - 1), every < number.unsqueeze(1)
+        return
+    for size in number[number > 0].unique().tolist():
+        for rows in (number == size).nonzero().squeeze(1).split(log_joint.row_blocks(size * num_states)[0].stop):
+            places = first[rows].unsqueeze(1) + torch.arange(size, device=row.device)
+            yield rows, places, torch.ones_like(places, dtype=torch.bool)
+
+
+# --- overcomplete restarts ---
+
+
+def start_overcomplete(profile: Profile) -> Solution:
+    """Trains with surplus latents, then prunes the redundant ones.
+
+    Redundant latents (see :func:`is_redundant`) fit noise, slowly and never alike. With closed-form M-steps they are removed too, before
+    the run has converged. The free energy is that of the others alone. Parameters are those of all latents asked for; redundant ones are
+    unchanged and inactive in all states. The model stays as it is.
+
+    More than 256 binary latents are neither doubled nor pruned: to evaluate each of them costs more than the steps.
+    """
+    model, steps = profile.model, profile.config.restart_steps
+    with empty_store():
+        # Pyro's store holds the larger model's parameters under these names.
+        pyro.clear_param_store()
+        growth = 1 if profile.is_large else profile.config.growth
+        larger = profile.replace(model=model.with_latents(torch.arange(model.num_latents).repeat(growth)))
+        larger.initialize()
+        pruner = _Pruner(larger, profile.temperature)
+        pruner.take(steps)
+        if profile.is_large:
+            return pruner.converge(max(1, steps // 2))
+        pruner.prune(model.num_latents)
+        if not profile.is_matched:
+            return pruner.converge(steps)
+        requested = pruner.trainer.record(NOTHING.estimate)
+        kept = pruner.prune_redundant()
+        found = pruner.converge(steps)
+        return found if len(kept) == model.num_latents else _add_inactive_latents(pruner.trainer.profile, found, requested, kept)
+
+
+class _Pruner:
+    """A run whose model loses latents."""
+
+    def __init__(self, profile: Profile, temperature: Temperature) -> None:
+        self.trainer = Trainer(profile, temperature)
+        self.num_parameters = num_parameters_per_latent(profile)
+
+    def converge(self, steps: int) -> Solution:
+        """Trains to convergence; returns what was learned."""
+        return self.trainer.record(train(self.trainer, to_convergence(self.trainer, steps)))
+
+    def take(self, steps: int) -> None:
+        """Takes steps of training."""
+        for _ in range(steps):
+            self.trainer.step()
+
+    def _losses(self) -> tuple[Tensor, Tensor]:
+        assert self.trainer.truncated is not None
+        return deletion_losses(self.trainer.truncated.population(), self.trainer.scorer(), self.trainer.profile.config.pruning_depth)
+
+    def prune(self, number: int) -> None:
+        """Prunes to so many latents, a third of the surplus each time."""
+        while (surplus := self.trainer.profile.model.num_latents - number) > 0:
+            self._lose(select_for_pruning(*self._losses(), max(1, surplus // 3)))
+
+    def prune_redundant(self) -> Tensor:
+        """Prunes redundant latents, a third at a time.
+
+        Returns the positions ``(K,)`` of the remaining ones.
+        """
+        kept = torch.arange(self.trainer.profile.model.num_latents)
+        while len(kept) > 1:
+            losses, substitutes = self._losses()
+            num_spare = int(is_redundant(losses, self.num_parameters, self.trainer.profile.num_data).sum())
+            if not num_spare:
+                break
+            lost = select_for_pruning(losses, substitutes, min(max(1, num_spare // 3), len(kept) - 1))
+            kept = kept[self._lose(lost).to(kept.device)]
+        return kept
+
+    def _lose(self, lost: Tensor) -> Tensor:
+        """Drops some latents and returns the positions of the others."""
+        before, model = self.trainer, self.trainer.profile.model
+        assert before.truncated is not None
+        kept = torch.ones(model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
+        states = before.truncated.population().states()[..., kept]
+        profile = before.profile.replace(model=model.with_latents(kept))
+        if len(kept) > 1:  # a single latent keeps its parameters
+            self.num_parameters = num_parameters_per_latent(profile)
+        # Pyro's store holds the larger model's parameters under these names.
+        pyro.clear_param_store()
+        self.trainer = Trainer(profile)
+        self.trainer.take_over(before.companion)
+        self.trainer.insert_states(states)
+        self.take(profile.config.pruning_steps)
+        return kept
+
+
+def _add_inactive_latents(profile: Profile, found: Solution, requested: Solution, kept: Tensor) -> Solution:
+    """Adds inactive latents of ``requested`` to the learned latents ``kept``."""
+    assert requested.population is not None
+    model, y, number = profile.model, profile.y, requested.states.shape[-1]
+    place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
+    spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
+    load_snapshot(model, y, found.parameters)
+    parameters = snapshot(model.with_latents(place), y)
+    for name, value in parameters.items():
+        # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
+        axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
+        if len(axes) == 1:
+            index = spare.to(value.device)
+            parameters[name] = value.index_copy(axes[0], index, requested.parameters[name].index_select(axes[0], index))
+    states = torch.zeros_like(requested.states[:, :1]).repeat(1, found.states.shape[1], 1)
+    states[..., kept] = found.states
+    # Training scores them anew.
+    words = requested.population.space.pack(states)
+    log_joint = states.new_zeros(words.shape[:-1], dtype=y.dtype)
+    return found.replace(parameters=parameters, population=Population(requested.population.space, words, log_joint))
+
+
+def num_parameters_per_latent(profile: Profile) -> int:
+    """Returns how many parameters one latent has, those of pairs included."""
+    models = profile.model, profile.model.with_latents(torch.arange(profile.model.num_latents - 1))
+    larger, smaller = (sum(value.numel() for value in learned_tensors(model, profile.y).values()) for model in models)
+    return larger - smaller
