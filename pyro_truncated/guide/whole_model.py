@@ -237,7 +237,7 @@ class WholeModelGuide(AutoGuide):
         if isinstance(self._product, ChainLayout):
             return ChainScorer(call, self._product, values)
         if self._product is not None:
-            return ProductScorer.on_sets(call, self._product, values, self._stored_sets())
+            return ProductScorer.on_sets(call, self._product, values, self._stored_sets)
         return LogJoint(
             call,
             self.layout,
