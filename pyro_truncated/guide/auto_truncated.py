@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import find_portion
+from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
@@ -21,7 +21,7 @@ from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPoste
 from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore, populations_in
-from pyro_truncated.guide.structure import describe, plate_portion, takes_arguments
+from pyro_truncated.guide.structure import describe, plate_portion, refuse_other_structure, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -160,10 +160,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         try:
             super()._setup_prototype(*args, **kwargs)
             with ordinary_tensors():
+                portion = plate_portion(self.layout, (args, kwargs))
+                if portion is not None and portion.is_part:
+                    refuse_other_structure(self.product)
                 if self.product is not None:
-                    self._start_product(self.product, (args, kwargs))
+                    self._start_product(self.product, find_portion((args, kwargs)))
                     return
-                self.populations.start_(self.layout, self._init, self._device, plate_portion(self.layout, (args, kwargs)))
+                self.populations.start_(self.layout, self._init, self._device, portion)
         except BaseException:
             self._forget_model()
             raise
@@ -176,12 +179,10 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     def _stored_sets(self) -> list[Tensor]:
         return [store.take().words for store in self.populations.stores]
 
-    def _start_product(self, product: ProductLayout | ChainLayout, arguments: Any) -> None:
+    def _start_product(self, product: ProductLayout | ChainLayout, portion: Portion | None) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):
             self.populations = self._product_store(len(product.groups))
-        plate_portion(self.layout, arguments)
-        portion = find_portion(arguments)
         self.populations.start_(product, self._init, self._device, portion if portion is not None and portion.is_part else None)
 
     def _product_store(self, num_groups: int) -> ProductStore:

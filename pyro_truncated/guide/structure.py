@@ -16,6 +16,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 
+from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
@@ -160,6 +161,20 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
             "them. Train on all data in one process, without distributed.shard."
         )
     return portion.times(layout.num_data // portion.size)
+
+
+def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
+    """Refuses processes that read different nodes from their rows; all call it.
+
+    Raises:
+        NotImplementedError: on all of them.
+    """
+    own = None if product is None else [(tuple(group.sites), group.space.cardinalities) for group in product.groups]
+    if any(other != own for other in world.gather(own)):
+        raise NotImplementedError(
+            "the processes read different factor graphs from their rows of the data. "
+            "Use AutoTruncated(..., whole_states=True), or train in one process, without distributed.shard."
+        )
 
 
 def are_all_observed(call: Call, layout: Layout) -> bool:

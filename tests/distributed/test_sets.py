@@ -97,6 +97,7 @@ def with_a_checkpoint(path):
 def in_minibatches():
     y, z = map(distributed.shard, columns())
     svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
+    svi.step(y, z, torch.tensor(1.0))
     fit(svi, y, z, torch.tensor(1.0), steps=2, batches=distributed.Batches(y, 4, block=1), progress=False)
 
 
