@@ -112,6 +112,18 @@ def find_product(
     return None
 
 
+def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:
+    """Says where a conditional alone makes populations hold whole states."""
+    if dependencies.scopes is None or layout.read or layout.space.size <= num_states:
+        return
+    number = len(build_graph(trace, dependencies.scopes, layout.sites, num_states).nodes)
+    if number > 1:
+        note_once(
+            f"conditional= needs whole states: populations hold {num_states} of them, and no sets for each of the {number} nodes of the "
+            "model's factor graph. For sets leave conditional= out, and sum the continuous latents out in the model."
+        )
+
+
 def latent_plates(trace: poutine.Trace) -> dict[str, Any]:
     """The vectorised plates of the latents of a run."""
     return {frame.name: frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"] if frame.vectorized}
