@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,30 @@ def check_possible(log_joint: Tensor, sites: Sequence[str]) -> None:
     All of their states of these sites have probability zero.
     """
     ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint, sites))
+
+
+def warn_impossible(sites: Sequence[str]) -> None:
+    """Says that all states of these sites have probability zero."""
+    warnings.warn(
+        f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {shorten_names(sites)}. "
+        "A search may find possible ones: take a training step, or guide.infer. More of them "
+        "are found with a larger num_states.",
+        stacklevel=4,
+    )
+
+
+def excess_density(evidence: Tensor, sites: Sequence[str]) -> Tensor:
+    """Returns what makes losses infinite where the evidence is zero.
+
+    A guide adds it to its log density: zero where some state of these sites is possible, else infinity.
+
+    Warns:
+        UserWarning: if no state is possible somewhere.
+    """
+    is_impossible = evidence == -math.inf
+    if bool(is_impossible.any()):
+        warn_impossible(sites)
+    return torch.zeros_like(evidence).masked_fill(is_impossible, math.inf)
 
 
 def _refuse_impossible(log_joint: Tensor, sites: Sequence[str]) -> None:

@@ -125,7 +125,7 @@ class ProductLayout:
         return {node: messages.evidence(root) for node, root in self.tree.roots.items()}
 
     def count_inner(self, number: int) -> int:
-        """Returns how many successive rows of a group belong to one data point.
+        """Returns how many successive rows belong to one data point.
 
         Data points are the members of the left-most plate that all nodes share.
         """
