@@ -196,6 +196,8 @@ class StopRule:
         if pool.groups:
             number_alone = pool.num_singletons
             return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
+        if self._profile.is_chain and self._profile.compares_latents and len(pool.kept) > 1 and not pool.num_found_once:
+            return None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
@@ -214,7 +216,7 @@ class StopRule:
 
         Of networks that have found the same latents none need have reached just what the other has: their weights differ everywhere.
         """
-        if not pool.kept or not self._profile.compares_latents:
+        if not pool.kept or self._profile.is_chain or not self._profile.compares_latents:
             return self._are_equal(pool, self._profile.compares_latents and self._are_by_gradients)
         best, *others = pool.kept
         if best.probabilities is not None:

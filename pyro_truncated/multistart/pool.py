@@ -10,7 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_truncated.multistart.agreement import FreeEnergyEstimate
+from pyro_truncated.multistart.agreement import FreeEnergyEstimate, are_shared, vary
 from pyro_truncated.multistart.learn_report import MoveCounts, Restart
 from pyro_truncated.multistart.profile import Profile
 from pyro_truncated.multistart.recombination import Recombination, build_recombinations
@@ -41,7 +41,7 @@ class SolutionPool:
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
         estimates: of independent restarts: those from one place agree in poor optima.
-        kept: the best of those that are compared by their latents, with their states.
+        kept: the best of those that are compared by their latents, with their states; of chains all, without states.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
         decoded: the values that a network decodes states into, if a linear model can warm-start it.
@@ -73,7 +73,8 @@ class SolutionPool:
     def add(self, found: Solution, restart: Restart) -> None:
         """Adds a restart."""
         if self._profile.is_matched or found.probabilities is not None:
-            self.kept = sorted([*self.kept, found], key=lambda one: -one.free_energy)[: self._profile.config.num_kept]
+            number = None if self._profile.is_chain else self._profile.config.num_kept
+            self.kept = sorted([*self.kept, found], key=lambda one: -one.free_energy)[:number]
         self.restarts.append(restart)
         self.estimates.append(found.estimate)
         if self.groups:
@@ -105,6 +106,13 @@ class SolutionPool:
         Redundant ones do not count, unless they are the majority.
         """
         return sum(self._num_singletons(group) for group in self.groups)
+
+    @property
+    def num_found_once(self) -> int:
+        """Returns how many chains of the best no other restart has found."""
+        best, *others = [one.probabilities for one in self.kept if one.probabilities is not None]
+        is_found = torch.stack([are_shared(best, other) for other in others]).any(0)
+        return int((vary(best) & ~is_found).sum())
 
     def use_redundant_latents(self) -> bool:
         """Whether the best gains by its own redundant latents.

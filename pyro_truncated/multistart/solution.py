@@ -29,8 +29,8 @@ class Solution:
         population: states that training can begin with, and their log joints when they were found; ``None`` if it shall find others.
         companion: the state of the guide of continuous latents, of this solution or of the one that it was made of.
         spread: what the free energy per data point has from the spread of that guide around its medians.
-        probabilities: probabilities ``(N, H)`` that binary latents of a network are active; ``None`` where all are constant. Parameters
-            of networks do not match.
+        probabilities: probabilities ``(N, H)`` that binary latents of a network are active, or chains at all steps; ``None`` where all are
+            constant. Parameters of networks do not match, and sets of steps are no populations.
     """
 
     estimate: FreeEnergyEstimate
@@ -97,6 +97,10 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
         found = record_solution(trainer, train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+    if profile.is_chain and not profile.has_companion:
+        assert trainer.truncated is not None
+        (probabilities,) = trainer.truncated.marginals().values()
+        return found.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
     is_told = profile.is_by_gradients and profile.is_network and not profile.is_shared and found.population is not None
     if not is_told or not found.population.space.is_binary:  # type: ignore[union-attr]
         return found
