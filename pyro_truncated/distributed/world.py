@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _FAILED, _ADD, _AGREE, _GATHER, _COLLECT = range(5)
 _PAYLOAD = 4
+_NUMBERS = (bool, int, float)
 _is_watched: ContextVar[bool] = ContextVar("pyro_truncated_watched", default=False)
 
 
@@ -102,12 +103,16 @@ def agree(value: T) -> T:
     """
     if size() == 1:
         return value
-    if isinstance(value, (bool, int, float)) and abs(value) < 2**53:
-        header = _exchange(_AGREE, 1, 0, torch.tensor([float(value)], dtype=torch.float64))
-        return type(value)(header[0, 4].item())
+    # The first process decides whether its value fits into the header; values of the others may be of another size or kind.
+    kind = next((kind for kind in _NUMBERS if isinstance(value, kind)), None) if rank() == 0 else None
+    if kind is not None and not abs(value) < 2**53:  # type: ignore[arg-type]
+        kind = None
     # What cannot be pickled fails here, before others wait for it.
-    packed = _pack(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
-    header = _exchange(_AGREE, len(packed), 0)
+    packed = _pack(value) if rank() == 0 and kind is None else torch.empty(0, dtype=torch.uint8)
+    number = None if kind is None else torch.tensor([float(value), _NUMBERS.index(kind)], dtype=torch.float64)  # type: ignore[arg-type]
+    header = _exchange(_AGREE, len(packed), 0, number)
+    if not header[0, 1]:
+        return _NUMBERS[int(header[0, 5])](header[0, 4].item())  # type: ignore[return-value]
     message = torch.empty(int(header[0, 1]), dtype=torch.uint8) if rank() else packed
     message = message.to(_device())
     with _reaching():

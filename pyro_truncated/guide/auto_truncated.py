@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
@@ -20,7 +21,7 @@ from pyro_truncated.guide.product_posterior import NO_WHOLE_STATES, ProductPoste
 from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.store import PopulationStore, populations_in
-from pyro_truncated.guide.structure import describe, plate_portion, takes_arguments
+from pyro_truncated.guide.structure import describe, plate_portion, refuse_other_structure, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -86,8 +87,8 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         memory_budget: bytes that the temporaries of one operation may take, roughly. Default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
         whole_states: whether a population holds whole states of a data point even where the model's factor graph has several nodes. By
-            default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets. With ``conditional``,
-            ``init`` or ``store`` populations always hold whole states.
+            default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets; those of ``init`` are
+            spread over them. With ``conditional`` populations always hold whole states.
 
     Attributes:
         populations: where the states of all data points are kept.
@@ -121,7 +122,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         # A store of whole states, or of the sets of all nodes.
         self.populations: Any = populations_in(store, check_count("num_states", num_states))
         self._init = init
-        self.whole_states = whole_states or init is not None or store is not None or conditional is not None
+        self.whole_states = whole_states or conditional is not None
         self._last_call: Call | None = None
 
     @property
@@ -159,10 +160,13 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         try:
             super()._setup_prototype(*args, **kwargs)
             with ordinary_tensors():
+                portion = plate_portion(self.layout, (args, kwargs))
+                if portion is not None and portion.is_part:
+                    refuse_other_structure(self.product)
                 if self.product is not None:
-                    self._start_product(self.product)
+                    self._start_product(self.product, find_portion((args, kwargs)))
                     return
-                self.populations.start_(self.layout, self._init, self._device, plate_portion(self.layout, (args, kwargs)))
+                self.populations.start_(self.layout, self._init, self._device, portion)
         except BaseException:
             self._forget_model()
             raise
@@ -173,13 +177,16 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 
     def _stored_sets(self) -> list[Tensor]:
-        return [store.words for store in self.populations.stores]
+        return [store.take().words for store in self.populations.stores]
 
-    def _start_product(self, product: ProductLayout | ChainLayout) -> None:
+    def _start_product(self, product: ProductLayout | ChainLayout, portion: Portion | None) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):
-            self.populations = ProductStore(self.num_states, len(product.groups))
-        self.populations.start_(product, self._device)
+            self.populations = self._product_store(len(product.groups))
+        self.populations.start_(product, self._init, self._device, portion if portion is not None and portion.is_part else None)
+
+    def _product_store(self, num_groups: int) -> ProductStore:
+        return ProductStore(self.num_states, num_groups, getattr(self.populations, "folder", None))
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
         """Returns why a state dict does not fit this guide.
@@ -195,7 +202,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             return
         groups = count_saved_groups(state_dict, f"{prefix}populations.")
         if groups and isinstance(self.populations, PopulationStore) and not self.populations.is_filled:
-            self.populations = ProductStore(self.num_states, groups)
+            self.populations = self._product_store(groups)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class Batch:
 
         Of new data priors of parameters are no part: the parameters are known.
         """
-        outside = self.scorer.outside(with_parameters=not self.populations.seen.is_new)
-        return outside / (world.size() if self.populations.is_part else 1)
+        share = 1 / world.size() if self.populations.is_part else 1.0
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
 
     def population(self) -> Population:
         """Returns the stored populations with the model's observed states inserted."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import SetBatch
 from pyro_truncated.guide.product_posterior import SetReadings
@@ -286,10 +287,12 @@ class ChainProgramRun(ProgramRun):
                 batch.search_(asked.search, asked.steps)
             posterior = batch.posterior()
             path, log_prob = posterior.draw_with_log_prob()
+            excess = excess_density(posterior.free_energy(), [site.name])
+            log_prob = torch.where(excess > 0, excess, log_prob)
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         shape = layout.spread(scorer.sizes)
         value = trim(path.to(site.dtype).reshape(*shape, *path.shape[1:]), site.event_dim, site.depth)
-        log_prob = trim(log_prob.reshape(shape), 0, site.depth)
+        log_prob = trim(log_prob.to(site.dtype).reshape(shape), 0, site.depth)
         infer: Any = {"is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
         with ExitStack() as stack:
             for frame in site.frames:

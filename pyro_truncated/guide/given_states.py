@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,22 +59,19 @@ def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bo
     return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < num_states
 
 
-def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
-    """Packs and checks states given by the user.
+def given_levels(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:
+    """Returns unpacked states ``(N, S, L)`` given by the user.
 
     Args:
         layout: the discrete sites.
-        states: site values ``(N, S, *site shape)``, by name or of the only site.
+        init: site values ``(N, S, *site shape)``, by name or of the only site, or a callable that returns them.
         num_states: number of states per data point ``S``.
-
-    Returns:
-        Packed states ``(N, S, num_words)``.
 
     Raises:
         TypeError: if they are neither a tensor nor a dictionary.
-        ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
+        ValueError: if the states are misshapen, or lie outside the sites' supports.
     """
-    states = as_tensors(states)
+    states = as_tensors(init() if callable(init) else init)
     if not isinstance(states, (Tensor, Mapping)):
         raise TypeError(
             f"init must be a tensor, a dictionary of tensors by site name, or a callable that returns one; got {type(states).__name__}"
@@ -88,7 +86,18 @@ def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
         raise ValueError(
             f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}"
         )
-    words = layout.space.pack(levels)
+    return levels
+
+
+def given_population(layout: Layout, init: States | Callable[[], States], num_states: int) -> Tensor:
+    """Returns packed states ``(N, S, num_words)`` given by the user.
+
+    See :func:`given_levels`.
+
+    Raises:
+        ValueError: if states repeat.
+    """
+    words = layout.space.pack(given_levels(layout, init, num_states))
     rows = Population(layout.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
     if len(rows):
         raise ValueError(
@@ -117,6 +126,30 @@ def check_possible(log_joint: Tensor, sites: Sequence[str]) -> None:
     All of their states of these sites have probability zero.
     """
     ops.raise_if((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint, sites))
+
+
+def warn_impossible(sites: Sequence[str]) -> None:
+    """Says that all states of these sites have probability zero."""
+    warnings.warn(
+        f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {shorten_names(sites)}. "
+        "A search may find possible ones: take a training step, or guide.infer. More of them "
+        "are found with a larger num_states.",
+        stacklevel=4,
+    )
+
+
+def excess_density(evidence: Tensor, sites: Sequence[str]) -> Tensor:
+    """Returns what makes losses infinite where the evidence is zero.
+
+    A guide adds it to its log density: zero where some state of these sites is possible, else infinity.
+
+    Warns:
+        UserWarning: if no state is possible somewhere.
+    """
+    is_impossible = evidence == -math.inf
+    if bool(is_impossible.any()):
+        warn_impossible(sites)
+    return torch.zeros_like(evidence).masked_fill(is_impossible, math.inf)
 
 
 def _refuse_impossible(log_joint: Tensor, sites: Sequence[str]) -> None:

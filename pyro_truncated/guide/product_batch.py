@@ -14,6 +14,8 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.set_search import SetSearch
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
@@ -52,9 +54,11 @@ class SetBatch(Generic[_Scorer]):
     def outside(self) -> Tensor:
         """Returns the log probability of what depends on no discrete latent.
 
-        Only what is observed counts; of new data it is without priors of parameters.
+        Only what is observed counts; of new data it is without priors of parameters. Processes that have the rest of the data share
+        equally what lies outside of the data plates.
         """
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
+        share = 1 / world.size() if self.populations.is_part else 1.0
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
 
     def rescore(self) -> list[Population]:
         """Returns the sets, scored in this run of the model.
@@ -137,11 +141,17 @@ class ProductBatch(SetBatch[ProductScorer]):
 
         Raises:
             ValueError: if the model's plates have other sizes, or the populations are on another device.
+            NotImplementedError: for minibatches of data that several processes hold.
 
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
         self._check_device()
+        if self.populations.is_part and current_batch() is not None:
+            raise NotImplementedError(
+                "distributed.Batches on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
+                "Or leave the minibatches out, or train in one process."
+            )
         for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
             sizes = [self.scorer.plate_size(name) for name in group.plates]
             if len(group.nodes) * math.prod(sizes) != len(own.words):
@@ -256,4 +266,10 @@ class ProductBatch(SetBatch[ProductScorer]):
 
     def set_search(self, *, is_new: bool = False) -> SetSearch:
         """A search of sets with random numbers of its own."""
-        return SetSearch(self.scorer, self.populations.stores[0].next_search_(), is_new)
+        random = self.populations.stores[0].next_search_()
+        if not self.populations.is_part:
+            return SetSearch(self.scorer, random, is_new)
+        every = [store.global_rows(torch.arange(len(store.words))) for store in self.populations.stores]
+        chosen = [self.scorer.population_rows(number) for number in range(len(every))]
+        positions = [rows.to(self.scorer.device) if own is None else rows[own] for rows, own in zip(every, chosen, strict=True)]
+        return SetSearch(self.scorer, random, is_new, positions)

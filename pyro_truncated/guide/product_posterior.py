@@ -20,6 +20,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import enter
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.program import ProgramRun, find_search_request
@@ -266,7 +267,13 @@ class ProductProgramRun(ProgramRun):
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
             tables = scorer.tables(sets)
-            drawn = product.tree.collect(tables.parts, scorer.weights(sets)).draw(count)
+            messages = product.tree.collect(tables.parts, scorer.weights(sets))
+            drawn = messages.draw(count)
+            if messages.may_be_impossible:
+                for root, evidence in zip(product.roots, scorer.evidence(messages), strict=True):
+                    excess = excess_density(evidence.unsqueeze(-1), list(layout.sites))
+                    position, log_prob = drawn[root]
+                    drawn[root] = position, log_prob + product.spread(root, excess, scorer.plate_sizes(root))
             dtype = tables.dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         states: dict[str, Tensor] = {}

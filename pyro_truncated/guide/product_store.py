@@ -5,14 +5,19 @@ There is one store for each group of nodes of the factor graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import Portion
 from pyro_truncated.guide.data_fingerprint import SeenData
-from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.guide.given_states import Init, given_levels
+from pyro_truncated.guide.store import PopulationStore, populations_in
+from pyro_truncated.ops import Stream
+from pyro_truncated.program.chain_scorer import ChainLayout
 from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.states.population import Population
 
@@ -26,22 +31,32 @@ class ProductStore(torch.nn.Module):
     Args:
         num_states: states per node that are asked for.
         num_groups: number of groups of nodes.
+        folder: a folder for those of each group in files, or ``None``.
 
     Attributes:
         num_states: states per node that are asked for. Small spaces have fewer.
         groups: the populations of each group, a row for each node and member of its plates.
         seen: the observed values that the populations belong to.
+        portion: which of all data points these are, where other processes have the rest.
     """
 
-    portion = None
-    is_part = False
-    first_position = 0
-
-    def __init__(self, num_states: int, num_groups: int) -> None:
+    def __init__(self, num_states: int, num_groups: int, folder: Path | None = None) -> None:
         super().__init__()
         self.num_states = num_states
-        self.groups = torch.nn.ModuleList(PopulationStore(num_states) for _ in range(num_groups))
+        folders = (None if folder is None else folder / f"group-{number}" for number in range(num_groups))
+        self.groups = torch.nn.ModuleList(populations_in(own, num_states) for own in folders)
         self.seen = SeenData()
+        self.portion: Portion | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes hold the populations of other data points."""
+        return self.portion is not None
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first data point among those of all processes."""
+        return 0 if self.portion is None else self.portion.first
 
     @property
     def stores(self) -> list[PopulationStore]:
@@ -53,19 +68,49 @@ class ProductStore(torch.nn.Module):
         for store in self.stores:
             store.seed_()
 
-    def start_(self, product: ProductLayout, device: torch.device) -> None:
+    @property
+    def seed(self) -> int | None:
+        """The seed of the first group's random numbers."""
+        return self.stores[0].seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self.stores[0].seed = seed
+
+    def stream(self, number: int) -> Stream:
+        """The seeds of the first group's search of that number."""
+        return self.stores[0].stream(number)
+
+    def start_(self, product: ProductLayout | ChainLayout, init: Init, device: torch.device, portion: Portion | None) -> None:
         """Creates the populations, or checks those that have been loaded.
 
         Loaded ones must be of these nodes.
 
+        Args:
+            product: the nodes.
+            init: states of all data points that the sets begin with.
+            device: where the model is.
+            portion: the members of the first data plate, where other processes have the rest.
+
         Raises:
-            ValueError: if the populations that were loaded are of other nodes.
+            ValueError: if the populations that were loaded are of other nodes, or initial states are misshapen.
+            NotImplementedError: for initial states or shards of a site of chains.
         """
+        if isinstance(product, ChainLayout):
+            product.refuse_sharing(init, portion)
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the state must have {len(product.groups)} groups of nodes, as the model; got {len(self.groups)}")
-        for store, group in zip(self.stores, product.groups, strict=True):
+        self.portion = portion
+        if portion is not None:
+            self.seed_()
+        given: Sequence[Tensor | None] = [None] * len(self.groups)
+        if isinstance(product, ProductLayout) and init is not None and not self.is_filled:
+            given = product.pack(given_levels(product.layout, init, self.num_states))
+        groups: Sequence[Any] = product.groups
+        for number, (store, group) in enumerate(zip(self.stores, groups, strict=True)):
             store.num_states = min(store.num_states, group.space.size)
-            store.start_(group, None, device)
+            own = None if portion is None else portion.times(product.count_inner(number))
+            store.start_(group, given[number], device, own)
 
     @property
     def is_filled(self) -> bool:

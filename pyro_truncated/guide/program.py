@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.companion_guides import Siblings
+from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program import inspection
@@ -102,7 +103,10 @@ class ProgramRun:
     def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
         """Samples the states of a batch in the given plates."""
         with torch.no_grad():
-            population = self._improve(batch).without_impossible()
+            found = self._improve(batch)
+            population, excess = found.without_impossible(), None
+            if population is not found or found.log_joint.dim() != 2:
+                excess = excess_density(found.log_joint.amax(-1), list(self._layout.sites))
         scorer = batch.scorer
         hidden = scorer.hidden_log_probs(population.words)
         # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
@@ -110,7 +114,7 @@ class ProgramRun:
         with ExitStack() as stack:
             for name in self._layout.plates:
                 enter(stack, plates[name])
-            states = self._sample_states(population, hidden, scorer, plates)
+            states = self._sample_states(population, excess, hidden, scorer, plates)
             return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
 
     def _improve(self, batch: Batch) -> Population:
@@ -197,12 +201,13 @@ class ProgramRun:
     # --- sites ---
 
     def _sample_states(
-        self, population: Population, hidden: Mapping[str, Tensor], scorer: LogJoint, plates: Mapping[str, Any]
+        self, population: Population, excess: Tensor | None, hidden: Mapping[str, Tensor], scorer: LogJoint, plates: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        layout, words = self._layout, population.words
-        logits = population.log_joint.log_softmax(-1)
+        layout, words, log_joint = self._layout, population.words, population.log_joint
+        logits = (log_joint if excess is None else log_joint.masked_fill(excess.unsqueeze(-1) > 0, 0.0)).log_softmax(-1)
         batch = layout.spread(scorer.sizes)
-        logits = logits.reshape(*self._spread_draws(logits.shape[:-2], batch, scorer.depth), logits.shape[-1])
+        shape = self._spread_draws(logits.shape[:-2], batch, scorer.depth)
+        logits = logits.reshape(*shape, logits.shape[-1])
         # What does not take many states at once can be enumerated one by one, by Pyro's ELBOs too.
         enumerate_ = "parallel" if self._guide.is_enumerable else "sequential"
         infer: Any = {"enumerate": enumerate_, "is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
@@ -217,6 +222,9 @@ class ProgramRun:
             densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
             zero = logits.new_zeros(())
             latent = {name: value for name, value in values.items() if name not in scorer.observed}
+            if excess is not None:
+                first = next(iter(latent))
+                densities[first] = densities.get(first, zero) + excess.reshape(shape)
             return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in latent.items()}
 
     def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -134,11 +136,13 @@ class SetSearch:
         scorer: densities of a run of the model as tables over sets.
         random: the seeds of this search.
         is_new: whether the data are new. Searches do not learn from new data.
+        positions: by group, the positions of the rows among those of all processes, where others have the rest of the data.
     """
 
     scorer: ProductScorer
     random: ops.Stream
     is_new: bool = False
+    positions: Sequence[Tensor] | None = None
 
     def improve(self, sets: Sequence[Tensor], search: Search, steps: int) -> ScoredSets:
         """Returns the sets after some steps.
@@ -165,9 +169,12 @@ class SetSearch:
         beliefs = messages.beliefs()
         # What is impossible adds nothing.
         adds = scored.rows({node: beliefs[node] + messages.weights[node] for node in scorer.product.groups[number].nodes}, number)
-        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, scorer.population_rows(number))
-        scores = NodeScores(scored, number)
-        proposed = search.propose(SearchBatch(known, scores, {}, is_new=self.is_new, random=self.random))
+        rows = scorer.population_rows(number) if self.positions is None else self.positions[number]
+        known = Population(scorer.product.groups[number].space, scored.sets[number], adds, rows)
+        scores, keys = NodeScores(scored, number), dict[str, Any](is_new=self.is_new, random=self.random)
+        if self.positions is not None:
+            keys |= {"is_spread": True, "mean_active": _mean_active(known) if search.takes_activity else None}
+        proposed = search.propose(SearchBatch(known, scores, {}, **keys))
         places, is_free = _best_new(known, proposed)
         if not bool(is_free.any()):
             return scored
@@ -349,6 +356,12 @@ class NodeScores:
         sets = list(self._scored.sets)
         sets[self._number] = words
         return ScoredSets.from_scorer(self._scored.scorer, sets)
+
+
+def _mean_active(known: Population) -> Tensor:
+    """Mean probabilities ``(L,)`` that latents are active, in rows of all processes."""
+    sums, number = world.add([known.marginals().sum(0), torch.tensor(float(len(known)))])
+    return sums / number
 
 
 def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:

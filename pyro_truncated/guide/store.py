@@ -137,6 +137,12 @@ class PopulationStore(torch.nn.Module):
         """Whether there are populations."""
         return "words" in self._buffers
 
+    def global_rows(self, rows: Tensor) -> Tensor:
+        """Returns where rows are among those of all processes."""
+        # The rows of a guide on sets are those of several nodes, one after the other.
+        portion = self.portion
+        return rows if portion is None else rows + portion.first + rows // portion.size * (portion.total - portion.size)
+
     def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
         """Creates populations for a model's sites, or checks loaded ones.
 
@@ -171,12 +177,14 @@ class PopulationStore(torch.nn.Module):
 
         NaN means that they have never been scored.
         """
-        if init is None:
-            rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
-            words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
+        if isinstance(layout, Layout) and init is not None:
+            words = given_population(layout, init, size).to(device)
         else:
-            assert isinstance(layout, Layout)
-            words = given_population(layout, init() if callable(init) else init, size).to(device)
+            rows = self.global_rows(torch.arange(layout.num_data, device="cpu"))
+            words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
+            if isinstance(init, Tensor):
+                words = torch.cat([init.to(words.device), words], 1)
+                words = ops.gather_states(words, ops.find_duplicates(words).byte().argsort(dim=1, stable=True)[:, :size])
         return words, torch.full(words.shape[:2], math.nan, device=device)
 
     def bring_(self, device: torch.device) -> None:
@@ -447,8 +455,7 @@ class FileStore(PopulationStore):
             return
         new = (~self._has_begun).nonzero().squeeze(-1) if indices is None else indices[~self._has_begun[indices]].unique()
         for rows in new.split(rows_per_block(32 * self.words[0].numel())):
-            positions = self.first_position + rows
-            self.words[rows] = initial_population(self.space, len(rows), self.num_states, self.stream(0), rows=positions)
+            self.words[rows] = initial_population(self.space, len(rows), self.num_states, self.stream(0), rows=self.global_rows(rows))
             self.log_joint[rows] = math.nan
             self._has_begun[rows] = True
 

@@ -16,6 +16,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 
+from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
@@ -111,6 +112,18 @@ def find_product(
     return None
 
 
+def note_whole_states(trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> None:
+    """Says where a conditional alone makes populations hold whole states."""
+    if dependencies.scopes is None or layout.read or layout.space.size <= num_states:
+        return
+    number = len(build_graph(trace, dependencies.scopes, layout.sites, num_states).nodes)
+    if number > 1:
+        note_once(
+            f"conditional= needs whole states: populations hold {num_states} of them, and no sets for each of the {number} nodes of the "
+            "model's factor graph. For sets leave conditional= out, and sum the continuous latents out in the model."
+        )
+
+
 def latent_plates(trace: poutine.Trace) -> dict[str, Any]:
     """The vectorised plates of the latents of a run."""
     return {frame.name: frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"] if frame.vectorized}
@@ -156,9 +169,24 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     if not layout.full_sizes or layout.full_sizes[0] != portion.size:
         raise NotImplementedError(
             f"the rows of a shard must be the data points of the model's left-most plate; got {portion.size} rows for "
-            f"{list(layout.plates)} of the sizes {list(layout.full_sizes)}"
+            f"{list(layout.plates)} of the sizes {list(layout.full_sizes)}, the plates that hold all discrete latents and what depends on "
+            "them. Train on all data in one process, without distributed.shard."
         )
     return portion.times(layout.num_data // portion.size)
+
+
+def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
+    """Refuses processes that read different nodes from their rows; all call it.
+
+    Raises:
+        NotImplementedError: on all of them.
+    """
+    own = None if product is None else [(tuple(group.sites), group.space.cardinalities) for group in product.groups]
+    if any(other != own for other in world.gather(own)):
+        raise NotImplementedError(
+            "the processes read different factor graphs from their rows of the data. "
+            "Use AutoTruncated(..., whole_states=True), or train in one process, without distributed.shard."
+        )
 
 
 def are_all_observed(call: Call, layout: Layout) -> bool:

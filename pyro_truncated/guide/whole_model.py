@@ -24,6 +24,7 @@ from pyro_truncated.guide.structure import (
     find_product,
     first_run,
     latent_plates,
+    note_whole_states,
     set_up_in_minibatch,
     without_states,
 )
@@ -178,6 +179,8 @@ class WholeModelGuide(AutoGuide):
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
             is_whole = self.whole_states or self._holds_whole_states
             self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
+            if self.conditional is not None:
+                note_whole_states(trace, self._layout, dependencies, self.num_states)
             if self._product is None:
                 refuse_partial_plates(self._layout.sites.values(), self._layout.plates)
             # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
@@ -237,7 +240,7 @@ class WholeModelGuide(AutoGuide):
         if isinstance(self._product, ChainLayout):
             return ChainScorer(call, self._product, values)
         if self._product is not None:
-            return ProductScorer.on_sets(call, self._product, values, self._stored_sets())
+            return ProductScorer.on_sets(call, self._product, values, self._stored_sets)
         return LogJoint(
             call,
             self.layout,

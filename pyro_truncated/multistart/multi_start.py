@@ -31,10 +31,12 @@ from pyro_truncated.multistart.solution import (
     FreeEnergyEstimate,
     Solution,
     are_alike,
+    are_shared,
     best_two,
     have_agreed,
     is_gain_below_error,
     share_most,
+    vary,
 )
 from pyro_truncated.multistart.trainer import converge, fit_likeliest_states, run_restart, settle
 from pyro_truncated.multistart.warm_start import LinearCauses, decoded_values, likeliest_states, shuffle, teach
@@ -124,6 +126,14 @@ class SolutionPool:
             is_excused = int(redundant.sum()) <= int((~singletons & ~redundant).sum())
             number += int((singletons & ~redundant if is_excused else singletons).sum())
         return number
+
+    def share_chains(self) -> bool:
+        """Whether each chain of the best was found by another restart, too."""
+        best, *others = [one.probabilities for one in sorted(self.found, key=lambda one: -one.free_energy)]
+        if best is None or not others:
+            return False
+        is_found = torch.stack([are_shared(best, other) for other in others if other is not None]).any(0)
+        return not bool((vary(best) & ~is_found).any())
 
     def use_redundant_latents(self) -> bool:
         """Whether the best gains by its own redundant latents.
@@ -343,6 +353,8 @@ class StopRule:
         if pool.groups:
             number_alone = pool.num_singletons
             return f"{number_alone} latents of the best of {number} restarts were found by at most one of them" if number_alone else None
+        if self._profile.is_chain and self._config.tolerance is None and pool.share_chains():
+            return None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(pool.energies, reverse=True))
         unit = "per posterior" if self._profile.is_shared else "per data point"
         if self._profile.is_mixture:
@@ -364,6 +376,8 @@ class StopRule:
         """
         if self._config.tolerance is not None:
             return self._are_equal(pool, must_be_alike=False)
+        if self._profile.is_chain:
+            return self._are_equal(pool, self._are_by_gradients)
         # Covariates do not count.
         size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
         gap = max(self._profile.tolerance, self._config.network_gap * size)

@@ -98,6 +98,7 @@ class Profile:
         space: the states of a data point; ``None`` for Gibbs samplers.
         num_posteriors: how many posteriors all rows of data have; fewer than rows where rows share latents.
         is_product: whether each node of the program has a set of states.
+        is_chain: whether these are steps of chains.
         is_informed: whether ``initialize`` searches for the components itself, so that restarts need no annealing.
         is_mixture: whether it is a mixture with closed-form M-steps and a search of its own.
         is_resizable: whether it is a model of causes that can have more of them.
@@ -128,6 +129,7 @@ class Profile:
     max_count: int | Mapping[str, int] | None = None
     generator: torch.Generator | None = None
     is_product: bool = False
+    is_chain: bool = False
     is_informed: bool = False
     is_mixture: bool = False
     is_resizable: bool = False
@@ -336,6 +338,7 @@ def _with_latents(profile: Profile) -> Profile:
         space=guide.space,
         num_posteriors=num_posteriors,
         is_product=guide.product is not None,
+        is_chain=chain is not None,
         # Models of a single binary cause have no search of their own.
         is_mixture=has_one and not profile.is_by_gradients and isinstance(model, SearchedModel) and not profile.is_informed,
         is_network=is_a_network(model, y),

@@ -52,8 +52,8 @@ class Solution:
         population: states that training can begin with, and their log joints when they were found; ``None`` if it shall find others.
         companion: the state of the guide of continuous latents, of this solution or of the one that it was made of.
         spread: what the free energy per data point has from the spread of that guide around its medians.
-        probabilities: probabilities ``(N, H)`` that binary latents of a network are active; ``None`` where all are constant. Parameters
-            of networks do not match.
+        probabilities: probabilities ``(N, H)`` that binary latents of a network are active, or chains at all steps; ``None`` where all are
+            constant. Parameters of networks do not match, and sets of steps are no populations.
     """
 
     estimate: FreeEnergyEstimate

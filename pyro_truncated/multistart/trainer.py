@@ -495,6 +495,10 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         if states is not None:
             trainer.insert_states(states.unsqueeze(1))
         found = trainer.record(train(trainer, restart_schedule(trainer, temperature, profile.config.restart_steps)))
+    if profile.is_chain and not profile.has_companion:
+        assert trainer.truncated is not None
+        (probabilities,) = trainer.truncated.marginals().values()
+        return found.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
     is_network = profile.is_by_gradients and profile.is_network and not profile.is_shared
     if not is_network or found.population is None or not found.population.space.is_binary:
         return found

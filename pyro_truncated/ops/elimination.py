@@ -102,6 +102,9 @@ class Messages:
     """Sums (or maxima) of tables and messages in buckets, by variable.
 
     The messages that were sent are kept beside them.
+
+    Attributes:
+        may_be_impossible: whether some states have probability zero.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Messages:
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
         different = {id(own): own for own in weights.values()}.values()
         parts = [part.detach().amin() for part in [*sums, *shared, *different] if part is not None]
-        self._may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
+        self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
     def _sum(self, node: int) -> Tensor:
         return _add(self._shared[node], self._own(node))
@@ -151,7 +154,7 @@ class Messages:
             self._messages[node] = message
             return
         count = None
-        if self._may_be_impossible:
+        if self.may_be_impossible:
             is_impossible = message.detach() < IMPOSSIBLE / 2
             if bool(is_impossible.any()):
                 message, count = message.masked_fill(is_impossible, 0.0), is_impossible.double()
@@ -230,7 +233,7 @@ class Messages:
         return found.sum(beyond, keepdim=True) if beyond else found
 
     def _as_posterior(self, logs: Tensor, evidence: Tensor) -> Tensor:
-        return logs.exp().masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self._may_be_impossible else logs.exp()
+        return logs.exp().masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self.may_be_impossible else logs.exp()
 
     def beliefs(self) -> dict[int, Tensor]:
         r"""Returns what each state adds to :math:`e^F`, without its own weight.

@@ -62,6 +62,27 @@ class ChainLayout:
         fn = trace.nodes[name]["fn"]
         return None if others or site.plates or not isinstance(fn, BinaryChains) else cls(layout, fn, dependents)
 
+    def refuse_sharing(self, init: Any, portion: Any) -> None:
+        """Refuses what sets of steps cannot be.
+
+        Raises:
+            NotImplementedError: if they shall begin with given states, or other processes have the rest of the data.
+        """
+        if init is not None:
+            raise NotImplementedError(
+                f"init= gives whole states, and the sets of the steps of '{self.site.name}' begin with what the data ask for. "
+                "Leave it out, or use AutoTruncated(..., whole_states=True)."
+            )
+        if portion is not None:
+            raise NotImplementedError(
+                f"the sets of the steps of '{self.site.name}' are searched in one process. Train on all sequences in it, without "
+                "distributed.shard, or use AutoTruncated(..., whole_states=True)."
+            )
+
+    def count_inner(self, number: int) -> int:
+        """Returns how many successive rows belong to one sequence."""
+        return self.num_steps
+
     def summary(self, num_states: int) -> list[str]:
         """One line: how many sets there are, and how large they are."""
         (steps,) = self.groups

@@ -231,16 +231,22 @@ class Probe:
                     found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
         return found
 
-    def outside(self, *, with_parameters: bool = True) -> Tensor:
+    def outside(self, *, with_parameters: bool = True, share: float = 1.0) -> Tensor:
         """Returns the scaled log probability of observations that are not inside.
 
         It is the same for all states, but a part of the objective. See :meth:`is_inside`.
 
         Args:
             with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
+            share: of what has no row for each member of the left-most data plate, where several processes have the rest of the data.
         """
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
-        return log_density((node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device)
+        nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))]
+        if share == 1.0:
+            return log_density(nodes, self.device)
+        has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
+        parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is wanted] for wanted in (True, False)]
+        return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
 
     def _known_levels(self) -> KnownLevels | None:
         """What this call says of the states."""

@@ -6,6 +6,7 @@ It says which nodes, in which plates, and what each set can hold.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -122,6 +123,30 @@ class ProductLayout:
         It has the dimensions of a table.
         """
         return {node: messages.evidence(root) for node, root in self.tree.roots.items()}
+
+    def count_inner(self, number: int) -> int:
+        """Returns how many successive rows belong to one data point.
+
+        Data points are the members of the left-most plate that all nodes share.
+        """
+        own = self.groups[number].layouts[0]
+        return math.prod(own.full_sizes[own.plates.index(self.layout.plates[0]) + 1 :])
+
+    def pack(self, levels: Tensor) -> list[Tensor]:
+        """Returns whole states as states of nodes, ``(rows, S, num_words)`` by group.
+
+        They may repeat.
+
+        Args:
+            levels: unpacked whole states of all data points, ``(N, S, L)``.
+        """
+        layout = self.layout
+        values = [layout.site_values(state, layout.full_sizes) for state in levels.unbind(1)]
+        found = []
+        for group in self.groups:
+            rows = [torch.stack([own.encode_values(value, own.full_sizes) for value in values], 1) for own in group.layouts]
+            found.append(group.space.pack(torch.cat(rows)))
+        return found
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Spreads what belongs to a node's states, ``(rows, S)``.

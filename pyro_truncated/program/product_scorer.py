@@ -125,13 +125,14 @@ class ProductScorer(Probe):
             self._first_tables = self._build_tables(self.nodes)
 
     @classmethod
-    def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, sets: Sets) -> ProductScorer:
+    def on_sets(cls, call: Call, product: ProductLayout, values: Mapping[str, Any] | None, read: Callable[[], Sets]) -> ProductScorer:
         """Returns the scorer of a run on sets of all rows.
 
-        Where the model does not select all rows it is that of a plain run.
+        The sets are read if the model may select all rows. Where it does not, the scorer is that of a plain run.
         """
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
         if not any(is_subsampled(frame) for frame in frames):
+            sets = read()
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 scorer = cls(call, product, values, sets)
                 if scorer._selects(sets):

@@ -254,7 +254,7 @@ class Population:
     def without_impossible(self) -> Population:
         """Replaces states of probability zero by the best state, with weight zero.
 
-        An enumerating ELBO multiplies log densities by weights.
+        An enumerating ELBO multiplies log densities by weights. Where there is no possible state all weights are equal.
         """
         words, log_joint = self.words, self.log_joint
         impossible = log_joint == -math.inf
@@ -262,7 +262,7 @@ class Population:
             return self
         best = log_joint.argmax(-1, keepdim=True)
         words = torch.where(impossible.unsqueeze(-1), self.take(best), words)
-        log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
+        log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True).nan_to_num(neginf=0.0) - 1000.0, log_joint)
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 
     def take(self, positions: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
@@ -23,12 +24,13 @@ from pyro_truncated.distributed.shards import Portion, collect_rows, find_portio
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.store import PORTION
+from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
 from pyro_truncated.training.fingerprint import describe_run
 from pyro_truncated.utils.devices import module_device, to_device
-from pyro_truncated.utils.parameter_store import absolute_names, relative_names, replaced_parameters
+from pyro_truncated.utils.parameter_store import absolute_names, empty_store, relative_names, replaced_parameters, spare_random_numbers
 
 # Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
 LAYOUT = 4
@@ -432,8 +434,10 @@ def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
 _SEARCH = "search"
 
 
-def refuse_partial_checkpoint(svi: SVI) -> None:
+def refuse_partial_checkpoint(svi: SVI, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses checkpoints that would not hold what every process has.
+
+    The model's arguments tell whether populations hold whole states.
 
     Raises:
         NotImplementedError: saying what they would not.
@@ -448,6 +452,21 @@ def refuse_partial_checkpoint(svi: SVI) -> None:
             f"checkpoints of several processes do not hold parameters that are left to every process, {local}: train without a checkpoint, "
             "or in one process"
         )
+    for part in svi.guide.modules():
+        if isinstance(part, AutoTruncated) and _has_sets(part, args, kwargs):
+            raise NotImplementedError(
+                "checkpoint= on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
+                "Or train without a checkpoint, or in one process."
+            )
+
+
+def _has_sets(part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a guide, once set up, has a set for each node."""
+    reader = WholeModelGuide(part.model, **part.options)
+    reader.whole_states, reader.num_states = part.whole_states, part.num_states
+    with empty_store(), spare_random_numbers(), poutine.block():
+        reader.setup(*args, **kwargs)
+    return reader.product is not None
 
 
 def save_sharded_checkpoint(

@@ -129,6 +129,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
 @contextmanager
 def divide_loss(parts: Sequence[AutoTruncated]) -> Iterator[None]:
     """Divides the loss of a guide over processes with shards."""
+    _refuse_sets(parts)
     with EqualShares(_data_plates(parts)) if are_shared(parts) else nullcontext():
         yield
 
@@ -141,6 +142,7 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
     """
     if not are_shared(parts):
         return
+    _refuse_sets(parts)
     if current_batch() is not None:
         raise NotImplementedError("distributed.Batches beside other guides needs one process; leave the minibatches out, or train in one")
     if not all(part.is_enumerable for part in parts):
@@ -154,6 +156,14 @@ def refuse_local_draws(parts: Sequence[AutoTruncated], guide: Call) -> None:
     if others:
         raise NotImplementedError(
             f"other guides sample {others} for each data point, which several processes do not draw alike; train in one process"
+        )
+
+
+def _refuse_sets(parts: Sequence[AutoTruncated]) -> None:
+    if are_shared(parts) and any(part.product is not None for part in parts):
+        raise NotImplementedError(
+            "several processes beside other guides need populations of whole states: AutoTruncated(..., whole_states=True). "
+            "Or train in one process, without distributed.shard."
         )
 
 

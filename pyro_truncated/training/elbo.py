@@ -26,6 +26,7 @@ from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch
+from pyro_truncated.guide.given_states import warn_impossible
 from pyro_truncated.guide.program import SearchRequest
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.ops import defer_checks, flush_checks, lazy_values
@@ -48,7 +49,7 @@ from pyro_truncated.training.data_parallel import (
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_counts, check_kinds
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
-from pyro_truncated.utils.console import ReprFromArguments, shorten_names
+from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.parameter_store import PrefixStrippingModule, refuse_shadowed_parameters, spare_random_numbers
 
 
@@ -286,13 +287,7 @@ def _check_loss(loss: float) -> float:
 
 def _warn_if_infinite(loss: float, guide: AutoTruncated) -> float:
     if loss == math.inf:
-        sites = shorten_names(list(guide.layout.sites))
-        warnings.warn(
-            f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {sites}. "
-            "A search may find possible ones: take a training step, or guide.infer. More of them "
-            "are found with a larger num_states.",
-            stacklevel=3,
-        )
+        warn_impossible(list(guide.layout.sites))
     return loss
 
 
@@ -469,7 +464,7 @@ class MixedGuides:
         They announce themselves at their index sites.
         """
         if self._known_parts is None or self._known_parts[0] is not guide:
-            with spare_random_numbers(), poutine.block(), torch.no_grad():
+            with spare_random_numbers(), poutine.block(), torch.no_grad(), _before_search():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.with_program(guide).trace()).values()]
             self._known_parts = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
         return self._known_parts[1]
@@ -477,7 +472,7 @@ class MixedGuides:
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates before training."""
         if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            with _silence_plate_warning():
+            with _silence_plate_warning(), _before_search():
                 self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
     def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
@@ -506,6 +501,14 @@ class MixedGuides:
         if loss.requires_grad:
             loss.backward()
         return float(loss.detach())
+
+
+@contextmanager
+def _before_search() -> Iterator[None]:
+    """Silences warnings of states that a search will replace."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"the loss is infinite|Encountered \+inf")
+        yield
 
 
 @contextmanager

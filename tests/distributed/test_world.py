@@ -51,6 +51,17 @@ def test_what_the_first_says_and_what_all_say(crew):
         assert everyone == [0, 1, 2]
 
 
+def of_different_sizes() -> list[object]:
+    mine = distributed.rank()
+    return [distributed.agree([own, other][mine]) for own, other in ((3, 2**60), (2**60, 3), (None, 7), (0.5, None), (True, 4))]
+
+
+def test_the_first_decides_whatever_the_others_have(crew):
+    for told in crew.results(2, of_different_sizes):
+        assert told == [3, 2**60, None, 0.5, True]
+        assert told[-1] is True
+
+
 def without_a_group():
     assert not dist.is_initialized()
     value = torch.ones(2)

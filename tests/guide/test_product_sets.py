@@ -13,11 +13,13 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+from pyro.infer import SVI, JitTrace_ELBO, RenyiELBO, Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.program.call import Call
 from tests.foreign import structured_networks, structured_plates, structured_sequences  # noqa: F401
 from tests.foreign.test_structured import check
@@ -318,14 +320,69 @@ assert "numba" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_sets_that_no_path_crosses_are_named():
-    def model(y):
-        z = torch.tensor(0.0)
-        for t in range(len(y)):
-            z = pyro.sample(f"z_{t}", dist.Bernoulli(1 - z))
-            pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[t])
+def alternating(y, mean=0.0):
+    """A chain that must change its value at every step."""
+    z = torch.tensor(0.0)
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Bernoulli(1 - z))
+        pyro.sample(f"y_{t}", dist.Normal(z + mean, 0.5), obs=y[t])
 
-    y = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+
+def alternating_with_mean(y):
+    alternating(y, pyro.sample("mean", dist.Normal(0.0, 1.0)))
+
+
+def alternating_chains(y):
+    """The same as one site of chains."""
+    moves = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).expand(8, 2, 2)
+    with pyro.plate("data", 2):
+        s = pyro.sample("s", BinaryChains(torch.full((8,), 0.5), moves, len(y)))
+        pyro.sample("y", dist.Normal(s.sum(-1), 1.0).to_event(1), obs=y.expand(2, -1))
+
+
+def alone(model, **options):
+    return model, AutoTruncated(model, num_states=1, **options)
+
+
+def beside_another(**options):
+    guide = AutoGuideList(alternating_with_mean)
+    guide.append(AutoDelta(poutine.block(alternating_with_mean, expose=["mean"])))
+    guide.append(AutoTruncated(alternating_with_mean, num_states=1, **options))
+    return alternating_with_mean, guide
+
+
+IMPOSSIBLE = {
+    "sets": lambda: alone(alternating),
+    "whole states": lambda: alone(alternating, whole_states=True),
+    "chains": lambda: alone(alternating_chains),
+    "sets beside another guide": beside_another,
+    "whole states beside another guide": lambda: beside_another(whole_states=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Encountered .inf", "ignore:no path of", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*need to use TraceEnum")
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+@pytest.mark.parametrize("elbo", [Trace_ELBO, TraceGraph_ELBO, TraceEnum_ELBO, RenyiELBO, JitTrace_ELBO, Truncated_ELBO])
+def test_every_loss_is_infinite_where_no_kept_state_is_possible(elbo, kind):
+    model, guide = IMPOSSIBLE[kind]()
+    elbo = elbo(num_particles=2 if elbo is RenyiELBO else 1, strict_enumeration_warning=False)
+    with pytest.warns(UserWarning, match="the loss is infinite: .* of (z_0|s)"):
+        assert elbo.loss(model, guide, torch.zeros(5)) == math.inf
+    if isinstance(elbo, (Truncated_ELBO, JitTrace_ELBO)):
+        return  # the first searches, the second takes no guide of states
+    with pytest.warns(UserWarning, match="the loss is infinite"):
+        assert float(elbo.loss_and_grads(model, guide, torch.zeros(5))) == math.inf
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_states": True}])
+def test_a_search_comes_before_the_loss_beside_another_guide(options):
+    model, guide = beside_another(**options)
+    assert math.isfinite(Truncated_ELBO().loss_and_grads(model, guide, torch.zeros(5)))
+
+
+def test_sets_that_no_path_crosses_are_named():
+    model, y = alternating, torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     guide = AutoTruncated(model, num_states=1)
     with pytest.warns(UserWarning, match=r"to all joint states that the guide keeps of z_0, z_1, z_2, z_3, \.\.\.\."):
         assert Truncated_ELBO().loss(model, guide, y) == math.inf

@@ -15,6 +15,10 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, learn
 from pyro_truncated.distributions import BinaryChains
 from pyro_truncated.models import FactorialHMM
 from pyro_truncated.models.factorial_hmm import difference_dictionary
+from pyro_truncated.multistart.learn_report import Restart
+from pyro_truncated.multistart.multi_start import SolutionPool, StopRule
+from pyro_truncated.multistart.profile import profile_model
+from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 
 DOUBLE = torch.float64
 
@@ -182,3 +186,18 @@ def test_eight_causes_are_found() -> None:
         learn(model, y, num_states=8, progress=False, generator=torch.Generator().manual_seed(seed))
         complete += recovered(model.weight.detach(), weight) >= 7
     assert complete == 4
+
+
+@pytest.mark.parametrize(("third", "is_doubted"), [([2, 6, 7], False), ([5, 6, 7], True)])
+def test_restarts_that_share_every_latent_of_the_best_agree(third: list[int], is_doubted: bool) -> None:
+    """Restarts of different free energies, of which the second found two of three latents of the best, flipped; the third one, or none."""
+    y, _ = draw(3, 4, 40)
+    profile = profile_model(FactorialHMM(4, 3, dtype=DOUBLE), y, max_restarts=3)
+    pool, rule, activity = SolutionPool(profile), StopRule(profile), (torch.rand(40, 8) < 0.4).double()
+    for free_energy, chosen, flips in ((-1.0, [0, 1, 2], 0.0), (-5.0, [1, 0, 4], 1.0), (-9.0, third, 0.0)):
+        estimate = FreeEnergyEstimate(free_energy)
+        pool.add(Solution(estimate, {}, probabilities=(activity[:, chosen] - flips).abs()), Restart("", 1, free_energy))
+    assert rule.reason(pool) == "the maximum number of restarts is reached"
+    doubt = rule.disagreement(pool)
+    assert (doubt is None) is not is_doubted
+    assert doubt is None or doubt.startswith("no two of 3 restarts reached the same free energy")

@@ -1,0 +1,114 @@
+"""Sets of states for each node of the factor graph on several processes: the losses of one, or a refusal by name."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.ops.indexing import Vindex
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, distributed, fit
+
+NUM_DATA, NUM_PARTS, NUM_VALUES = 7, 2, 9
+
+
+def rows_with_parts(y, z, total):
+    """Two chained categories and flags of parts for each row; one column no latent explains, and a number belongs to no row."""
+    loc = pyro.param("loc", lambda: torch.linspace(-3, 3, NUM_VALUES, dtype=torch.float64))
+    moves = (-0.3 * (torch.arange(NUM_VALUES) - torch.arange(NUM_VALUES).unsqueeze(-1)).double().abs()).softmax(-1)
+    pyro.sample("total", dist.Normal(loc.sum(), 1.0), obs=total)
+    with pyro.plate("data", len(y), dim=-1) as rows:
+        k = pyro.sample("k", dist.Categorical(torch.ones(NUM_VALUES, dtype=torch.float64)))
+        h = pyro.sample("h", dist.Categorical(Vindex(moves)[k]))
+        pyro.sample("y", dist.Normal(Vindex(loc)[h], 0.5), obs=y[rows])
+        pyro.sample("z", dist.Normal(loc[0], 1.0), obs=z[rows, 0])
+        with pyro.plate("parts", NUM_PARTS, dim=-2):
+            on = pyro.sample("on", dist.Bernoulli(0.1 + 0.08 * k.double()))
+            pyro.sample("x", dist.Normal(on, 0.7), obs=z[rows].mT)
+
+
+def flag_above(y, z, total):
+    """A flag that all rows share."""
+    flag = pyro.sample("flag", dist.Bernoulli(0.5))
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("k", dist.Categorical(torch.ones(3)))
+        pyro.sample("y", dist.Normal(k + flag, 1.0), obs=y)
+
+
+def columns():
+    generator = torch.Generator().manual_seed(0)
+    y, z = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((NUM_DATA,), (NUM_DATA, NUM_PARTS)))
+    return 2 * y, z + 0.5
+
+
+def train(num_states, mutation="randflips", *, model=rows_with_parts, steps=4, **options):
+    """The loss of every step, and of the parameters after the last."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    y, z = map(distributed.shard, columns())
+    search = EvolutionarySearch(2, 2, mutation=mutation) if num_states > NUM_VALUES else None
+    svi = SVI(model, AutoTruncated(model, num_states, **options), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO(search))
+    losses = [svi.step(y, z, torch.tensor(1.0)) for _ in range(steps)] + [svi.evaluate_loss(y, z, torch.tensor(1.0))]
+    assert (svi.guide.product is None) is options.get("whole_states", False)
+    return losses, pyro.param("loc").detach().clone()
+
+
+def test_several_processes_train_full_sets_as_one_that_enumerates(crew):
+    expected, loc = train(NUM_VALUES)
+    elbo, model = TraceEnum_ELBO(max_plate_nesting=2), config_enumerate(rows_with_parts)
+    assert expected[-1] == pytest.approx(elbo.loss(model, lambda *_: None, *columns(), torch.tensor(1.0)), rel=1e-9)
+    for number in (2, 3):
+        for losses, own in crew.results(number, train, NUM_VALUES):
+            assert losses == pytest.approx(expected, rel=1e-12)
+            torch.testing.assert_close(own, loc, rtol=1e-9, atol=1e-9)
+
+
+def test_several_processes_search_as_one(crew, tmp_path):
+    expected, loc = train(3)
+    for options in ({}, {"store": tmp_path}):
+        for number in (2, 3):
+            for losses, own in crew.results(number, train, 3, **options):
+                assert losses == pytest.approx(expected, rel=1e-12)
+                torch.testing.assert_close(own, loc, rtol=1e-9, atol=1e-9)
+
+
+def beside_a_point_estimate():
+    def model(y, z, total):
+        loc = pyro.sample("offset", dist.Normal(0.0, 1.0))
+        rows_with_parts(y + loc, z, total)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(pyro.poutine.block(model, expose=["offset"])))
+    guide.append(AutoTruncated(model, 3))
+    svi = SVI(model, guide, distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
+    svi.step(*map(distributed.shard, columns()), torch.tensor(1.0))
+
+
+def with_a_checkpoint(path):
+    arguments = (*map(distributed.shard, columns()), torch.tensor(1.0))
+    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
+    fit(svi, *arguments, steps=2, checkpoint=path, progress=False)
+
+
+def in_minibatches():
+    y, z = map(distributed.shard, columns())
+    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
+    svi.step(y, z, torch.tensor(1.0))
+    fit(svi, y, z, torch.tensor(1.0), steps=2, batches=distributed.Batches(y, 4, block=1), progress=False)
+
+
+def test_what_several_processes_cannot_do_is_refused_by_name(crew, tmp_path):
+    refused = {
+        "the plates that hold all discrete latents": crew.run(2, train, 3, model=flag_above),
+        "beside other guides need populations of whole states": crew.run(2, beside_a_point_estimate),
+        "checkpoint= on several processes": crew.run(2, with_a_checkpoint, tmp_path / "run.pt"),
+        "Batches on several processes": crew.run(2, in_minibatches),
+    }
+    for words, errors in refused.items():
+        for error in errors:
+            assert isinstance(error, NotImplementedError), error
+            assert words in str(error), error
