@@ -48,7 +48,7 @@ def step(model, guide, *args):
     return SVI(model, guide, Adam({"lr": 0.0}), Truncated_ELBO(ExhaustiveSearch())).step(*args)
 
 
-def expected_weights(guide, y, num_draws=100_000):
+def expected_weights(guide, y, num_draws=20_000):
     """Weights ``(N, 4)`` of the states averaged over draws of the normal guide, by brute force, and what they may differ by.
 
     That is six standard errors, and so a false alarm has a probability of about 2e-9 per number.
@@ -88,7 +88,7 @@ def y():
 @pytest.mark.parametrize(("program", "batch_size"), [(model, None), (model, 3), (with_local_latents, 3)])
 def test_weights_are_averages_over_draws(program, batch_size, y):
     guide = guide_of(program)
-    for _ in range(20):
+    for _ in range(5):
         step(program, guide, y, batch_size)
     guide[-1].num_draws = NUM_DRAWS
     with pytest.raises(AssertionError):

@@ -129,7 +129,7 @@ def odd_data() -> dict[str, Tensor]:
     return odd
 
 
-@pytest.mark.nightly(keep=11)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the data lie on a background")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
