@@ -105,15 +105,13 @@ def log_evidence(model, y, degree):
 @pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [BernoulliLabels(), CategoricalLabels(2), PoissonCounts()])
 def test_bound_stays_below_the_exact_evidence(likelihood):
-    for seed in range(2):
-        model = random_model(2, [1], likelihood, 1, 2, seed)
-        y = random_labels(likelihood, 2, 1, seed)
-        degree = 8 if isinstance(likelihood, CategoricalLabels) else 24
-        for steps in (0, 30):
-            maximize_bound(model, y, steps, fixed=("kernel",))
-            update_switches(model, y)
-            gap = log_evidence(model, y, degree) - float(model.bound(y).detach())
-            assert -1e-3 < gap < 3, (seed, steps)
+    model, y = random_model(2, [1], likelihood, 1, 2), random_labels(likelihood, 2, 1, 0)
+    degree = 8 if isinstance(likelihood, CategoricalLabels) else 24
+    for steps in (0, 30):
+        maximize_bound(model, y, steps, fixed=("kernel",))
+        update_switches(model, y)
+        gap = log_evidence(model, y, degree) - float(model.bound(y).detach())
+        assert -1e-3 < gap < 3, steps
 
 
 @pytest.mark.slow
