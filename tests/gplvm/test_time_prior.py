@@ -92,13 +92,15 @@ def test_bound_stays_below_the_exact_evidence(num_observed):
     assert gap < 20
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-def test_stock_elbo_estimates_the_bound():
+@pytest.mark.parametrize("number", [40, 400])
+def test_stock_elbo_estimates_the_bound(number):
     model, views = random_model(4, (2, 2))
     elbo = Trace_ELBO(num_particles=1)
-    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(100)], dtype=DOUBLE)
+    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(number)], dtype=DOUBLE)
     # Seeded; false alarm in 1 of 10 000 seeds.
-    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / 10
+    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / number**0.5
     assert Predictive(model.model, num_samples=3)()["y_1"].shape[-2:] == (4, 2)
     draws = get_dataset(to_arviz(model, views), "posterior")["x"]
     assert draws.shape[-2:] == (4, 2)
