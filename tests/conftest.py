@@ -7,6 +7,7 @@ import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -40,6 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--variants", type=int, help="of each parametrised test that is chosen, run at most so many variants")
 
 
+# Of two workers one tests the kernels, and compiles them. The other begins with what needs none: it finds them on disk later.
+KERNELS, NO_KERNELS = ("distributions", "em", "guide", "models", "ops", "scenes", "sequences"), ("datasets", "gp", "gplvm")
+
+
 def _grids(items: list[pytest.Item]) -> list[list[pytest.Function]]:
     """The variants of each test."""
     grids = defaultdict(list)
@@ -61,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for variants in _grids(items) for item in set(variants).difference(_kept(variants, most))}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    items.sort(key=lambda item: 0 if folders[item] in KERNELS else 1 if folders[item] in NO_KERNELS else 2)
 
 
 def pytest_collection_finish() -> None:

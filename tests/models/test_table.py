@@ -116,7 +116,7 @@ def test_gradient_steps_raise_the_evidence(name: str) -> None:
     assert row.log_joint(model, y).logsumexp(-1).sum().item() > before
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["random", "data"])
 @pytest.mark.parametrize(("name", "with_missing"), [(name, missing) for name, missing in WITH_MISSING if name in CLOSED_FORM])

@@ -63,6 +63,7 @@ def test_units_of_maximal_slabs(unit):
     assert other_scale == pytest.approx(scale, rel=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 @pytest.mark.parametrize("hidden", [(), (6,)])

@@ -144,6 +144,7 @@ def test_another_model_learns_the_noise_too():
     assert len(restored.guide.population()) == len(restored.patches)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "passes"),
