@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,10 @@ from pyro_truncated import datasets
 matplotlib.use("Agg")
 # Tests of kernels are about the compiled ones, from the first call on; so in the processes that they start.
 os.environ.setdefault("PYRO_TRUNCATED_BACKGROUND", "0")
+# For a device that is not there, torch keeps every seed with the call stack that set it: milliseconds each.
+for backend in (torch.cuda, torch.xpu, torch.mtia):
+    if hasattr(backend, "manual_seed_all") and not backend.is_available():
+        backend.manual_seed_all = lambda seed: None
 
 
 def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.Function]:
@@ -100,12 +103,7 @@ def _restore(state: dict[str, object], settings: dict[str, object]) -> None:
 def clean_globals() -> Iterator[None]:
     """Seeds every generator, empties Pyro's parameter store, and fails a test that leaves a global setting changed."""
     pyro.clear_param_store()
-    # As `pyro.set_rng_seed`, without the call stacks that torch keeps for devices it has not met: milliseconds for each test.
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
+    pyro.set_rng_seed(0)
     pyro.enable_validation(True)
     before, settings = _global_state(), pyro.settings.get()
     yield
