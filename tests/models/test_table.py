@@ -198,6 +198,7 @@ def test_state_dict_holds_all_that_a_model_is(name: str) -> None:
     torch.testing.assert_close(row.log_joint(fresh, y), row.log_joint(model, y), rtol=0, atol=0)
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_generates_predicts_and_subsamples(name: str) -> None:
     row = CONFIGURATIONS[name]
