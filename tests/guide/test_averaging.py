@@ -101,6 +101,7 @@ def test_everything_that_is_read_is_that_of_the_averaged_weights(y):
     guide = guide_of(model)
     step(model, guide, y)
     part, some = guide[-1], torch.tensor([5, 1])
+    part.num_draws = 10
     average = weights_by_state(part, part.weights())
     torch.testing.assert_close(part.marginals()["s"], average @ STATES)
     torch.testing.assert_close(part.marginals(some)["s"], average[some] @ STATES)
