@@ -178,7 +178,7 @@ def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[flo
     return [step() for _ in range(steps)], step, guide
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
@@ -231,7 +231,6 @@ OTHERS: dict[str, tuple[Callable[[Move], tuple[SVI, Tensor]], int]] = {
 }
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_step_of_other_models_waits_twice(name: str) -> None:
