@@ -88,7 +88,7 @@ def y():
 @pytest.mark.parametrize(("program", "batch_size"), [(model, None), (model, 3), (with_local_latents, 3)])
 def test_weights_are_averages_over_draws(program, batch_size, y):
     guide = guide_of(program)
-    for _ in range(5):
+    for _ in range(20):
         step(program, guide, y, batch_size)
     guide[-1].num_draws = NUM_DRAWS
     with pytest.raises(AssertionError):
