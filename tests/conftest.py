@@ -6,6 +6,7 @@ import gc
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -18,6 +19,10 @@ from pyro_truncated import datasets
 matplotlib.use("Agg")
 # Tests of kernels are about the compiled ones, from the first call on; so in the processes that they start.
 os.environ.setdefault("PYRO_TRUNCATED_BACKGROUND", "0")
+# For a device that is not there, torch keeps every seed with the call stack that set it: milliseconds each.
+for backend in (torch.cuda, torch.xpu, torch.mtia):
+    if hasattr(backend, "manual_seed_all") and not backend.is_available():
+        backend.manual_seed_all = lambda seed: None
 
 
 def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.Function]:
@@ -37,6 +42,10 @@ def _kept(variants: list[pytest.Function], keep: int | str) -> Iterator[pytest.F
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--variants`: what `make quick` runs of each test."""
     parser.addoption("--variants", type=int, help="of each parametrised test that is chosen, run at most so many variants")
+
+
+# Of two workers one tests the kernels, and compiles them. The other begins with what needs none: it finds them on disk later.
+KERNELS, NO_KERNELS = ("distributions", "em", "guide", "models", "ops", "scenes", "sequences"), ("datasets", "gp", "gplvm")
 
 
 def _grids(items: list[pytest.Item]) -> list[list[pytest.Function]]:
@@ -60,11 +69,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for variants in _grids(items) for item in set(variants).difference(_kept(variants, most))}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    items.sort(key=lambda item: 0 if folders[item] in KERNELS else 1 if folders[item] in NO_KERNELS else 2)
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the garbage collector need not go through half a million objects again and again."""
+    """Modules and tests stay to the end: the garbage collector need not go through half a million objects again and again.
+
+    Nor so often through what tests leave behind.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
 
 
 def _global_state() -> dict[str, object]:

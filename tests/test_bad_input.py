@@ -52,9 +52,9 @@ def values_that_do_not_fit(name, argument, value):
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"SVI.step"}))
 def test_integers_numbers_and_words_that_do_not_fit_are_refused_by_name(name):
     assert more_calls.__name__
-    for argument, good in CALLS[name]()[1].items():
+    function, arguments = CALLS[name]()
+    for argument, good in arguments.items():
         for value in values_that_do_not_fit(name, argument, good):
-            function, arguments = CALLS[name]()
             with pytest.raises((ValueError, TypeError), match=argument):
                 function(**(arguments | {argument: value}))
 

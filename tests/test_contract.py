@@ -591,6 +591,7 @@ def test_check_guide_finds_models_that_vectorise_wrongly():
         check_guide(guide, y)
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", zoo.CASES, ids=lambda make: make.__name__)
 def test_check_guide_passes_where_all_is_well(make):

@@ -55,13 +55,18 @@ LONG = {
     "gp_select_mixture",
     "image_decoder",
     "missing_frames",
+    "missing_values_in_scikit_learn",
     "moving_parts",
     "natural_images",
     "occlusive_components",
     "own_spike_slab_gplvm",
+    "question_latents",
+    "question_models",
     "question_population",
     "question_predict",
+    "ratings",
     "sparse_regression",
+    "spike_slab_digits",
     "spike_slab_signals",
 }
 PICTURES = {

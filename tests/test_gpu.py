@@ -72,6 +72,8 @@ class Place:
 
 
 pytestmark = pytest.mark.slow
+# Every other model by day.
+MODELS = [pytest.param(name, marks=pytest.mark.nightly) if number % 2 else name for number, name in enumerate(CLOSED_FORM)]
 
 HERE = Place("cpu", "compiled")
 # They take several minutes; the shipped models are counted on such a device in every run (test_device_calls.py).
@@ -115,7 +117,7 @@ def assert_same_course(courses: list[list[float]], place: Place, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CLOSED_FORM)
+@pytest.mark.parametrize("name", MODELS)
 def test_em_takes_the_same_course(name: str, dtype: torch.dtype, both: tuple[Place, Place]) -> None:
     row, courses = CONFIGURATIONS[name], []
     size = row.space().size
@@ -145,7 +147,7 @@ def test_minibatches_take_the_same_course(minibatch: str, both: tuple[Place, Pla
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("name", CLOSED_FORM)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_the_stock_elbo(name: str, with_missing: bool, both: tuple[Place, Place]) -> None:
     row, found = CONFIGURATIONS[name], []
     if with_missing and not row.takes_missing:

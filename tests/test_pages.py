@@ -32,7 +32,9 @@ LONG = {
     "docs/how-to/models.md",
     "docs/how-to/new-data.md",
     "docs/how-to/photon-counts.md",
+    "docs/how-to/save-and-resume.md",
     "docs/how-to/scikit-learn.md",
+    "docs/how-to/structure.md",
     "docs/how-to/watch-training.md",
     "docs/index.md",
 }
@@ -109,7 +111,7 @@ def literal_texts() -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_messages_that_the_page_of_errors_quotes_are_in_the_library():
     quoted = re.findall(r"^## `(.*)`$", PAGES["docs/how-to/errors.md"], re.MULTILINE)
     assert len(quoted) > 15

@@ -55,6 +55,7 @@ def evaluate(elbo: ELBO, model: Callable, guide: Callable, user: UserModel, **ba
     return loss, gradients
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @parts
 @models
@@ -98,7 +99,7 @@ def test_fewer_states_bound_the_evidence(source):
     assert loss > exact
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @models
 def test_training_ends_where_enumeration_ends(source):

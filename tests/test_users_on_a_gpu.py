@@ -1,4 +1,4 @@
-"""What users do first with data on a GPU: learn, look at posteriors, restore a picture, fit Gaussian processes. Much of it on the CPU, too.
+"""What users do first with data on a GPU: learn, look at posteriors, restore a picture, fit Gaussian processes. By night on the CPU, too.
 
 `tests/test_gpu.py` checks that numbers are the same there; here it is that nothing on the way lies elsewhere, and that results are good.
 """
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.nightly), pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 def device(request: pytest.FixtureRequest) -> str:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)

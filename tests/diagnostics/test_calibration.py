@@ -39,7 +39,7 @@ def test_exact_posteriors_are_calibrated_and_truncated_ones_are_not():
     assert float(truncated.pit["log_joint"].mean()) < 0.45
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [zoo.two_sites, zoo.one_hot, zoo.nested, zoo.nested_right, zoo.two_plates], ids=lambda case: case.__name__)
 def test_sites_of_all_kinds(case):

@@ -64,7 +64,7 @@ def flip_bits(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
-    flip_bits(tmp_path, 30)
+    flip_bits(tmp_path, 15)
 
 
 @pytest.mark.nightly

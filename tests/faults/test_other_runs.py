@@ -21,6 +21,7 @@ from pyro_truncated.training.fingerprint import describe, describe_arguments
 from tests.faults import runs
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", runs.MODES)
 def test_every_kind_of_run_goes_on_to_the_same_numbers(mode, tmp_path):
@@ -80,6 +81,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("steps", [3, 5], ids=["finished", "longer"])
 def test_another_run_is_refused_by_name_and_nothing_changes(name, steps, tmp_path):

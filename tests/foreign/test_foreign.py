@@ -23,7 +23,7 @@ def test_there_are_enough_models_and_each_names_its_source():
     assert set(OPEN) <= set(MODELS)
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_loss_gradient_and_marginals_equal_brute_force(name):
@@ -36,7 +36,7 @@ def test_loss_gradient_and_marginals_equal_brute_force(name):
     assert errors.worst < 1e-8, errors
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "habit"), SOME)
 def test_some_habits_on_some_models(name, habit):

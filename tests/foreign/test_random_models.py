@@ -13,7 +13,7 @@ from tests.foreign.random_draws import draw
 from tests.foreign.random_models import LAYOUTS
 from tests.foreign.random_sites import DISCRETE, OBSERVED
 
-CHUNK = 20
+CHUNK = 10
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
@@ -32,13 +32,13 @@ def check_all(start: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("start", "dtype"), [(20 * chunk, torch.float64 if chunk < 4 else torch.float32) for chunk in range(5)])
+@pytest.mark.parametrize(("start", "dtype"), [(10 * chunk, torch.float64 if chunk < 8 else torch.float32) for chunk in range(10)])
 def test_a_hundred_random_models_equal_brute_force(start, dtype):
     check_all(start, dtype)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("start", "dtype"), [(20 * chunk, torch.float32 if chunk % 5 == 4 else torch.float64) for chunk in range(50)])
+@pytest.mark.parametrize(("start", "dtype"), [(10 * chunk, torch.float32 if chunk % 5 == 4 else torch.float64) for chunk in range(100)])
 def test_a_thousand_random_models_equal_brute_force(start, dtype):
     check_all(start, dtype)
 

@@ -46,10 +46,13 @@ def log_evidence(
 def _log_likelihood(y: Tensor, covariance: Tensor, noise: float) -> Tensor:
     """Log likelihood of outputs that share a covariance ``(*, N, N)``, each on the data points where it is observed."""
     total = covariance.new_zeros(covariance.shape[:-2])
-    for column in y.mT:
-        seen = ~column.isnan()
-        block = covariance[..., seen, :][..., seen] + noise * torch.eye(int(seen.sum()), dtype=y.dtype)
-        total = total + torch.distributions.MultivariateNormal(torch.zeros_like(column[seen]), block).log_prob(column[seen])
+    patterns, which = (~y.mT.isnan()).unique(dim=0, return_inverse=True)
+    for k, seen in enumerate(patterns):
+        columns = y.mT[which == k][:, seen]
+        root = torch.linalg.cholesky(covariance[..., seen, :][..., seen] + noise * torch.eye(int(seen.sum()), dtype=y.dtype))
+        squares = torch.linalg.solve_triangular(root, columns.mT, upper=False).square().sum((-2, -1))
+        log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + columns.shape[1] * math.log(2 * math.pi) / 2
+        total = total - squares / 2 - len(columns) * log_det
     return total
 
 

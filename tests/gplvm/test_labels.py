@@ -105,15 +105,13 @@ def log_evidence(model, y, degree):
 @pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [BernoulliLabels(), CategoricalLabels(2), PoissonCounts()])
 def test_bound_stays_below_the_exact_evidence(likelihood):
-    for seed in range(2):
-        model = random_model(2, [1], likelihood, 1, 2, seed)
-        y = random_labels(likelihood, 2, 1, seed)
-        degree = 8 if isinstance(likelihood, CategoricalLabels) else 24
-        for steps in (0, 30):
-            maximize_bound(model, y, steps, fixed=("kernel",))
-            update_switches(model, y)
-            gap = log_evidence(model, y, degree) - float(model.bound(y).detach())
-            assert -1e-3 < gap < 3, (seed, steps)
+    model, y = random_model(2, [1], likelihood, 1, 2), random_labels(likelihood, 2, 1, 0)
+    degree = 8 if isinstance(likelihood, CategoricalLabels) else 24
+    for steps in (0, 30):
+        maximize_bound(model, y, steps, fixed=("kernel",))
+        update_switches(model, y)
+        gap = log_evidence(model, y, degree) - float(model.bound(y).detach())
+        assert -1e-3 < gap < 3, steps
 
 
 @pytest.mark.slow
@@ -134,12 +132,13 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
-def test_stock_elbo_estimates_the_bound(collapsed):
+@pytest.mark.parametrize("number", [40, 400])
+def test_stock_elbo_estimates_the_bound(collapsed, number):
     model, views = labelled(missing=0.3, num_data=4, collapsed=collapsed)
     elbo = Trace_ELBO(num_particles=1)
-    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(100)], dtype=DOUBLE)
+    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(number)], dtype=DOUBLE)
     # Seeded; false alarm in 1 of 10 000 seeds.
-    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / 10
+    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / number**0.5
 
 
 @pytest.mark.slow

@@ -80,26 +80,27 @@ def test_without_correlations_it_is_the_model_of_independent_latents():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
 def test_bound_stays_below_the_exact_evidence(num_observed):
-    for seed in range(2):
-        model, views = random_model(2, num_observed, 1, seed=seed)
-        for steps in (0, 40):
-            maximize_bound(model, views, steps, fixed=("noise", "kernel", "timescale"))
-            kernels = [exact.rbf(view.kernel.variance.detach(), view.kernel.lengthscale.detach()) for view in model.views]
-            root = torch.linalg.cholesky(model.time_prior.covariance().detach())
-            noises = [float(view.noise.detach()) for view in model.views]
-            evidence = exact.log_evidence(views, kernels, noises, model.prior, 40, root)
-            gap = evidence - float(model.bound(views).detach())
-            assert gap > -0.02, (seed, steps)  # the quadrature's own error
-        assert gap < 20
+    model, views = random_model(2, num_observed, 1)
+    for steps in (0, 40):
+        maximize_bound(model, views, steps, fixed=("noise", "kernel", "timescale"))
+        kernels = [exact.rbf(view.kernel.variance.detach(), view.kernel.lengthscale.detach()) for view in model.views]
+        root = torch.linalg.cholesky(model.time_prior.covariance().detach())
+        noises = [float(view.noise.detach()) for view in model.views]
+        evidence = exact.log_evidence(views, kernels, noises, model.prior, 40, root)
+        gap = evidence - float(model.bound(views).detach())
+        assert gap > -0.02, steps  # the quadrature's own error
+    assert gap < 20
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-def test_stock_elbo_estimates_the_bound():
+@pytest.mark.parametrize("number", [40, 400])
+def test_stock_elbo_estimates_the_bound(number):
     model, views = random_model(4, (2, 2))
     elbo = Trace_ELBO(num_particles=1)
-    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(100)], dtype=DOUBLE)
+    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(number)], dtype=DOUBLE)
     # Seeded; false alarm in 1 of 10 000 seeds.
-    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / 10
+    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / number**0.5
     assert Predictive(model.model, num_samples=3)()["y_1"].shape[-2:] == (4, 2)
     draws = get_dataset(to_arviz(model, views), "posterior")["x"]
     assert draws.shape[-2:] == (4, 2)

@@ -48,7 +48,7 @@ def step(model, guide, *args):
     return SVI(model, guide, Adam({"lr": 0.0}), Truncated_ELBO(ExhaustiveSearch())).step(*args)
 
 
-def expected_weights(guide, y, num_draws=100_000):
+def expected_weights(guide, y, num_draws=20_000):
     """Weights ``(N, 4)`` of the states averaged over draws of the normal guide, by brute force, and what they may differ by.
 
     That is six standard errors, and so a false alarm has a probability of about 2e-9 per number.
@@ -101,6 +101,7 @@ def test_everything_that_is_read_is_that_of_the_averaged_weights(y):
     guide = guide_of(model)
     step(model, guide, y)
     part, some = guide[-1], torch.tensor([5, 1])
+    part.num_draws = 10
     average = weights_by_state(part, part.weights())
     torch.testing.assert_close(part.marginals()["s"], average @ STATES)
     torch.testing.assert_close(part.marginals(some)["s"], average[some] @ STATES)

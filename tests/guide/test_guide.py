@@ -124,7 +124,7 @@ def test_plain_call_gives_model_shaped_values(make):
         assert value.dtype == trace.nodes[name]["value"].dtype
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 @cases
@@ -197,7 +197,7 @@ def test_beside_a_continuous_guide(part, batch_size):
     guide.append(part(poutine.block(global_and_local, hide=["z"])))
     guide.append(AutoTruncated(global_and_local, num_states=3))
     svi = SVI(global_and_local, guide, Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1))
-    losses = [svi.step(y, batch_size) for _ in range(150)]
+    losses = [svi.step(y, batch_size) for _ in range(60)]
     assert sum(losses[-20:]) < sum(losses[:20])
     if part is AutoDelta and batch_size is None:
         loc = guide.median(y)["loc"].detach()

@@ -95,7 +95,7 @@ def trained(family, batch_size=None) -> AutoGuideList:
     guide.append(family(poutine.block(located, expose=["loc"])))
     guide.append(AutoTruncated(located, 2))
     svi = SVI(located, guide, Adam({"lr": 0.05}), Truncated_ELBO(SEARCH, max_plate_nesting=1))
-    for _ in range(100):
+    for _ in range(30):
         svi.step(torch.tensor([0.2, 3.1, 2.8, -0.4, 0.1, 3.3], dtype=D64), batch_size)
     return guide
 

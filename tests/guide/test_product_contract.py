@@ -145,8 +145,8 @@ def test_learn_and_check_beside_a_normal_guide(y):
     guide.append(AutoNormal(poutine.block(chain_with_prior, expose=["loc"])))
     guide.append(AutoTruncated(chain_with_prior, num_states=NUM_VALUES))
     svi = SVI(chain_with_prior, guide, Adam({"lr": 0.05}), Truncated_ELBO())
-    losses = [svi.step(y) for _ in range(50)]
-    assert sum(losses[-20:]) < sum(losses[:20])
+    losses = [svi.step(y) for _ in range(30)]
+    assert sum(losses[-10:]) < sum(losses[:10])
     report = check_truncation(guide, y)
     assert report.is_trusted
     torch.testing.assert_close(report.certified, report.free_energy, rtol=0, atol=1e-9)

@@ -62,7 +62,7 @@ def exact_loss(model, *args):
     return float(TraceEnum_ELBO().loss(config_enumerate(model), lambda *args: None, *args))
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_some_structured_programs_equal_brute_force(name):
@@ -308,6 +308,7 @@ def test_a_search_step_runs_the_model_once_for_each_group_and_block(monkeypatch)
     assert len(runs) <= 2 + len(guide.product.groups) + 2
 
 
+@pytest.mark.nightly
 def test_full_sets_need_no_compiled_kernels():
     program = """
 import sys, pyro, torch

@@ -34,7 +34,7 @@ def test_model_is_bernoulli_times_normal() -> None:
     torch.testing.assert_close(log_joint(model, y, states), prior + likelihood, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
     # Where EM stands still, so does the marginal likelihood of the observed entries.

@@ -139,8 +139,8 @@ def test_what_is_missing_is_filled_in_and_starts_do_not_depend_on_it() -> None:
     model = BinaryVAE(4, 1, hidden=(), dtype=torch.float64).initialize(y)
     torch.testing.assert_close(model.center, y.nanmean(0))
     guide = AutoTruncated(model, num_states=2)
-    svi = SVI(model, guide, Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
-    for _ in range(200):
+    svi = SVI(model, guide, Adam({"lr": 0.1}), Truncated_ELBO(ExhaustiveSearch()))
+    for _ in range(100):
         svi.step(y)
     some = ~hidden.all(1)
     assert (model.reconstruct(guide.population(), y) - truth)[some][hidden[some]].abs().max() < 0.5

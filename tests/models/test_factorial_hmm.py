@@ -82,7 +82,7 @@ def test_gradients_of_the_bound_vanish_where_em_rests() -> None:
     """At a fixed point of the M-step, the gradient of log p(y) by the columns is zero."""
     y, _ = draw(2, 3, 50)
     model = FactorialHMM(3, 2, dtype=DOUBLE).initialize(y)
-    for _ in range(300):
+    for _ in range(150):
         model.maximize(model.sufficient_statistics(model.posterior(y), y))
     weight = model.weight.detach().clone()
     best = float(model.posterior(y).free_energy())

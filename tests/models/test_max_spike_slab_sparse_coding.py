@@ -85,7 +85,7 @@ def test_singletons_are_integrals_over_the_slab(with_missing: bool) -> None:
     model.prior, model.slab_mean = 0.1 + 0.5 * torch.rand(NUM_LATENTS).double(), torch.rand(NUM_LATENTS).double()
     y = generate(model, 10, with_missing)
     off = torch.log1p(-model.prior).sum()
-    z = (model.slab_mean + model.slab_scale * torch.linspace(-9, 9, 80001).unsqueeze(-1).double()).detach()
+    z = (model.slab_mean + model.slab_scale * torch.linspace(-9, 9, 20001).unsqueeze(-1).double()).detach()
     centre = (z.unsqueeze(-2) * model.weight).clamp(min=0.0).detach()
     expected = []
     for row in y:
@@ -254,13 +254,13 @@ def test_em_finds_the_bars(kind: str) -> None:
 
 @pytest.mark.slow
 def test_trains_by_gradients_as_a_plain_pyro_model() -> None:
-    y, _ = bars_data(60, 2)
+    y, _ = bars_data(30, 2)
     model = MaxSpikeSlabSparseCoding(4, 4).initialize(y)
     guide = AutoTruncated(model, num_states=2**4, conditional=model.conditional)
     svi = SVI(model, guide, Adam({"lr": 0.1}), Truncated_ELBO(ExhaustiveSearch()))
     losses = [svi.step(y) for _ in range(20)]
     # A third of a nat per data point.
-    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 20
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 10
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_structured_guide_bounds_the_evidence_from_below() -> None:
     model.weight = torch.tensor([[2.0, 0.3], [1.5, 1.4], [0.2, 2.1], [0.8, 0.9]]).double()
     model.slab_scale, model.prior = torch.tensor(0.4).double(), torch.tensor(0.4).double()
     y = generate(model, 20)
-    axis = 1 + 0.4 * torch.linspace(-8, 8, 401).double()
+    axis = 1 + 0.4 * torch.linspace(-6, 6, 301).double()
     slab = dist.Normal(1.0, 0.4).log_prob(axis)
     singles = model.singletons(y)
     offers = torch.maximum((axis.unsqueeze(-1) * model.weight[:, 0]).unsqueeze(1), axis.unsqueeze(-1) * model.weight[:, 1]).clamp(min=0.0)

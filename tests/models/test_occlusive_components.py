@@ -159,8 +159,7 @@ def test_em_with_fixed_states_never_lowers_the_free_energy(order: str, num_state
     assert values[-1] > values[0] + 1
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["exclusive", "depth"])
 def test_gradient_of_the_free_energy_vanishes_where_the_m_step_has_converged(order: str) -> None:
     model = make_model(order, num_objects=1)

@@ -100,8 +100,7 @@ def test_latents_that_are_always_or_never_on_and_dimensions_without_data_stay() 
     assert not torch.isclose(bias[[0, 1, 3, 4]], offset[[0, 1, 3, 4]]).any()
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_evidence_is_stationary_where_em_stands_still(family: str, with_missing: bool) -> None:

@@ -49,12 +49,13 @@ def data_of(name: str, num_data: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_one_data_point(name):
+def test_one_data_point(name, monkeypatch):
+    # Of the trained guide and of that of new data.
+    monkeypatch.setattr(AutoTruncated, "num_draws", 2)
     y, model = data_of(name, 3), MODELS[name]()
     if hasattr(model, "initialize"):
         model.initialize(y[:1])
     guide = AutoTruncated(model, 3, conditional=getattr(model, "pose_guide", None))
-    guide.num_draws = 4
     optimizers = [Adam({"lr": 0.01})] + ([ClosedForm(model)] if hasattr(model, "maximize") else [])
     for optimizer in reversed(optimizers):
         if not isinstance(optimizer, ClosedForm) and ClosedForm.driving(model) is not None:

@@ -100,8 +100,7 @@ def test_maximize_finds_the_stationary_point_of_q(with_missing: bool, shared_pri
         assert gradient.abs().max() < 1e-8 * max(1.0, size)
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
     model = make_model(num_latents=2)

@@ -70,6 +70,7 @@ def test_a_run_reads_every_parameter_once(name: str) -> None:
     assert set(reads.counts.values()) == {1}
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize(("name", "with_missing"), WITH_MISSING)
 def test_bound_and_gradients_of_all_states_are_those_of_the_evidence(name: str, with_missing: bool) -> None:
     row = CONFIGURATIONS[name]
@@ -110,12 +111,12 @@ def test_gradient_steps_raise_the_evidence(name: str) -> None:
     before = row.log_joint(model, y).logsumexp(-1).sum().item()
     pyro.clear_param_store()
     svi = SVI(model, AutoTruncated(model, num_states=row.space().size), Adam({"lr": 0.02}), Truncated_ELBO(ExhaustiveSearch()))
-    for _ in range(15):
+    for _ in range(8):
         svi.step(y)
     assert row.log_joint(model, y).logsumexp(-1).sum().item() > before
 
 
-@pytest.mark.nightly(keep=20)
+@pytest.mark.nightly(keep=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["random", "data"])
 @pytest.mark.parametrize(("name", "with_missing"), [(name, missing) for name, missing in WITH_MISSING if name in CLOSED_FORM])
@@ -197,6 +198,7 @@ def test_state_dict_holds_all_that_a_model_is(name: str) -> None:
     torch.testing.assert_close(row.log_joint(fresh, y), row.log_joint(model, y), rtol=0, atol=0)
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_generates_predicts_and_subsamples(name: str) -> None:
     row = CONFIGURATIONS[name]
@@ -244,11 +246,11 @@ def test_one_data_point(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_UNITS)
 def test_free_energies_in_another_unit_differ_by_its_logarithm(name: str, unit: float) -> None:
     y = CONFIGURATIONS[name].generate(3 * N)
-    own, other = (torch.tensor(trained_by_em(CONFIGURATIONS[name], data, 8), dtype=D64) for data in (y, unit * y))
+    own, other = (torch.tensor(trained_by_em(CONFIGURATIONS[name], data, 4), dtype=D64) for data in (y, unit * y))
     torch.testing.assert_close(other + y.numel() * math.log(unit), own, atol=1e-6, rtol=1e-9)
 
 
-@pytest.mark.nightly(keep="values")
+@pytest.mark.nightly(keep=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 @pytest.mark.parametrize("name", WITH_UNITS)
@@ -274,6 +276,7 @@ def test_starts_are_reproducible_and_refuse_other_shapes(name: str) -> None:
         model.initialize(y[:0])
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_arrays_are_taken_for_tensors(name: str) -> None:
     row = CONFIGURATIONS[name]

@@ -63,6 +63,7 @@ def test_units_of_maximal_slabs(unit):
     assert other_scale == pytest.approx(scale, rel=1e-9)
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 @pytest.mark.parametrize("hidden", [(), (6,)])
@@ -129,7 +130,7 @@ def odd_data() -> dict[str, Tensor]:
     return odd
 
 
-@pytest.mark.nightly(keep=11)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the data lie on a background")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

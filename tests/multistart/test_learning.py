@@ -208,7 +208,7 @@ def test_a_seed_repeats_a_run():
     for _ in range(2):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        model = BinarySparseCoding(9, 6)
+        model = BinarySparseCoding(9, 3)
         learn(model, y, generator=generator(1), **QUICK)
         weights.append(model.weight.detach().clone())
     assert torch.equal(*weights)
@@ -219,10 +219,10 @@ def test_a_seed_repeats_a_run():
 @pytest.mark.parametrize(
     ("model", "y"),
     [
-        (lambda: MaximalCauses(25, 10), linear_bars(60, 5, mean_active=2.0, generator=generator()).data.abs()),
-        (lambda: SpikeSlabSparseCoding(25, 10), linear_bars(60, 5, mean_active=2.0, generator=generator()).data),
-        (lambda: NoisyOr(25, 10), noisy_or_bars(60, 5, generator=generator()).data),
-        (lambda: DiscreteSparseCoding(25, 10, [-1.0, 0.0, 1.0]), linear_bars(60, 5, mean_active=2.0, generator=generator()).data),
+        (lambda: MaximalCauses(9, 6), linear_bars(60, 3, mean_active=1.5, generator=generator()).data.abs()),
+        (lambda: SpikeSlabSparseCoding(9, 6), linear_bars(60, 3, mean_active=1.5, generator=generator()).data),
+        (lambda: NoisyOr(9, 6), noisy_or_bars(60, 3, generator=generator()).data),
+        (lambda: DiscreteSparseCoding(9, 6, [-1.0, 0.0, 1.0]), linear_bars(60, 3, mean_active=1.5, generator=generator()).data),
         (lambda: GaussianMixture(2, 3), torch.randn(60, 2, generator=generator())),
         (lambda: PoissonMixture(2, 3), torch.poisson(3 * torch.rand(60, 2, generator=generator()), generator=generator())),
     ],
@@ -331,7 +331,7 @@ def test_starts_are_compared_without_what_spare_latents_make_of_noise():
 @pytest.mark.slow
 def test_steps_of_starts_are_shown(capsys):
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
-    learn(BinarySparseCoding(9, 6), y, **{**QUICK, "progress": True})
+    learn(BinarySparseCoding(9, 3), y, **{**QUICK, "progress": True})
     shown = capsys.readouterr().err
     assert re.search(r"start 2: [1-9]\d*step", shown)
     assert "training: 100%" in shown
@@ -405,8 +405,8 @@ def test_errors_of_the_model_itself_stay_as_they_are():
 def test_a_search_is_used_as_given():
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     seen = []
-    search = Preselection(lambda batch: seen.append(len(batch.population)) or Singletons()(batch), 3)
-    learn(BinarySparseCoding(9, 6), y, search, **QUICK)
+    search = Preselection(lambda batch: seen.append(len(batch.population)) or Singletons()(batch), 2)
+    learn(BinarySparseCoding(9, 3), y, search, **QUICK)
     assert set(seen) == {60}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -59,27 +60,23 @@ class Problem:
             self.weights[node] = weight
         # A global variable has one state, one in a plate one for each member.
         self.entries = [(n, m) for n in nodes for m in (range(PLATE[2]) if n in in_plate else [0])]
+        self.states = torch.tensor(list(itertools.product(*(range(sizes[node]) for node, _ in self.entries))))
 
-    def joint(self, weights=None):
-        """All joint states with their log weights."""
-        weights = self.weights if weights is None else weights
-        for state in itertools.product(*(range(self.sizes[node]) for node, _ in self.entries)):
-            value = dict(zip(self.entries, state, strict=True))
-            yield value, self.log_weight(value, weights)
-
-    def log_weight(self, value, weights):
-        total = 0.0
-        for scope, table in [*self.tables, *(((node,), weight) for node, weight in weights.items())]:
+    def log_weights(self, states, weights=None):
+        """The log weight of each joint state ``(T, E)``, entry by entry of the tables."""
+        value = dict(zip(self.entries, states.unbind(-1), strict=True))
+        total = torch.zeros(len(states), dtype=torch.float64)
+        for scope, table in [*self.tables, *(((node,), weight) for node, weight in (weights or self.weights).items())]:
             for member in range(PLATE[2] if set(scope) & set(self.in_plate) else 1):
                 place = [0] * self.tree.num_dims
                 for node in scope:
                     place[self.tree.dim(node)] = value[node, member if node in self.in_plate else 0]
                 place[-1] = min(member, table.shape[-1] - 1)
-                total += float(table[tuple(place)])
+                total += table[tuple(place)]
         return total
 
     def evidence(self, weights=None):
-        return torch.tensor([weight for _, weight in self.joint(weights)], dtype=torch.float64).logsumexp(0)
+        return self.log_weights(self.states, weights).logsumexp(0)
 
     def found(self, **options):
         messages = self.tree.collect(self.tables, dict(self.weights), **options)
@@ -121,7 +118,7 @@ def equal(found, expected):
 def test_evidence_and_maximum_equal_brute_force(name, zeros, seed):
     own = problem(name, zeros, seed)
     assert equal(own.found()[1], own.evidence())
-    assert equal(own.found(maximum=True)[1], max(weight for _, weight in own.joint()))
+    assert equal(own.found(maximum=True)[1], own.log_weights(own.states).max())
 
 
 @pytest.mark.parametrize(("name", "zeros", "seed"), CASES)
@@ -131,8 +128,8 @@ def test_the_most_probable_state_is_that_of_brute_force(name, zeros, seed):
     if best < IMPOSSIBLE / 2:
         return
     drawn = messages.draw(None)
-    value = {(node, member): int(drawn[node][0].reshape(-1)[member]) for node, member in own.entries}
-    assert equal(own.log_weight(value, own.weights), best)
+    state = torch.tensor([[int(drawn[node][0].reshape(-1)[member]) for node, member in own.entries]])
+    assert equal(own.log_weights(state), best)
 
 
 @pytest.mark.parametrize(("name", "zeros", "seed"), CASES)
@@ -201,18 +198,14 @@ def test_draws_have_the_frequencies_of_the_joint_distribution(name):
     messages, whole = own.found()
     number = 4000
     drawn = messages.draw(number, torch.Generator().manual_seed(0))
-    counts: dict[tuple[int, ...], int] = {}
-    states = [[drawn[node][0].reshape(number, -1)[:, member].tolist() for node, member in own.entries]]
-    for state in zip(*states[0], strict=True):
-        counts[state] = counts.get(state, 0) + 1
+    states = torch.stack([drawn[node][0].reshape(number, -1)[:, member] for node, member in own.entries], -1)
+    counts = Counter(map(tuple, states.tolist()))
     log_probs = sum(drawn[node][1].reshape(number, -1).sum(1) for node in drawn)
-    for value, weight in own.joint():
-        state = tuple(value[entry] for entry in own.entries)
-        prob = float((torch.tensor(weight) - whole).exp())
-        # Six standard errors, and one for skewness: false alarms in fewer than one of a million runs.
-        assert abs(counts.get(state, 0) - number * prob) <= 1 + 6 * (number * prob * (1 - prob)) ** 0.5
-    first = own.log_weight({e: states[0][i][0] for i, e in enumerate(own.entries)}, own.weights) - float(whole)
-    assert float(log_probs[0]) == pytest.approx(first, abs=1e-9)
+    expected = number * (own.log_weights(own.states) - whole).exp()
+    found = torch.tensor([counts[tuple(state)] for state in own.states.tolist()])
+    # Six standard errors, and one for skewness: false alarms in fewer than one of a million runs.
+    assert bool(((found - expected).abs() <= 1 + 6 * (expected * (1 - expected / number)).sqrt()).all())
+    torch.testing.assert_close(log_probs, own.log_weights(states) - whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.15])

@@ -185,6 +185,7 @@ class TestSparseFlipProbabilities:
 
 class TestFlipSparse:
     # Every activity from none to all, several targets on both sides.
+    @pytest.mark.nightly(keep="values")
     @pytest.mark.slow
     @pytest.mark.parametrize("target", [0.0, 1.5, 4.0, 11.0])
     @pytest.mark.parametrize("mean", [1 / 12, 0.3])

@@ -35,8 +35,7 @@ def test_natural_patches(name, real_data, tmp_path):
     assert summary["last"] > summary["first"]
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("variant", ["paper", "ours"])
 def test_experiments_run(name, variant):

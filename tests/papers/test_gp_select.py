@@ -30,7 +30,7 @@ def test_mixture_needs_a_nonlinear_selection():
     assert all((accuracy > 0.95) == (case.kernel == "rbf") for case, accuracy in worst.items())
 
 
-@pytest.mark.nightly(keep="values")
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", gp_select.MODELS)
 @pytest.mark.parametrize("variant", gp_select.VARIANTS)

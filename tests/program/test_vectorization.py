@@ -168,7 +168,7 @@ def quietly(guide: AutoTruncated, *args) -> AutoTruncated:
     return guide
 
 
-@pytest.mark.nightly(keep=6)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @cases
 def test_losses_gradients_and_weights_equal_brute_force(model, sites, local, scoring, idiom):

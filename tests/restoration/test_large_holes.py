@@ -97,6 +97,7 @@ def biharmonic(holed: torch.Tensor) -> torch.Tensor:
     return found.reshape(holed.shape)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_strip_at_the_border_is_filled_better_than_by_simple_means(seed):

@@ -48,6 +48,7 @@ def test_the_gain_of_few_or_unlike_whole_numbers_is_one(levels):
     assert estimate_gain(torch.tensor(levels).repeat(10)) == 1.0
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["grey", "colour", "missing", "integers", "signal"])
 def test_photon_counts_are_restored_in_their_unit(shape):

@@ -44,7 +44,7 @@ def checks(estimators: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.nightly(keep=26)
+@pytest.mark.nightly(keep=13)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("estimator", "check"), checks(ESTIMATORS))

@@ -30,6 +30,7 @@ def test_dates_are_categories():
     np.testing.assert_array_equal(*(mixture.weights_ for mixture in mixtures))
 
 
+@pytest.mark.nightly(keep="values")
 @pytest.mark.parametrize("covariance_type", ["full", "tied", "diag", "spherical"])
 @pytest.mark.parametrize("offset", [1e8, 1e12, 2.0**53])
 def test_mixtures_of_columns_far_from_zero_are_those_of_columns_at_zero(covariance_type, offset):

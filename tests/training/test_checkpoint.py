@@ -77,7 +77,7 @@ def train(svi: SVI, y: torch.Tensor, steps: int, kind: str) -> list[float]:
     return [svi.step(y, *batch) for _ in range(steps)]
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):

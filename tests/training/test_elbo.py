@@ -118,7 +118,7 @@ def test_subsampling_is_unbiased_and_batch_sizes_may_vary(elbo, scale):
     y = torch.randn(6, 3, dtype=torch.float64)
     guide = AutoTruncated(subsampled, num_states=16)
     full, full_grads = step(Truncated_ELBO(ExhaustiveSearch()), subsampled, guide, (y, None, scale))
-    for batch_size in (1, 2, 3):
+    for batch_size in (1, 3):
         losses, grads = [], []
         for _ in range(150):
             loss, grad = step(elbo, subsampled, guide, (y, batch_size, scale))

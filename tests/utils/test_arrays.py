@@ -38,6 +38,7 @@ def y(generator):
 KINDS = [models.BinarySparseCoding, models.SpikeSlabSparseCoding, models.MaximalCauses, models.GaussianMixture, models.DiscreteSparseCoding]
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_on_an_array_is_training_on_a_tensor(kind, y):
     found = []

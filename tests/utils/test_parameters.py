@@ -131,7 +131,7 @@ class Run:
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
 
-@pytest.mark.nightly(keep=8)
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_two_of_a_class_trained_in_turns_are_those_trained_apart(name, y):

@@ -46,7 +46,7 @@ def brute_force(table: torch.Tensor, population: torch.Tensor, num_latents: int,
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     shape=st.sampled_from([(1, 2), (2, 2), (4, 2), (6, 2), (1, 5), (3, 3)]),
     share=st.floats(0, 1),
