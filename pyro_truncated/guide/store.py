@@ -141,7 +141,8 @@ class PopulationStore(torch.nn.Module):
         """Returns where rows are among those of all processes."""
         # The rows of a guide on sets are those of several nodes, one after the other.
         portion = self.portion
-        return rows if portion is None else rows + portion.first + rows // portion.size * (portion.total - portion.size)
+        skipped = 0 if portion is None else rows // portion.size * (portion.total - portion.size)
+        return self.first_position + rows + skipped
 
     def start_(self, layout: Layout | NodeGroup, init: Init, device: torch.device, portion: Portion | None = None) -> None:
         """Creates populations for a model's sites, or checks loaded ones.
