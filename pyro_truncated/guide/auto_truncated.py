@@ -122,7 +122,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         # A store of whole states, or of the sets of all nodes.
         self.populations: Any = populations_in(store, check_count("num_states", num_states))
         self._init = init
-        self.whole_states = whole_states or conditional is not None
+        self.whole_states = whole_states
         self._last_call: Call | None = None
 
     @property
@@ -172,7 +172,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
             raise
 
     @property
-    def _holds_whole_states(self) -> bool:  # type: ignore[override]
+    def holds_whole_states(self) -> bool:  # type: ignore[override]
         """Whether populations of whole states have been loaded."""
         return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 

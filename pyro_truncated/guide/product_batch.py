@@ -269,7 +269,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         random = self.populations.stores[0].next_search_()
         if not self.populations.is_part:
             return SetSearch(self.scorer, random, is_new)
-        every = [store.global_rows(torch.arange(len(store.words))) for store in self.populations.stores]
+        every = [store.global_rows(torch.arange(len(store.words), device=self.scorer.device)) for store in self.populations.stores]
         chosen = [self.scorer.population_rows(number) for number in range(len(every))]
-        positions = [rows.to(self.scorer.device) if own is None else rows[own] for rows, own in zip(every, chosen, strict=True)]
+        positions = [rows if own is None else rows[own] for rows, own in zip(every, chosen, strict=True)]
         return SetSearch(self.scorer, random, is_new, positions)

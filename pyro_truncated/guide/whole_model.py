@@ -66,7 +66,7 @@ class WholeModelGuide(AutoGuide):
 
     whole_states: bool = True
     num_states: int = 1
-    _holds_whole_states: bool = False
+    holds_whole_states: bool = False
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class WholeModelGuide(AutoGuide):
             self._refuse_another()
             trace = first_run(call, self.conditional)
             self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
-            is_whole = self.whole_states or self._holds_whole_states
+            is_whole = self.whole_states or self.holds_whole_states or self.conditional is not None
             self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
-            if self.conditional is not None:
+            if not self.whole_states and self.conditional is not None:
                 note_whole_states(trace, self._layout, dependencies, self.num_states)
             if self._product is None:
                 refuse_partial_plates(self._layout.sites.values(), self._layout.plates)

@@ -58,7 +58,7 @@ class SolutionPool:
 
     Attributes:
         best: the one with the highest free energy, with what others have added to it.
-        found: what independent restarts have found, without states: those from one place agree in poor optima.
+        found: what independent restarts have found, without parameters and states: those from one place agree in poor optima.
         groups: exchange latents between restarts; none where these exchange nothing.
         is_network: whether restarts exchange nothing, as weights of networks mean nothing in another network.
         decoded: the values that a network decodes states into, if a linear model can warm-start it.
@@ -93,7 +93,7 @@ class SolutionPool:
     def add(self, found: Solution, restart: Restart) -> None:
         """Adds a restart."""
         self.restarts.append(restart)
-        self.found.append(found.replace(population=None))
+        self.found.append(found.replace(parameters={}, population=None, companion={}))
         if self.groups:
             self._join(found)
         self._take_best(self._best if self.groups else found)

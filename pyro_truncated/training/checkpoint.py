@@ -462,6 +462,8 @@ def refuse_partial_checkpoint(svi: SVI, args: tuple[Any, ...], kwargs: Mapping[s
 
 def _has_sets(part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a guide, once set up, has a set for each node."""
+    if part.holds_whole_states:
+        return False
     reader = WholeModelGuide(part.model, **part.options)
     reader.whole_states, reader.num_states = part.whole_states, part.num_states
     with empty_store(), spare_random_numbers(), poutine.block():

@@ -147,11 +147,10 @@ def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missin
     assert float(explicit.bound(views).detach()) <= best + 1e-8
 
 
-@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [False, True])
 @pytest.mark.parametrize("missing", [0.3, 0.0])
-@pytest.mark.parametrize("number", [40, 400])
+@pytest.mark.parametrize("number", [40, pytest.param(400, marks=pytest.mark.nightly)])
 def test_stock_elbo_estimates_the_bound(collapsed, missing, number):
     model = random_model(4, (2, 2), 2, collapsed=collapsed)
     views = random_views(model, missing=missing)

@@ -123,7 +123,7 @@ def test_gains_of_two_in_the_place_of_one_are_those_on_its_data(kind: str) -> No
         torch.testing.assert_close(gains[k], (1 - share + share * ratio).log().sum() + log_prior)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_states", [2, K])
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,7 +68,7 @@ def test_ties_go_to_the_first(kind: str) -> None:
     assert ops.maximum_statistics(words, one, value, 0 * weight)[2].tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_gradients(kind: str, with_missing: bool) -> None:

@@ -61,7 +61,7 @@ def test_what_little_the_background_wins_has_all_its_digits(kind: str) -> None:
     torch.testing.assert_close(sums, 3 * wins, rtol=1e-15, atol=0)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_gradients(kind: str, with_missing: bool) -> None:

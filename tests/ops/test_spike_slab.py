@@ -95,7 +95,7 @@ def test_moments_by_dimension(kind: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_gradients(kind: str, with_missing: bool) -> None:

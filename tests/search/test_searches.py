@@ -82,7 +82,7 @@ def test_free_energy_never_falls_and_states_stay_distinct(name: str, toy: Toy) -
         batch = dataclasses.replace(batch, population=improved)
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHES)
 def test_finds_the_best_states(name: str, toy: Toy) -> None:

@@ -38,7 +38,7 @@ def test_mixtures_know_no_units_of_columns(units, covariance):
     np.testing.assert_allclose(found.means_ / units, expected.means_, rtol=1e-6)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep="values")
 @pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
