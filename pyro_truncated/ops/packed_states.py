@@ -1,4 +1,4 @@
-"""Packed states: places of latents, active ones, checks, combinations."""
+"""Packed states: places of latents, checks, combinations."""
 
 from __future__ import annotations
 
