@@ -1,4 +1,4 @@
-"""Makes the README fit for the package index, which shows no relative links."""
+"""Makes the links of the README absolute, as the package index needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINK = re.compile(r"((?<!!)\[[^]]*\]\()(?![#\w]+:)")
 
 
 def with_absolute_links(text: str) -> str:
-    """Returns the text with the addresses of its pictures and links on the web."""
+    """Returns the text with absolute addresses of pictures and links."""
     text = PICTURE.sub(rf"\1https://raw.githubusercontent.com/{REPOSITORY}/main/", text)
     return LINK.sub(rf"\1https://github.com/{REPOSITORY}/blob/main/", text)
 

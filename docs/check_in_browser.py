@@ -1,4 +1,6 @@
-"""Opens every page of the built site in headless Chromium: no broken link, picture or formula, nothing wider than a phone, search finds.
+"""Opens every page of the built site in headless Chromium.
+
+No link, picture or formula may be broken, nothing wider than a phone, and search has to find pages.
 
     python docs/check_in_browser.py docs/_build/html
 
@@ -70,7 +72,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(site: Path) -> Iterator[str]:
-    """The address of the site while it is served on this machine: search needs one."""
+    """Serves the site, as search needs, and yields its address."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -145,7 +147,7 @@ def broken_links(site: Path) -> list[str]:
 
 
 def look(driver: Any, address: str, page: str, patience: int = 30) -> list[str]:
-    """What is wrong with a page, wide and on a phone; formulas have some seconds to be set."""
+    """Yields what is wrong with a page, wide and on a phone."""
     resize(driver, WIDE)
     driver.get(f"{address}/{page}")
     seen = driver.execute_async_script(LOOK, patience)

@@ -1,4 +1,7 @@
-"""How Sphinx builds the site: `make docs`. Nothing is fetched from the network while it builds or while it is read."""
+"""How Sphinx builds the site: `make docs`.
+
+Nothing is fetched from the network while it builds or while it is read.
+"""
 
 import importlib.metadata
 import sys

@@ -1,4 +1,6 @@
-"""Crowded bars: twenty bars that add up, five in an image on average; the variants of the evolutionary search learn them side by side.
+"""Crowded bars, learned by the variants of the evolutionary search.
+
+Twenty bars add up, five in an image on average.
 
     python examples/bars.py --variants all
 

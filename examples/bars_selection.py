@@ -1,8 +1,8 @@
-"""Bars learned three ways, with four ways to choose which bars may be present in an image.
+"""Bars that are superposed in three ways, with four ways of preselection.
 
 Bars add up (A), add up with varying strength (B), or hide each other, with varying strength (C). For each image EM considers only some
-of the bars: those that a hand-crafted affinity ranks highest, or those that Gaussian processes predict from the image, with a linear
-kernel, an RBF kernel, or their sum.
+of the bars. A hand-crafted affinity ranks them, or Gaussian processes predict them from the image, with a linear kernel, an RBF kernel, or
+their sum.
 
     python examples/bars_selection.py
 

@@ -1,8 +1,8 @@
-"""A variational autoencoder with binary latents: strokes of handwritten digits, learned without an encoder.
+"""A variational autoencoder with binary latents, trained without an encoder.
 
     python examples/binary_vae.py
 
-learns a neural network over binary latents from patches of MNIST (or of scikit-learn's digits where the data folder has no MNIST) and
+learns a neural network over binary latents from patches of MNIST, or of scikit-learn's digits where the data folder has no MNIST. It
 writes binary_vae.png: what single latents draw, patches beside their reconstructions, patches drawn from the model, the free energy.
 """
 
@@ -36,7 +36,7 @@ def make_patches(num: int, size: int, seed: int) -> torch.Tensor:
 
 
 def learn(args: argparse.Namespace, y: torch.Tensor) -> tuple[BinaryVAE, AutoTruncated, list[float]]:
-    """The model, its posterior, and the free energy per patch after every epoch."""
+    """Returns the model, its posterior, and the free energy after every epoch."""
     model = BinaryVAE(y.shape[1], args.latents, hidden=(args.hidden,)).initialize(y)
     guide = AutoTruncated(model, num_states=args.states)
     elbo = Truncated_ELBO(EvolutionarySearch(args.parents, args.children, 1, mutation="sparseflips"))

@@ -1,12 +1,12 @@
-"""Images asked for by texts and texts by images: retrieval through the topics that both views share latent dimensions with.
+"""Retrieves images by texts and texts by images, through shared latent dimensions.
 
     python examples/cross_modal_retrieval.py
 
 Uses the Wikipedia articles of the data folder, or where there is none two made-up views. Topics of the stored articles are a third view
 of the model, a categorical one; queries have none. Stored articles are ranked by the probability that the query has their topic, which is
-what "relevant" means here: that averages .49 to .53 mean average precision where the bound hardly rises any more (1000 iterations).
+what "relevant" means here. That averages 0.49 to 0.53 mean average precision where the bound hardly rises any more (1000 iterations).
 Distances between latents, shown beside, rank by everything that images and texts share, of which topics are a small part, and average
-.25; without any labels they have .31. Writes cross_modal_retrieval.png: precision over recall for queries by image and by text, and which
+0.25; without any labels they have 0.31. Writes cross_modal_retrieval.png: precision over recall for queries by image and by text, and which
 view uses which dimension.
 """
 
@@ -52,7 +52,7 @@ def made_up(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 
 
 def precision_recall(distances: torch.Tensor, query: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean precision at eleven levels of recall, these levels, and the mean average precision."""
+    """Returns eleven levels of recall, their precisions, and the mean average precision."""
     hits = (stored[distances.argsort(1)] == query.unsqueeze(1)).double()
     precision = hits.cumsum(1) / torch.arange(1, hits.shape[1] + 1)
     recall = hits.cumsum(1) / hits.sum(1, keepdim=True)
@@ -62,7 +62,7 @@ def precision_recall(distances: torch.Tensor, query: torch.Tensor, stored: torch
 
 
 def train(args: argparse.Namespace, views: list[torch.Tensor]) -> SpikeSlabMRD:
-    """From principal components, and with all switches on until the latents have found their places."""
+    """Trains from principal components; switches are on until the latents converge."""
     torch.manual_seed(args.seed)
     sizes, likelihood = [v.shape[1] for v in views], ["gaussian", "gaussian", CategoricalLabels(10)]
     model = SpikeSlabMRD(len(views[0]), sizes, 10, num_inducing=args.inducing, likelihood=likelihood)

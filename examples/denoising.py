@@ -1,4 +1,4 @@
-"""Takes noise off a photograph, or fills in what is missing, with what is learned from the damaged image itself.
+"""Denoises or inpaints a photograph by a model of the image itself.
 
 Small patches of the image are a mixture of normal distributions around places of the image. Truncated EM learns the mixture from
 overlapping patches of what has been restored so far; the result is the posterior mean of all noisy patches, averaged where they overlap.
@@ -49,7 +49,7 @@ def picture(truth: Tensor, damaged: Tensor, restored: Restored, path: Path) -> N
 
 
 def learned(model: PatchMixture | SpikeSlabSparseCoding) -> Tensor:
-    """The longest directions of the components, or the dictionary elements, that are used most, in columns."""
+    """Returns the directions or dictionary elements that are used most, in columns."""
     if isinstance(model, PatchMixture):
         longest = model.factor[model.weights.argsort(descending=True), :, 0]
         return longest[longest.any(1)][:100].mT

@@ -1,10 +1,10 @@
-"""Handwritten digits as counts: maximal causes of Poisson data learn their parts, and restore the half of a digit that is hidden.
+"""Maximal causes of counts learn parts of digits, and restore halves.
 
     python examples/digits_as_counts.py
 
 A pixel of scikit-learn's digits counts how many of sixteen points the pen has touched. Ink does not add up where strokes cross, so the
-strongest cause decides. Prints what the counts of hidden halves of unseen digits cost in nats, under the model and under the mean digit,
-and writes digits_as_counts.png: the causes learned (whole digits, and strokes), and digits beside their hidden and restored halves.
+strongest cause decides. Prints what the counts of hidden halves of unseen digits cost in nats, under the model and under the mean digit.
+Writes digits_as_counts.png: the causes learned (whole digits, and strokes), and digits beside their hidden and restored halves.
 """
 
 import argparse

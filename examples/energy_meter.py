@@ -1,4 +1,4 @@
-"""Energy disaggregation: one meter shows the sum of ten appliances; which of them is on, minute by minute?
+"""Energy disaggregation: which of ten appliances is on, by one meter?
 
     python examples/energy_meter.py
 
@@ -19,7 +19,7 @@ from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussian
 
 
 def simulate(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BinaryChains]:
-    """The meter ``(1, T, 1)``, who was on ``(1, T, M)``, the appliances' power ``(1, M)`` and their habits."""
+    """Returns meter ``(1, T, 1)``, states ``(1, T, M)``, powers ``(1, M)`` and transitions."""
     generator = torch.Generator().manual_seed(args.seed)
     first, second, third = torch.rand(3, args.appliances, dtype=torch.float64, generator=generator)
     power = (60 * 40**first).sort(descending=True).values

@@ -1,4 +1,4 @@
-"""The wall: Pyro's plain enumeration of H binary latents needs 2^H times time and memory; a truncated posterior does not.
+"""The wall that enumeration meets: 2^H times time and memory.
 
 Both evaluate the log evidence (or its lower bound) of the same linear Gaussian model. Plain enumeration runs in a process of its own with
 limited memory, so that it can fail. Prints the table, writes enumeration_wall.png. Where there is no
@@ -47,7 +47,7 @@ def model(y: Tensor, weight: Tensor) -> None:
 
 
 class Data(NamedTuple):
-    """Observations ``(N, D)``, the dictionary ``(D, H)``, and the states ``(N, H)`` that made the observations."""
+    """Returns observations ``(N, D)``, dictionary ``(D, H)``, and true states ``(N, H)``."""
 
     y: Tensor
     weight: Tensor
@@ -63,7 +63,7 @@ def make_data(latents: int, args: argparse.Namespace) -> Data:
 
 
 def log_joint_of_truth(data: Data) -> float:
-    """Log joint of the states that made the data: one term of the evidence, which a good bound lies above."""
+    """Returns the log joint of the true states, part of the evidence."""
     trace = poutine.trace(poutine.condition(model, {"s": data.states})).get_trace(data.y, data.weight)
     return float(trace.log_prob_sum())
 
@@ -114,7 +114,7 @@ METHODS = {"plain": enumerate_plainly, "truncated": truncate}
 
 
 def in_process(method: str, latents: int, args: argparse.Namespace) -> dict[str, float] | None:
-    """A method's bound, time and memory measured in a process of its own; ``None`` if it ran out of memory or time."""
+    """Returns bound, time and memory of a process; ``None`` if it failed."""
     options = [f"--{name}={getattr(args, name)}" for name in ("data", "dimensions", "states", "steps", "exact", "memory")]
     command = [sys.executable, __file__, *options, f"--worker={method}:{latents}"]
     try:

@@ -1,4 +1,4 @@
-"""Mixture of three Gaussians on a line: which two of the three classes each point may belong to is a matter of regression.
+"""Gaussian processes preselect the classes of a mixture of three Gaussians.
 
 Every iteration of EM considers only two classes per data point. Gaussian processes choose them: one function over the plane per class,
 regressed on the responsibilities of the iteration before. An RBF kernel learns the classes; linear functions cannot single out the
@@ -29,7 +29,7 @@ CENTRES = torch.tensor([[-5.0, -2.0], [0.0, 0.0], [5.0, 2.0]])
 
 
 class Snapshot(NamedTuple):
-    """One iteration: its number, classes ``(N,)``, means of the classes, and the regression functions on a grid ``(side, side, 3)``."""
+    """One iteration: number, classes ``(N,)``, means, and regression functions ``(side, side, 3)``."""
 
     iteration: int
     classes: Tensor
@@ -38,7 +38,7 @@ class Snapshot(NamedTuple):
 
 
 def make_data(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Points ``(N, 2)`` around three centres on a line, and which centre each belongs to."""
+    """Returns points ``(N, 2)`` around three centres, and their centres."""
     generator = torch.Generator().manual_seed(args.seed)
     labels = torch.randint(3, (args.points,), generator=generator)
     return CENTRES[labels] + torch.randn(args.points, 2, generator=generator), labels
@@ -52,7 +52,7 @@ def grid_over(y: Tensor, side: int) -> tuple[Tensor, list[float]]:
 
 
 def learn(args: argparse.Namespace, kernel: str, y: Tensor, labels: Tensor, from_truth: bool = False) -> tuple[list[Snapshot], float]:
-    """Snapshots of all iterations and the share of points in their right class, up to the classes' names."""
+    """Returns snapshots of all iterations and the accuracy of the classes."""
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     model = GaussianMixture(2, 3).initialize(y)
@@ -79,7 +79,7 @@ def learn(args: argparse.Namespace, kernel: str, y: Tensor, labels: Tensor, from
 
 
 def accuracy(classes: Tensor, labels: Tensor) -> float:
-    """Share of points in the right class under the best naming of the classes."""
+    """Returns the accuracy under the best permutation of the classes."""
     return max(float((torch.tensor(names)[classes] == labels).double().mean()) for names in itertools.permutations(range(3)))
 
 

@@ -1,9 +1,9 @@
-"""A two-dimensional map of handwritten digits: a Gaussian process decoder trained with stochastic active sets.
+"""A map of handwritten digits by a decoder with stochastic active sets.
 
     python examples/image_decoder.py --data mnist --images 5000
 
-writes latent_space.png: the training images in the latent space over the decoder's uncertainty, reconstructions of test images, images
-along a grid of latents, and lower halves painted in from upper ones.
+writes latent_space.png: the training images in the latent space over the decoder's uncertainty, and reconstructions of test images. Below
+are images along a grid of latents, and lower halves painted in from upper ones.
 """
 
 import argparse
@@ -25,7 +25,7 @@ STORED = {"mnist": "mnist_train", "fashion": "fashion_mnist_train"}
 
 
 def load_images(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Images ``(N, D)`` in [0, 1], their classes, and their width; scikit-learn's small digits where the stored data are missing."""
+    """Returns images ``(N, D)`` in [0, 1], their classes, and their width."""
     generator = torch.Generator().manual_seed(args.seed)
     try:
         stored = datasets.load(STORED[args.data])
@@ -75,7 +75,7 @@ def draw_latent_space(ax, decoder: SASDecoder, z: torch.Tensor, y: torch.Tensor)
 
 
 def tile(rows: list[torch.Tensor], width: int) -> torch.Tensor:
-    """Images ``(n, D)`` side by side, one row of the picture per entry, thin lines between."""
+    """Returns a picture of images ``(n, D)``, one row for each entry."""
     squares = [torch.nn.functional.pad(row.reshape(len(row), -1, width), (0, 1, 0, 1), value=0.5) for row in rows]
     return torch.cat([torch.cat(list(square), 1) for square in squares])
 

@@ -1,4 +1,4 @@
-"""Frames of a film that are missing, filled in by latents that follow Gaussian processes over time.
+"""Fills in missing frames by latents with Gaussian processes over time.
 
     python examples/missing_frames.py
     python examples/missing_frames.py --object 0
@@ -20,7 +20,7 @@ from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, TimePrior, fit
 
 
 def turntable(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Angles in degrees, grey views ``(N, 1024)`` between zero and one, twice, and which of them are known."""
+    """Returns angles in degrees, views ``(N, 1024)`` twice, and which are known."""
     arrays = datasets.load("coil100_17obj")
     names = sorted(set(arrays["obj"].tolist()))
     rows = (arrays["obj"] == names[args.object]).nonzero()[0]
@@ -31,7 +31,7 @@ def turntable(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def pendulum(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Times, frames ``(N, 1024)`` with and without noise, and which of them are known: all but those in five gaps."""
+    """Returns times, frames ``(N, 1024)`` with and without noise, and which are known."""
     times = torch.linspace(0, 8, 80, dtype=torch.float64)
     swing = torch.sin(2.5 * times)
     place, grid = torch.stack([26 * swing.cos() - 8, 15 + 16 * swing.sin()], 1), torch.arange(32)
@@ -49,7 +49,7 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def between(times: torch.Tensor, known: torch.Tensor, frames: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Lines between the frames around a gap; beyond the last frame, that frame."""
+    """Returns linear interpolations between the frames around a gap."""
     after = torch.searchsorted(times[known], times[wanted]).clamp(max=len(known) - 1)
     share = ((times[wanted] - times[known][after - 1]) / (times[known][after] - times[known][after - 1])).clamp(max=1)[:, None]
     return (1 - share) * frames[known][after - 1] + share * frames[known][after]

@@ -1,12 +1,12 @@
-"""Molecules found by Bayesian optimisation: BoTorch's acquisition functions on our exact regression, with a sum of graph kernels.
+"""Bayesian optimisation of molecules with BoTorch and a sum of graph kernels.
 
     pip install pyro-truncated[botorch]
     python examples/molecule_search.py --data mol_esol
 
-First two regressions on a share of the pool: the Tanimoto kernel on fingerprints, which is the usual default, and a sum of it with
-kernels of subtrees and shortest paths. Then the search: from some molecules at random, BoTorch's ``optimize_acqf_discrete`` picks one after
-the other by expected improvement, and each is measured. Without BoTorch only the first part runs; without the data folder the pool is made
-of random strings.
+First come two regressions on a share of the pool. One has the Tanimoto kernel on fingerprints, the usual default. The other has a sum
+of it with kernels of subtrees and shortest paths. Then comes the search. From some molecules at random, BoTorch's
+``optimize_acqf_discrete`` picks one after the other by expected improvement, and each is measured. Without BoTorch only the first part
+runs; without the data folder the pool is made of random strings.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def made_up(args: argparse.Namespace) -> tuple[list[HashedCounts], torch.Tensor]
 
 
 def regression(features: list[HashedCounts], y: torch.Tensor, known: torch.Tensor) -> SubsetGPRegression:
-    """An exact regression on what is known, with one kernel for each kind of features; their variances are learned."""
+    """Fits an exact regression with one kernel for each kind of features."""
     kernels = [CountKernel(counts[known], "tanimoto", 1 / len(features)) for counts in features]
     model = SubsetGPRegression(SumKernel(kernels), y[known], noise=0.1)
     model.fit(max_epochs=50)
@@ -64,7 +64,7 @@ def search(features: list[HashedCounts], y: torch.Tensor, args: argparse.Namespa
     from pyro_truncated.gp.botorch_models import SubsetGPModel
 
     def lookup(X: torch.Tensor) -> tuple[HashedCounts, ...]:
-        """New inputs of the kernels: the features of the molecules at positions ``X (k, 1)`` of the pool."""
+        """Returns the features of the molecules at positions ``X (k, 1)``."""
         return tuple(counts[X[:, 0].long()] for counts in features)
 
     order = torch.randperm(len(y), generator=generator)

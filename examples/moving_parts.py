@@ -1,4 +1,4 @@
-"""Which parts are in an image, and where: a few labelled examples, Gaussian process decoders of each part, truncated posteriors.
+"""Which parts are in an image, and where, from few labelled examples.
 
     python examples/moving_parts.py
 

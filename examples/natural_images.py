@@ -1,7 +1,7 @@
-"""Learns a dictionary from natural image patches and writes a report that explains itself: open report/index.html.
+"""Learns a dictionary from natural image patches and writes a report.
 
 Every patch is explained as a sum of a few out of many fields, each present or absent. The posterior over the 2^H on/off patterns of a patch
-is cut down to a population of the best ones, which an evolutionary search keeps improving; the dictionary follows in closed form.
+is cut down to a population of the best ones. An evolutionary search keeps improving it, and the dictionary follows in closed form.
 
     python examples/natural_images.py --output report
 
@@ -31,7 +31,7 @@ SOURCES = ("vanhateren", "hyvarinen", "sklearn", "generated")
 
 
 class Data(NamedTuple):
-    """Whitened patches ``y`` to learn from, and a region of an image that none of them was taken from."""
+    """Returns whitened patches ``y``, and a region that is not among them."""
 
     source: str
     y: Tensor
@@ -78,7 +78,7 @@ def make_svi(args: argparse.Namespace, y: Tensor) -> SVI:
 
 
 def train(args: argparse.Namespace, svi: SVI, data: Data) -> dict[str, list[float]]:
-    """Trains, going on from the checkpoint if there is one; returns what happened in each iteration."""
+    """Trains, from the checkpoint if there is one; returns the record."""
     path = args.output / "checkpoint.pt"
     hidden = {"output", "fresh", "checkpoint_every"}
     settings = {name: value for name, value in vars(args).items() if name not in hidden} | {"source": data.source}

@@ -1,4 +1,4 @@
-"""The report of natural_images.py: pictures, ArviZ files and the page that explains them."""
+"""The report of natural_images.py: pictures, ArviZ files and their page."""
 
 import argparse
 from pathlib import Path
@@ -26,7 +26,7 @@ ORIGIN = {
 
 
 class HeldOut(NamedTuple):
-    """The region never trained on: its overlapping patches, their posterior, and what that makes of the region."""
+    """The held-out region: its overlapping patches, their posterior, and the reconstruction."""
 
     region: Tensor
     y: Tensor
@@ -36,7 +36,7 @@ class HeldOut(NamedTuple):
 
 
 def encode(args: argparse.Namespace, svi: SVI, whitening: Whitening, region: Tensor) -> HeldOut:
-    """Infers the states of all patches of a region, half a patch apart, and puts their reconstructions together again."""
+    """Infers the states of overlapping patches and averages their reconstructions."""
     size, stride = args.patch, args.patch // 2
     patches = unfold(region[None, None], size, stride=stride)[0].mT
     brightness = patches.mean(1, keepdim=True)
@@ -60,7 +60,7 @@ def psnr(image: Tensor, reference: Tensor) -> float:
 
 
 def write(args: argparse.Namespace, svi: SVI, data: Any, history: dict[str, list[float]]) -> tuple[dict[str, str], Path]:
-    """Writes the report; returns its main numbers and the path of its page."""
+    """Writes the report; returns its numbers and its path."""
     svi.guide.setup(data.y)
     marginals = svi.guide.marginals()["s"]
     order = marginals.mean(0).argsort(descending=True)
@@ -175,7 +175,7 @@ def activations(args: argparse.Namespace, marginals: Tensor) -> Section:
 
 
 def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, list[float]]) -> Section:
-    """Writes the posterior of the unseen region as netCDF, and its summary as a table."""
+    """Writes the posterior of the held-out region as netCDF, and its summary."""
     training = {name: history[name] for name in ("free_energy", "active", "noise")}
     data = to_arviz(
         svi.model,

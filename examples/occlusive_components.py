@@ -1,4 +1,6 @@
-"""Objects that lie anywhere and hide each other: learned from scenes, with places found by a scan or predicted by Gaussian processes.
+"""Learns objects that lie anywhere and hide each other.
+
+Places are found by a scan or predicted by Gaussian processes.
 
     python examples/occlusive_components.py
 
@@ -83,7 +85,7 @@ def learn(args: argparse.Namespace, name: str, scenes: Scenes, objects: Objects)
 
 
 def distances(places: torch.Tensor, model: OcclusiveComponents, scenes: Scenes, objects: Objects) -> torch.Tensor:
-    """Distance in pixels of every object in the scenes to the best place of the learned object that is most like it."""
+    """Returns distances in pixels of true objects to their inferred places."""
     match = match_objects(model.features, model.masks, objects)
     learned = match.similarity.argmax(1)
     shift = match.shift[torch.arange(len(learned)), learned]

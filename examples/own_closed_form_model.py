@@ -1,4 +1,4 @@
-"""A model of one's own with closed-form M-steps: binary factor analysis, in which every observed dimension has its own noise.
+"""A model with closed-form M-steps: binary factor analysis with unequal noise.
 
     python examples/own_closed_form_model.py
 
@@ -23,7 +23,7 @@ from pyro_truncated.extend import UniqueModule, takes_arrays
 
 
 class BinaryFactorAnalysis(UniqueModule):
-    """Binary factors with a dictionary, and Gaussian noise of its own deviation in every dimension; NaN where data are missing."""
+    """Binary factors with a dictionary, and one noise level for each dimension."""
 
     def __init__(self, y: Tensor, num_latents: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class BinaryFactorAnalysis(UniqueModule):
         return LinearSuperposition.statistics(population, y, temperature)
 
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        """The M-step: the least squares of every dimension, what they leave is noise."""
+        """Makes the M-step: least squares, and their residuals as noise."""
         self.weight = (torch.linalg.pinv(statistics["pairs"]) @ statistics["cross"].unsqueeze(-1)).squeeze(-1).to(self.weight)
         errors = self.likelihood(torch.zeros(self.num_latents).to(self.weight)).square_error(statistics)
         self.scale = (errors / statistics["observed"]).sqrt().to(self.scale)
@@ -61,7 +61,7 @@ class BinaryFactorAnalysis(UniqueModule):
 
 
 def make_data(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Bars that add up under noise that grows from pixel to pixel, a tenth of the pixels missing; the bars; the noise."""
+    """Returns bars under unequal noise with missing pixels, their dictionary, their noise."""
     bars = linear_bars(args.images, args.size, mean_active=2.0, noise=1e-6, generator=torch.Generator().manual_seed(args.seed))
     noise = torch.linspace(0.5, 3.0, args.size**2, dtype=torch.float64)
     y = bars.data.double() + noise * torch.randn(bars.data.shape, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""A spike-and-slab GP-LVM of one's own: how many latent dimensions do these data have?
+"""A spike-and-slab GP-LVM of your own learns the number of latent dimensions.
 
     python examples/own_spike_slab_gplvm.py
 
 Every latent dimension has a switch. AutoNormal is the guide of the latents, AutoTruncated that of the switches, and a Gaussian process
-with an active set is the likelihood; kernel and noise are learned. With ``--elbo stock`` it trains by Pyro's own TraceEnum_ELBO:
-to the same answer in the same time, because ``x * switches`` takes all states of the switches at once, in a dimension to the left of the
+with an active set is the likelihood; kernel and noise are learned. With ``--elbo stock`` it trains by Pyro's own TraceEnum_ELBO,
+to the same answer in the same time. For ``x * switches`` takes all states of the switches at once, in a dimension to the left of the
 data's. Of a model that does not broadcast so, Pyro would run one state after the other.
 """
 
@@ -26,7 +26,7 @@ from pyro_truncated.distributions import ActiveSetGaussianProcess
 
 
 class SwitchedGPLVM(PyroModule):
-    """Gaussian processes from latents to data, and a switch for every latent dimension."""
+    """Gaussian processes from latents to data, and a switch for each latent."""
 
     def __init__(self, y: Tensor, num_latents: int, num_active: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SwitchedGPLVM(PyroModule):
         self.noise = PyroParam(y.var() / 2, dist.constraints.positive)
 
     def forward(self, y: Tensor) -> None:
-        """The model: the first rows are the active set, given which the others are independent."""
+        """The model: given the first rows, the active set, others are independent."""
         switches = pyro.sample("b", dist.Bernoulli(torch.full((self.num_latents,), 0.1)).to_event(1))
         with pyro.plate("data", len(y)):
             x = pyro.sample("x", dist.Normal(torch.zeros(self.num_latents), 1.0).to_event(1))

@@ -1,9 +1,9 @@
-"""Which latents are on? Activation probabilities of noisy bars beside the truth, over restarts whose latents come in any order.
+"""Which latents are on? Activation probabilities over restarts, beside the truth.
 
     python examples/question_latents.py
 
-learns the bars from several starts, matches the latents of the starts to each other and to the true bars, asks whether the probabilities
-are right on average (simulation-based calibration), and writes question_latents.png.
+learns the bars from several restarts, and matches their latents to each other and to the true bars. Simulation-based calibration tells
+whether the probabilities are right on average. The picture is question_latents.png.
 """
 
 import argparse

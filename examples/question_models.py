@@ -1,8 +1,8 @@
-"""Which model is better? Binary bars under a noisy-OR, binary sparse coding and spike-and-slab sparse coding, compared by PSIS-LOO.
+"""Which model is better? Three models of binary bars, compared by PSIS-LOO.
 
     python examples/question_models.py
 
-A probability and a density are no numbers to compare. The Gaussian models get the same data with uniform noise added: their expected log
+A probability and a density are no numbers to compare. The Gaussian models get the same data with uniform noise added. Their expected log
 density is then a lower bound on the log probability that their discretised versions give to the binary data. The parameters are point
 estimates, so the comparison is plug-in, and images that no model has seen have the last word. Writes question_models.png.
 """
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 def learn(args: argparse.Namespace, make: Callable[..., Any], seen: torch.Tensor, unseen: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """The fit as ArviZ data, and the log likelihood of each unseen image."""
+    """Returns ArviZ data of the fit, and log likelihoods of unseen images."""
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     model = make(seen.shape[1], 2 * args.size).initialize(seen)

@@ -1,9 +1,9 @@
-"""Is my population large enough? Posteriors of faint bars, with populations of several sizes, and everything that tells whether they do.
+"""Is my population large enough? Checks of populations of several sizes.
 
     python examples/question_population.py
 
-prints the report of each size and writes question_population.png: what the bound lacks of the log evidence as the population grows, as
-found by the checks and as it is, and the certificate of each data point.
+prints the report of each size and writes question_population.png: what the bound lacks of the log evidence as the population grows, by
+the checks and exactly. Beside it is the certificate of each data point.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pyro_truncated.models import BinarySparseCoding
 
 
 def faint_bars(args: argparse.Namespace) -> tuple[Bars, BinarySparseCoding]:
-    """Bars in so much noise that many states are plausible, and the model that made them."""
+    """Returns faint bars with broad posteriors, and the model that made them."""
     bars = linear_bars(
         args.images, args.size, mean_active=args.size / 2, noise=args.noise, generator=torch.Generator().manual_seed(args.seed)
     )

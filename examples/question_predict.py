@@ -1,4 +1,4 @@
-"""Does it predict? A dictionary with a prior on its weights, checked on data that fit the model and on data that do not.
+"""Does it predict? Checks on data that fit the model, and misfit.
 
     python examples/question_predict.py
 

@@ -1,10 +1,10 @@
-"""Ratings of films, most of them missing: whoever has several tastes likes a film as much as the taste that likes it best.
+"""Predicts missing ratings of films by maximal causes: the tastes of viewers.
 
     python examples/ratings.py
 
-Viewers have a few tastes each, every taste rates every film, and a viewer's stars are those of the taste that likes the film best, with a
-viewer's whims; three of four ratings are missing. The data are generated. Maximal causes with gamma observations learn the tastes from the
-ratings that are there, and predict the others; beside them is the usual baseline, the mean rating corrected for viewer and film. Prints
+Viewers have a few tastes each, and every taste rates every film. A viewer's stars are those of the taste that likes the film best, with a
+viewer's whims. Three of four ratings are missing. The data are generated. Maximal causes with gamma observations learn the tastes from the
+ratings that are there, and predict the others. Beside them is the usual baseline, the mean rating corrected for viewer and film. Prints
 errors of ratings that were never seen, and writes ratings.png: true and learned tastes, and who was found to have which.
 """
 
@@ -23,7 +23,7 @@ from pyro_truncated.models import ExponentialFamilyMaximalCauses
 
 
 def generated(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Stars ``(viewers, films)`` from one to five, those of every taste ``(films, tastes)``, and who has which ``(viewers, tastes)``."""
+    """Returns stars ``(viewers, films)``, tastes ``(films, tastes)``, and who has which."""
     generator = torch.Generator().manual_seed(args.seed)
     liked = torch.where(torch.rand(args.films, args.tastes, generator=generator) < 0.25, 4.5, 2.0)
     has = torch.rand(args.viewers, args.tastes, generator=generator) < 2 / args.tastes
@@ -32,7 +32,7 @@ def generated(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def baseline(seen: Tensor) -> Tensor:
-    """The mean rating, plus what viewer and film differ from it, shrunk by ten ratings."""
+    """Returns mean ratings corrected for viewer and film, shrunk by ten ratings."""
     mean = seen.nanmean()
     film = (seen - mean).nansum(0) / (10 + (~seen.isnan()).sum(0))
     viewer = (seen - mean - film).nansum(1) / (10 + (~seen.isnan()).sum(1))

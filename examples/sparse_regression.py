@@ -1,10 +1,13 @@
-"""Sparse regression whose inducing inputs are chosen from the data: molecules, image histograms, a toy in one dimension, a robot arm.
+"""Sparse regression whose inducing inputs are chosen from the data.
 
     python examples/sparse_regression.py --data molecules
 
-writes sparse_regression_<data>.png. Data: ``molecules`` (affinities to thrombin, a sum of graph kernels), ``hog`` (pose of objects,
-one histogram intersection per part of the image), ``snelson`` (a toy, from a poor start), ``kin40k`` (a robot arm; what letting
-the inducing inputs move adds).
+writes sparse_regression_<data>.png. The data are:
+
+- ``molecules``: affinities to thrombin, by a sum of graph kernels
+- ``hog``: pose of objects, by one histogram intersection for each part of the image
+- ``snelson``: a toy, from a poor start
+- ``kin40k``: a robot arm, and what free inducing inputs add
 """
 
 import argparse
@@ -44,7 +47,7 @@ def fit(model, args, **options):
 
 
 def compare(kernels, labels, train, test, new, y, args, picture):
-    """A random subset, then an optimised one, with a sum of kernels; the relevance that each kernel gets."""
+    """Fits random and optimised subsets with a sum of kernels."""
     for name, algorithm in (("random", RandomSearch()), ("exchange", "exchange")):
         kernel = SumKernel(kernels(), redundant_sum=True, identity=True)
         generator = torch.Generator().manual_seed(args.seed)

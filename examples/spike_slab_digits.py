@@ -1,9 +1,9 @@
-"""Handwritten ones, sevens and nines in a latent space whose dimensions have switches.
+"""Handwritten ones, sevens and nines in a latent space with switches.
 
     python examples/spike_slab_digits.py
 
-The model sees no classes. Writes spike_slab_digits.png: the two most relevant latents over the predictive uncertainty, switches beside the
-kernel's weights, and test digits of which the lower half was hidden beside what the model makes of them.
+The model sees no classes. Writes spike_slab_digits.png: the two most relevant latents over the predictive uncertainty, and switches beside
+the kernel's weights. Below are test digits whose lower half was hidden, and their completions.
 """
 
 import argparse

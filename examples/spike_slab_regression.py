@@ -1,4 +1,4 @@
-"""Which of 200 predictors matter? Regression with a selector per predictor: 2^200 models, one posterior.
+"""Which of 200 predictors matter? One posterior of 2^200 models.
 
 The selectors are global, so the guide holds one population of models. Given the selectors the coefficients are Gaussian; this exact
 conditional is handed to the guide, which then scores every model with its coefficients integrated out. How many predictors to expect,
@@ -33,7 +33,7 @@ class Data(NamedTuple):
 
 
 def make_data(args: argparse.Namespace) -> Data:
-    """Predictors correlated with their neighbours; a few of them, spread evenly, with coefficients of falling size and alternating sign."""
+    """Returns correlated predictors, a few of them with coefficients."""
     generator = torch.Generator().manual_seed(args.seed)
     noise = torch.randn(args.data, args.predictors, generator=generator, dtype=torch.float64)
     x = noise.clone()
@@ -72,7 +72,7 @@ def coefficients_given(states: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
 
 
 def collapsed(states: Tensor, data: Data) -> Tensor:
-    """Log joint of selectors ``(C, P)`` and data in closed form, to compare with."""
+    """Returns log joints of selectors ``(C, P)`` and data in closed form."""
     rate, slab, noise = parameters()
     covariance = slab**2 * (data.x * states.unsqueeze(-2)) @ data.x.mT + noise**2 * torch.eye(len(data.y), dtype=data.y.dtype)
     prior = dist.Bernoulli(rate).log_prob(states).sum(-1)

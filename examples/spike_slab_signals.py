@@ -1,4 +1,4 @@
-"""Signals behind two sets of measurements: which latent dimensions exist, which are shared, and what switches say that weights do not.
+"""Signals behind two views: private and shared latent dimensions by switches.
 
     python examples/spike_slab_signals.py
 

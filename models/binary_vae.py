@@ -19,8 +19,8 @@ from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import data_scale
 
-# States that a network is fitted to a linear model in at a time, steps of Adam, their rate and what is left of it in the end, and the part
-# of the states that have a latent, or not, at least.
+# A network is fitted to a linear model in minibatches of states, by steps of Adam at a learning rate that falls to a share of itself.
+# At least so large a share of the states has a latent, and lacks it.
 _FITTED, _FITTING, _RATE, _LAST, _SEEN = 200, 300, 1e-2, 0.1, 0.2
 
 

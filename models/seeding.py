@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_truncated.extend import generator_device
 from pyro_truncated.search import MaxInnerProductIndex
 
-# The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
+# The search ends after so many swaps in a row that lower the cost by less than a share of what one centre accounts for.
 _PATIENCE = 10
 _MIN_GAIN = 0.02
 _MIN_TRIES = 25

@@ -21,7 +21,7 @@ BLUE, ORANGE, GREY = "#1f5d85", "#d9822b", "#b8c4cc"
 def axes(
     number: int = 1, width: float = 7.5, height: float = 2.6
 ) -> tuple[plt.Figure, list[Axes]]:
-    """Returns a figure with axes in a row, without a frame at the top and on the right."""
+    """Returns a figure with axes in a row, without full frames."""
     figure, grid = plt.subplots(
         1, number, figsize=(width, height), squeeze=False, layout="constrained"
     )
@@ -31,7 +31,7 @@ def axes(
 
 
 def bound() -> None:
-    """The posterior of one data point, its population, and what the bound lacks."""
+    """A posterior, its population, and what the bound lacks."""
     mass = (
         torch.softmax(3.0 * torch.randn(40, generator=torch.Generator().manual_seed(1)), 0)
         .sort(descending=True)
@@ -159,7 +159,7 @@ def networks() -> None:
 
 
 def collapsing() -> None:
-    """Joint densities of one data point with the strength given and integrated out."""
+    """Joint densities with the strength given and integrated out."""
     z = torch.linspace(-3, 3, 200)
     y, noise = torch.tensor(0.9), 0.4
     slab = torch.distributions.Normal(0.0, 1.0).log_prob(z).exp()
@@ -249,7 +249,7 @@ def active_sets() -> None:
 
 
 def subset_bounds() -> None:
-    """The free energy by the number of inducing inputs, chosen by gain and at random."""
+    """Free energy by the number of inducing inputs."""
     generator = torch.Generator().manual_seed(0)
     x = 6 * torch.rand(60, 1, generator=generator).double()
     y = (2 * x).sin().squeeze(-1) + 0.3 * torch.randn(60, generator=generator).double()
@@ -289,7 +289,7 @@ def subset_bounds() -> None:
 
 
 def product_sets() -> None:
-    """A chain with a set of states at every step, and the paths through the sets."""
+    """Sets of states at the steps of a chain, and paths."""
     generator = torch.Generator().manual_seed(3)
     steps, states, kept = 12, 9, 3
     centre = (4 + 2.6 * torch.sin(torch.arange(steps) / 2.0)).round().long()

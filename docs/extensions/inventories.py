@@ -1,4 +1,4 @@
-"""Inventories of other projects' documentation, kept as short lists of the names that these pages mention."""
+"""Inventories of other projects, as lists of the names mentioned here."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Mention(NamedTuple):
 
 
 class Listing:
-    """What Sphinx asks of an environment and a builder whose inventory it writes."""
+    """What Sphinx needs in order to write an inventory."""
 
     def __init__(self, project: str, mentions: list[Mention]) -> None:
         self.config = self
@@ -39,13 +39,13 @@ class Listing:
 
 
 def read(path: Path) -> tuple[str, list[Mention]]:
-    """The address of a documentation and the names listed: lines of role, name and page below the address."""
+    """Reads an address and the lines of role, name and page below."""
     address, *lines = path.read_text().splitlines()
     return address, [Mention(*line.split()) for line in lines if line.strip()]
 
 
 def inventories(folder: Path, built: Path) -> dict[str, tuple[str, str]]:
-    """Writes Sphinx' inventories from the lists in a folder; what `intersphinx_mapping` is set to."""
+    """Writes inventories from lists; returns the value of `intersphinx_mapping`."""
     built.mkdir(parents=True, exist_ok=True)
     mapping = {}
     for path in sorted(folder.glob("*.txt")):

@@ -55,7 +55,7 @@ COMPARISONS = (
 
 
 class PublicName(NamedTuple):
-    """A name that a package lists, what it stands for, and whether this package documents it."""
+    """A public name, its value, and whether this package documents it."""
 
     name: str
     value: Any
@@ -85,7 +85,7 @@ def installed() -> dict[str, str]:
 
 
 def public_names(package: str, seen: set[int]) -> list[PublicName]:
-    """What a package lists; `seen` are the objects that other packages have documented, and grows."""
+    """Returns what a package lists, and adds it to the objects `seen`."""
     module = importlib.import_module(package)
     values = {
         name: getattr(module, name)
@@ -108,7 +108,7 @@ def directive(package: str, public: PublicName) -> str:
 
 
 def page(package: str, title: str, names: list[PublicName]) -> str:
-    """The reference of a package: a table of all names, then those that are at home here."""
+    """Returns the reference of a package: all names, then their documentation."""
     module = inspect.getdoc(importlib.import_module(package)) or ""
     table = "\n".join(
         f"   ~{package}.{public.name}" for public in names if public.is_at_home
@@ -136,7 +136,7 @@ def address(value: Any, name: str) -> str:
 
 
 def write_pages(app: Sphinx) -> None:
-    """Writes the reference of all packages; files that would not change are left alone, so that Sphinx does not read them again."""
+    """Writes the reference of all packages, and only files that change."""
     folder = Path(app.srcdir) / "reference" / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     seen: set[int] = set()
@@ -152,7 +152,7 @@ def write_pages(app: Sphinx) -> None:
 def leave_out(
     app: Sphinx, what: str, name: str, value: Any, is_skipped: bool, options: Any
 ) -> bool | None:
-    """Leaves out what scikit-learn makes for the routing of metadata: its words refer to pages of its own."""
+    """Leaves out scikit-learn's methods for the routing of metadata."""
     return True if re.fullmatch("set_.*_request", name) else None
 
 

@@ -167,7 +167,7 @@ class BinaryChains(TorchDistribution):
 def start_and_transition(initial: Tensor, transition: Tensor) -> Tensor:
     """Returns log probabilities ``(2, M, 2, 2)`` of start and transition.
 
-    The first are those of the first step, whatever there was before.
+    The first are those of the first step, which follows no other.
     """
     first = torch.stack([1 - initial, initial], -1).unsqueeze(-2).expand_as(transition)
     return safe_log(torch.stack([first, transition]))

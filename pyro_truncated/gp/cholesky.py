@@ -25,8 +25,8 @@ from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
 
-# Shares of the mean variance: the least at which a factor has digits left to trust (measured for 400 points on a plane), and the most
-# that is added for rounding's sake; whatever needs more is no covariance matrix.
+# Shares of the mean variance that are added against rounding errors. With the least a factor has digits left to trust, measured for 400
+# points on a plane. A matrix that needs more than the most is no covariance matrix.
 _ADDITIONS = {torch.float64: (1e-10, 1e-4), torch.float32: (1e-5, 1e-2), torch.float16: (1e-2, 10.0), torch.bfloat16: (1e-2, 10.0)}
 # A share of the mean variance that makes the factor of inducing inputs exist wherever an optimiser may look.
 INDUCING_JITTER = 1e-6

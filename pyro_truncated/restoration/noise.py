@@ -457,8 +457,8 @@ NUM_CLASSES, SHARE_OF_CLASS, MIN_WINDOWS, QUANTILE, QUANTILE_OF_TEXTURE = 4, 0.0
 # Noise that grows by these ratios, from the first and from the second class on, follows the brightness; of clipped noise the second
 # stays near one.
 MIN_GROWTH, MIN_GROWTH_FROM_SECOND = 1.5, 1.2
-# Of counts the brightest class has this many times the mean of the darkest at least, and their stabilised noise differs by this ratio
-# at most; equal noise would fall to 0.58.
+# Counts are recognised by two ratios. The brightest class has at least so many times the mean of the darkest. Their stabilised noise
+# differs by at most this ratio; equal noise would fall to 0.58.
 MIN_RATIO_OF_BRIGHTNESS, MIN_RATIO_OF_STABLE = 3.0, 0.75
 # Noise below this share of the signal's deviation is not told from fine texture.
 MIN_SHARE_OF_SIGNAL = 0.05

@@ -303,7 +303,7 @@ def test_two_processes_on_one_checkpoint(tmp_path):
     finally:
         holder.kill()
         holder.communicate()
-    # The one that was killed holds it no longer.
+    # The one that was killed does not hold it.
     assert fit(svi, *args, steps=1, checkpoint=path).steps == 1
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
 

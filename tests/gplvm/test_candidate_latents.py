@@ -63,7 +63,7 @@ def test_intervals_of_hidden_entries_cover_and_each_output_has_its_noise():
         hidden = x[600:].masked_fill(hide, math.nan)
         mean, variance = candidates.predict(candidates.infer(hidden))
         inside = ((x[600:] - mean).abs() < 1.96 * variance.sqrt())[hide].double().mean()
-        # 1800 hidden entries: three standard errors are .015.
+        # 1800 hidden entries: three standard errors are 0.015.
         assert 0.92 < float(inside) < 0.98
         own, spread = decoder.reconstruct(hidden)
         # Intervals hold 96.5 % of the entries of training points that are hidden alike.

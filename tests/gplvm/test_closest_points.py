@@ -114,7 +114,7 @@ def test_normals_around_latents_have_the_curvature_of_gauss_and_newton():
 
 @pytest.mark.nightly
 def test_intervals_cover_in_five_dimensions():
-    # At one latent they cover .95, .79 and .78.
+    # At one latent they cover 0.95, 0.79 and 0.78.
     generator = torch.Generator().manual_seed(0)
     pyro.set_rng_seed(0)
     x, new = curved(800, 20, 5, generator, 0.4).split([500, 300])
@@ -126,6 +126,6 @@ def test_intervals_cover_in_five_dimensions():
         inside = ((new - mean).abs() < 1.96 * variance.sqrt())[chosen].double().mean()
         one = decoder.predict(decoder.infer(new.masked_fill(hide, math.nan)))
         scores = [(v.log() + (new - m).square() / v)[chosen].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(mean)))]
-        # At least 3000 entries of 300 points: three standard errors are .012 to .03.
+        # At least 3000 entries of 300 points: three standard errors are 0.012 to 0.03.
         assert 0.92 < float(inside) < 0.98
         assert scores[0] < scores[1] or not bool(hide.any())

@@ -45,7 +45,7 @@ def test_a_posterior_belongs_to_the_data_point(kind, generator):
 
 @pytest.mark.nightly
 def test_two_signals_in_forty_points_are_no_noise(generator):
-    """The noise is .05 per feature, of signals of variance one."""
+    """The noise is 0.05 per feature, of signals of variance one."""
     signals, mixing = torch.randn(60, 2, generator=generator), torch.randn(2, 6, generator=generator)
     x, new = (signals @ mixing + 0.05 * torch.randn(60, 6, generator=generator) + 3).double().tensor_split([40])
     decoder = SASDecoder(40, 6).double().fit(x, epochs=300, generator=generator)

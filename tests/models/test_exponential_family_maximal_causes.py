@@ -120,7 +120,7 @@ def test_causes_are_found_again(family: str) -> None:
     y[torch.rand(y.shape) < 0.1] = math.nan
     model = ExponentialFamilyMaximalCauses(16, 8, family=family, dtype=D64)
     learn(model, y, EvolutionarySearch(parents=6, children=4, generations=2), num_states=30, steps=60)
-    # Means of about 75 data points each; probabilities to .06, others to a few parts in ten: far below the contrast of the bars.
+    # Means of about 75 data points each; probabilities to 0.06, others to a few parts in ten: far below the contrast of the bars.
     found, expected = model.weight.detach().maximum(model.background.detach().unsqueeze(-1)), truth.weight.detach()
     contrast = expected.max() - expected.min()
     distances = (found.mT.unsqueeze(1) - expected.mT).abs().amax(-1) / contrast

@@ -23,7 +23,7 @@ def test_background_is_the_narrow_part_of_the_pixels() -> None:
     pixels = colour + deviation * torch.randn(12_000, 3, generator=generator, dtype=torch.float64)
     pixels[:4000] += torch.rand(4000, 3, generator=generator, dtype=torch.float64) * 3 - 1
     found, variance = estimate_background(pixels, generator)
-    # Of 8000 pixels means have a standard error of .0017; the median of all lies .05 off.
+    # Of 8000 pixels means have a standard error of 0.0017; the median of all lies 0.05 off.
     torch.testing.assert_close(found, colour, rtol=0, atol=0.015)
     assert float(variance.sqrt()) == pytest.approx(deviation, rel=0.05)
 
@@ -54,7 +54,7 @@ def test_missing_energy_is_that_of_the_best_shift() -> None:
 
 
 def test_objects_that_stay_are_those_that_the_others_do_not_make_up_for() -> None:
-    # The error of a window counts in full up to .3 of its energy.
+    # The error of a window counts in full up to 0.3 of its energy.
     missing = torch.rand(30, 7, dtype=torch.float64)
     kept = list(range(7))
 
@@ -172,7 +172,7 @@ class Rising:
 
 @pytest.mark.parametrize(("most", "taken", "noise"), [(60, 22, 0.7), (10, 10, 0.0), (3, 3, 0.0)])
 def test_a_start_ends_where_five_steps_raise_little_of_what_all_have(most: int, taken: int, noise: float) -> None:
-    """It rises by 200 at first, by 20 in a step until the sixteenth, and then by .14: five steps of these are less than .3 % of all."""
+    """It rises by 200 at first, by 20 in a step until the sixteenth, and then by 0.14: five steps of these are less than 0.3 % of all."""
     run = Rising([0.0, 200.0, *(200.0 + 20.0 * step for step in range(1, 16)), *(500.0 + 0.14 * step for step in range(1, 60))])
     reached = train(run, restart_schedule(run, 1.0, most))
     assert run.taken == taken

@@ -69,7 +69,7 @@ def test_log_prob_is_the_integral_over_the_slabs() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> None:
-    # Slabs that go together by .5: stronger ones leave a variance near zero in 60 data points.
+    # Slabs that go together by 0.5: stronger ones leave a variance near zero in 60 data points.
     model = make_model(2, 0.5)
     y = generate(model, 60, with_missing)
     assert_never_falls(free_energies(model, y, num_iterations=300))
@@ -81,7 +81,7 @@ def test_free_energy_gradient_vanishes_at_convergence(with_missing: bool) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("rarely", [0.6, 0.15])
 def test_a_correlated_slab_is_found(rarely: float) -> None:
-    # Of N N's that are active together the correlation has standard error (1 - .64) / sqrt(n): with 4000 data points .01 and .04.
+    # Of N N's that are active together the correlation has standard error (1 - 0.64) / sqrt(n): with 4000 data points 0.01 and 0.04.
     truth = make_model(3, 0.8)
     truth.prior = torch.full((3,), rarely, dtype=D64)
     y = generate(truth, 4000)
@@ -136,7 +136,7 @@ def test_a_covariance_with_a_floor_leaves_the_others_as_they_are() -> None:
     covariances, power = correlations * deviation.outer(deviation), deviation.square().expand(3, 3)
     floored = slab_priors._floor_covariances(covariances, power)
     assert torch.equal(floored[[0, 2]], covariances[[0, 2]])
-    # Of the eigenvalues 2.2 and -.2 the latter becomes 1e-6.
+    # Of the eigenvalues 2.2 and -0.2 the latter becomes 1e-6.
     expected = torch.tensor([[1.1, 1.1, 0.0], [1.1, 1.1, 0.0], [0.0, 0.0, 1.0]], dtype=D64)
     expected[:2, :2] += 0.5e-6 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=D64)
     torch.testing.assert_close(floored[1], expected * deviation.outer(deviation), rtol=1e-9, atol=1e-9)

@@ -53,7 +53,7 @@ def test_what_few_data_points_miss_does_not_count_and_what_many_miss_does(number
 
 
 def test_the_best_two_count_even_where_the_second_is_better_in_most_data_points() -> None:
-    # Better by ten nats in a few data points, worse by .1 in all others.
+    # Better by ten nats in a few data points, worse by 0.1 in all others.
     one, other = start(EACH), start(EACH + 0.1 - 10.0 * (torch.arange(1000) < 12))
     assert one.free_energy > other.free_energy
     assert not have_agreed([one, other], 0.05)
@@ -140,7 +140,7 @@ def test_the_bend_of_a_rise_is_no_noise(bend: float) -> None:
 
 
 def test_errors_of_values_that_hang_together_are_larger() -> None:
-    """Of series whose neighbours correlate by .6 nine in ten means are within three errors: with those of independent values eight."""
+    """Of series whose neighbours correlate by 0.6 nine in ten means are within three errors: with those of independent values eight."""
     generator = torch.Generator().manual_seed(0)
     series = torch.randn(400, 60, generator=generator)
     for step in range(1, 60):
@@ -150,7 +150,7 @@ def test_errors_of_values_that_hang_together_are_larger() -> None:
 
 
 def test_another_start_pays_unless_its_expected_gain_is_less_than_chance_or_more_steps_make() -> None:
-    # The free energies of 400 data points differ with a deviation of two: their mean by a standard error of .1.
+    # The free energies of 400 data points differ with a deviation of two: their mean by a standard error of 0.1.
     apart = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     apart = 2 * (apart - apart.mean()) / apart.std()
 

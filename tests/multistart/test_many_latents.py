@@ -160,7 +160,7 @@ def test_what_remains_to_be_gained_is_not_underestimated(approach):
 
 
 def test_what_remains_to_be_gained_is_told_from_noise():
-    """Means of 100 values of deviation one differ by more than a standard error, .14, in one case of six; by three in one of 700."""
+    """Means of 100 values of deviation one differ by more than a standard error, 0.14, in one case of six; by three in one of 700."""
     remaining = [remaining_gain(torch.randn(400, generator=generator(seed)).tolist(), 20) for seed in range(100)]
     assert sum(gain == 0.0 for gain in remaining) > 65
     assert max(remaining) < 2 * 3 * 0.2

@@ -511,7 +511,7 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     (group,), assembly = groups, SolutionPool(profile)
     assembly.exchange(groups)
     add(assembly, Solution(FreeEnergyEstimate(0.0), turned))
-    # Of six latents with a probability of .2 one that is turned is on in .8 of the data points.
+    # Of six latents with a probability of 0.2 one that is turned is on in 0.8 of the data points.
     assert populated(group, turned).free_energy < populated(group, right).free_energy - 0.5
     assert assembly.best.free_energy > populated(group, right).free_energy
     assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6

@@ -235,7 +235,7 @@ def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_t
 
 @pytest.mark.parametrize(("lead", "is_silent"), [(0.08, True), (0.6, False)])
 def test_networks_of_the_same_latents_agree_if_their_free_energies_are_near(lead, is_silent):
-    """Of six numbers of a data point: .12 nats at most."""
+    """Of six numbers of a data point: 0.12 nats at most."""
     y, made = data(200), []
     code = (torch.rand(200, NUM_LATENTS, generator=generator()) < 0.3).double()
 

@@ -115,7 +115,7 @@ def test_stored_runs_say_what_the_table_says():
 
 
 def test_runs_made_once_more_are_those_that_are_stored():
-    """Given all images, no error moves by more than .0004, which is what the remark above the tables says."""
+    """Given all images, no error moves by more than 0.0004, which is what the remark above the tables says."""
     results = paper.done(paper.RESULTS / "stochastic_active_sets.jsonl")
     again = [row["again"] for row in results if "again" in row]
     assert len(studies.again_table(results)) == len(again) + 8

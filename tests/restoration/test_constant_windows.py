@@ -10,7 +10,7 @@ from pyro_truncated.restoration.noise import noise_level
 
 @pytest.mark.parametrize(("value", "side", "tolerance"), [(0.0, 104, 0.08), (0.3, 104, 0.08), (0.3, 40, 0.3)])
 def test_what_is_constant_says_nothing_of_the_noise_elsewhere(value, side, tolerance):
-    # Of ten draws the mean is 9.5 and the standard deviation .1 (side 104), and 10 and .9 (side 40, where differences say it).
+    # Of ten draws the mean is 9.5 and the standard deviation 0.1 (side 104), and 10 and 0.9 (side 40, where differences say it).
     noisy = 0.2 * torch.arange(side) + 10 * torch.randn(side, side, generator=torch.Generator().manual_seed(0))
     half = noisy.masked_fill(torch.arange(side) < side // 2, value)
     assert noise_level(half, 2) == pytest.approx(10, rel=tolerance)

@@ -93,7 +93,8 @@ def test_covariances_are_those_of_pairs_near_places(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "most"), [((40,), 0.02), ((12, 12), 0.005)])
 def test_windows_of_small_arrays_are_small(shape, most):
-    # Of windows of 32 entries, and of 8 by 8, covariances are mostly chance: these errors are .038 and .066, of small ones .009 and .0004.
+    # Of windows of 32 entries, and of 8 by 8, covariances are mostly chance: these errors are 0.038 and 0.066, of small ones 0.009 and
+    # 0.0004.
     image = waves(24)[:12, :12] if len(shape) == 2 else (0.3 * torch.arange(40.0)).sin()
     errors = []
     for seed in range(10):
@@ -112,7 +113,7 @@ def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
     for limit in (2 / 3, 1.0):
         monkeypatch.setattr(kriging, "_MOST_IS_SEEN", limit)
         errors.append(float((predict_missing(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
-    assert errors[0] < 0.9 * errors[1]  # .85, .54 and .50
+    assert errors[0] < 0.9 * errors[1]  # 0.85, 0.54 and 0.50
 
 
 @pytest.mark.nightly
@@ -139,7 +140,7 @@ def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(mo
         monkeypatch.setattr(kriging, "_NEIGHBOURS", neighbours)
         errors.append(float((predict_missing(damaged, 2, 0.03) - image)[missing].square().mean()))
     assert errors[0] < 0.25 * float(image.square().mean())
-    # Of three other masks .57 to .63.
+    # Of three other masks 0.57 to 0.63.
     assert errors[0] < 0.75 * errors[1]
 
 

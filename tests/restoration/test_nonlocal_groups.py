@@ -60,7 +60,7 @@ def test_stripes_are_restored_by_what_is_like_them(channels):
     noisy = truth + 10 * torch.randn(truth.shape, generator=generator())
     found, errors = denoise_groups(noisy, truth, 10.0, channels=channels)
     error = float((found - truth).square().mean())
-    # The mean over 24 windows leaves a part of .04 of the noise, and rank one as much again.
+    # The mean over 24 windows leaves a part of 0.04 of the noise, and rank one as much again.
     assert error < 0.12 * 10**2
     # Groups overlap, and their mean is better than each of them.
     assert error < float(errors.mean()) < 4 * error

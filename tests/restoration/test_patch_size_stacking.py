@@ -39,7 +39,7 @@ def test_the_two_arrays_have_independent_noise_of_known_variances():
 def test_noise_of_the_same_seed_is_other_noise():
     noise = torch.randn(40_000, dtype=torch.float64, generator=generator(1))
     first, _ = split(noise, 1.0, generator(1))
-    # The correlation of independent numbers has the standard error .005.
+    # The correlation of independent numbers has the standard error 0.005.
     assert abs(float((noise * (first - noise)).mean())) < 4 * 0.5 * 0.005
 
 
@@ -103,7 +103,7 @@ def test_few_data_leave_the_weights_equal_and_many_find_the_right_array():
     arrays = torch.stack([truth, wrong])
     few = array_weights(arrays[:, :10], held_out[:10], 5.0)
     torch.testing.assert_close(few, torch.full_like(few, 0.5), atol=0.05, rtol=0)
-    # The standard deviation of the weight is 5**.5 * 5 / 20000**.5 = .08, of what the data alone say.
+    # The standard deviation of the weight is 5**0.5 * 5 / 20000**0.5 = 0.08, of what the data alone say.
     assert float(array_weights(arrays, held_out, 5.0)[0]) > 0.7
 
 
@@ -182,8 +182,8 @@ def test_seeds_reproduce_the_choice(monkeypatch):
 
 @pytest.mark.parametrize("kept", [0.0, 0.1])
 def test_the_share_given_back_brings_smoothed_waves_nearest_to_the_truth(kept):
-    # The best share is .07 for the mean of seven neighbours, and -.03 if a tenth of the noisy array is kept. It is found with a standard
-    # deviation of .005 in ten draws; four of them are allowed for.
+    # The best share is 0.07 for the mean of seven neighbours, and -0.03 if a tenth of the noisy array is kept. It is found with a standard
+    # deviation of 0.005 in ten draws; four of them are allowed for.
     truth = 30 * torch.sin(torch.arange(100_000, dtype=torch.float64) / 4)
     noisy = truth + 10 * torch.randn(len(truth), dtype=torch.float64, generator=generator())
     noisier, _ = split(noisy, 10.0, generator(1))
@@ -196,7 +196,8 @@ def test_the_share_given_back_brings_smoothed_waves_nearest_to_the_truth(kept):
 
 @pytest.mark.parametrize(("noise", "share"), [(0.1, 0.0), (0.9, 0.0), (0.98, 1 - 0.98**2), (1.05, 1 - 1.05**2), (1.1, 0.0), (5.0, 0.0)])
 def test_a_wrong_noise_gives_nothing_back(noise, share):
-    # What was taken off has a mean square of .9, and a tenth of the noise is followed: of noise of variance one nothing was taken too much.
+    # What was taken off has a mean square of 0.9, and a tenth of the noise is followed: of noise of variance one nothing was taken too
+    # much.
     image = torch.randn(200, dtype=torch.float64, generator=generator())
     image /= image.square().mean().sqrt()
     restored, more = (1 - 0.9**0.5) * image, torch.randn(200, dtype=torch.float64, generator=generator(1))
@@ -205,8 +206,8 @@ def test_a_wrong_noise_gives_nothing_back(noise, share):
 
 
 def test_the_noise_is_read_off_where_the_image_is_flat():
-    # Rows of one value each, averaged over 100 entries: errors of .01 of the noise's variance. Four standard errors of the level are .02 of
-    # it, and .045 of a fifth of the entries.
+    # Rows of one value each, averaged over 100 entries: errors of 0.01 of the noise's variance. Four standard errors of the level are 0.02
+    # of it, and 0.045 of a fifth of the entries.
     noisy = 50 * torch.randn(200, 1, generator=generator(1)) + 10 * torch.randn(200, 100, generator=generator())
     rest, errors = noisy - noisy.mean(1, keepdim=True), torch.full(noisy.shape, 1.0)
     assert noise_in_flat_places(rest, errors, 12.0) == pytest.approx(10, rel=0.02)
@@ -217,7 +218,7 @@ def test_the_noise_is_read_off_where_the_image_is_flat():
 
 
 def test_no_more_is_given_back_than_is_expected_to_be_wrong():
-    errors = torch.tensor([2.0, 6.0])  # 4 of 100 in the mean: .03 can be plausible_share
+    errors = torch.tensor([2.0, 6.0])  # 4 of 100 in the mean: 0.03 can be plausible_share
     assert [plausible_share(share, errors, 10.0) for share in (-0.1, 0.0, 0.029, 0.031)] == [-0.1, 0.0, 0.029, 0.0]
 
 

@@ -39,7 +39,7 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_the_noise_of_a_smooth_image_is_estimated():
-    # A relative deviation of 0.02 of the median of 8000 differences has a standard deviation of about .013.
+    # A relative deviation of 0.02 of the median of 8000 differences has a standard deviation of about 0.013.
     smooth = torch.linspace(0, 10, 64).expand(64, 64)
     assert noise_level(smooth + 3 * torch.randn(64, 64, generator=generator()), 2) == pytest.approx(3.0, rel=0.06)
 

@@ -127,7 +127,7 @@ def test_what_a_flip_changes_is_in_the_unit_of_log_joints_and_impossible_states_
 def test_own_effects_are_not_taken_for_small_because_many_features_fit_few_data_points(num_data: int) -> None:
     """Effects that have nothing to do with features, half as many of these as data points: little is missing in how much they deviate.
 
-    Over twenty, forty and a hundred data points and three seeds .60 to .78 of the squares are found, .26 to .34 without inflation.
+    Over twenty, forty and a hundred data points and three seeds 0.60 to 0.78 of the squares are found, 0.26 to 0.34 without inflation.
     """
     random = generator(1)
     own = 100 * torch.randn(num_data, 6, generator=random, dtype=torch.float64)

@@ -6,7 +6,7 @@ Pyro's own autoguide for discrete sites: a probability for each value of each si
 """
 
 # %%
-# A model in which causes explain each other away, as a factorised guide cannot say: two columns of the dictionary are nearly the same, so
+# A model in which causes explain each other away, as a factorised guide cannot say. Two columns of the dictionary are nearly the same, so
 # that one *or* the other made an image.
 
 import time

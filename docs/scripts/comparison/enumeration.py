@@ -57,7 +57,7 @@ def truncated(y, weight):
 
 
 # %%
-# The last column is the bound minus the log joint of the states that made the data, which is one term of the evidence: below zero, the
+# The last column is the bound minus the log joint of the states that made the data, which is one term of the evidence. Below zero, the
 # search has missed them.
 
 print(" H   enumerated   seconds   truncated   seconds   above the truth")
@@ -86,7 +86,7 @@ for latents in (4, 8, 12, 16, 50, 300):
 # its cost is linear in their number. Then use it.
 #
 # In favour of the truncated posterior: everything else. On an idle machine with 2 cores plain enumeration took half a minute and 8 GB at
-# ``H = 20`` and died at ``H = 24``: ``examples/enumeration_wall.py`` measures it on yours, each method in a process of its own.
+# ``H = 20`` and died at ``H = 24``. ``examples/enumeration_wall.py`` measures it on yours, each method in a process of its own.
 #
 # .. image:: ../../examples/gallery/enumeration_wall.png
 #    :alt: Time and memory of plain enumeration and of AutoTruncated, by the number of latents

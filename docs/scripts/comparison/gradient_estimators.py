@@ -162,7 +162,7 @@ deviation, error = (
 print(f"{'factorised guide, one draw':34} {deviation:10.2f} {error:10.4f}")
 
 # %%
-# In favour of estimators: they hold nothing per data point, an amortised guide answers for new data at once, and they work where the best
+# In favour of estimators: they hold nothing per data point, and an amortised guide answers for new data at once. They work where the best
 # few states hold none of the mass.
 #
 # In favour of the truncated bound: no variance, no baselines, no learning rate for a guide.

@@ -36,8 +36,8 @@ def gibbs(y, weight, noise, prior, sweeps, burn_in):
 
 
 # %%
-# Bars, twelve of them, under little noise (posteriors of few states, hard to leave for a sampler that changes one latent at a time) and
-# under much (posteriors of many states). The exact marginals are known: 4096 states.
+# Twelve bars under little noise and under much. The first have posteriors of few states, hard to leave for a sampler that changes one
+# latent at a time; the second have posteriors of many states. The exact marginals are known: 4096 states.
 
 for noise in (2.0, 14.0):
     pyro.set_rng_seed(0)

@@ -78,7 +78,7 @@ for size in (4, 8, 16):
     print(f"{size:11}   {-Truncated_ELBO().loss(by_vector, guide, y):7.2f}")
 
 # %%
-# In favour of tensor Monte Carlo: it is for continuous and discrete sites alike, holds nothing per data point, and where the model
+# In favour of tensor Monte Carlo: it is for continuous and discrete sites alike, and holds nothing per data point. Where the model
 # factorises, the combinations are summed without being listed. Where all sites meet in one observation, as here, they are listed.
 #
 # In favour of the truncated posterior: no noise, and the states are the probable ones rather than those of the prior.

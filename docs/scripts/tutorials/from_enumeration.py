@@ -116,7 +116,7 @@ print("latents on, truth:", [row.nonzero().flatten().tolist() for row in states]
 print("latents on, found:", [row.nonzero().flatten().tolist() for row in found])
 
 # %%
-# Where no exact value can be had, the log joint of the states that made the data is a yardstick: it is one term of the evidence, and a
+# Where no exact value can be had, the log joint of the states that made the data is a yardstick. It is one term of the evidence, and a
 # good bound lies above it.
 
 bound = -Truncated_ELBO().loss(causes, posterior, y)

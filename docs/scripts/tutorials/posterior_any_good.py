@@ -45,9 +45,9 @@ report = check_truncation(small, bars.data, search=search, warn=False)
 print(report)
 
 # %%
-# *covered mass, at most* is a proven upper limit: it scores neighbours of the held states, whose probability the population lacks. *nats
-# gained by twice the states* searches on with a larger population. Both say here that much is missing. The exact lines are there because
-# this space has only 1024 states.
+# *covered mass, at most* is a proven upper limit: it scores neighbours of the held states, whose probability the population lacks. The line
+# *nats gained by twice the states* searches on with a larger population. Both say here that much is missing. The exact lines are there
+# because this space has only 1024 states.
 #
 # ===============================  =========================  =============================
 # line                             good                       else

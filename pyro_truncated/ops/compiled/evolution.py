@@ -475,7 +475,7 @@ MOST_CHANGES = 24
 def _fill_subset(choices, first, last, order, state, out):
     """Fills places with random distinct rows of ``choices``, or all in order.
 
-    ``order`` counts from zero, here as before: what is shuffled of it is put back.
+    ``order`` counts from zero when the function is called and when it returns: its shuffle is undone.
     """
     num_choices, num_words = choices.shape
     number = last - first

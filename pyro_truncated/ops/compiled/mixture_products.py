@@ -19,7 +19,7 @@ _MAX_BLOCKS = 16
 _REORDER = {"reassoc", "contract", "nsz"}
 _LOG2E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 6.93145751953125e-1, 1.42860682030941723212e-6
-# exp of less than this is no longer a normal number.
+# exp of less than this is not a normal number.
 _LOWEST = -708.0
 
 

@@ -74,8 +74,8 @@ def _noisy_or(
 @triton.jit
 def _log1mexp(x):
     """See :func:`pyro_truncated.ops.unpacked.log1mexp`."""
-    # Without expm1 and log1p, which Triton's interpreter lacks: what is lost by rounding e^x or 1 - e^x is lost in the logarithm of the
-    # rounded number, too, and their ratio is right (Kahan).
+    # Without expm1 and log1p, which Triton's interpreter lacks. The logarithm of the rounded number has the same rounding error as e^x or
+    # 1 - e^x, so their ratio is right (Kahan).
     power = tl.exp(x)
     is_near = x > -0.6931471805599453
     rounded = tl.where(is_near, power, 1 - power)

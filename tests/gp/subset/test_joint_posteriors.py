@@ -182,7 +182,7 @@ def test_outputs_help_each_other_and_have_noise_of_their_own():
     errors = [float((one - clean[20:45, 2]).square().mean()) for one in (together, own)]
     assert errors[0] < errors[1] / 4
     noise = (model.noise.sqrt() * model.target_scale / clean.std(0)).detach()
-    # True values .05, .5, .1; sixty points know a deviation to a tenth of itself.
+    # True values 0.05, 0.5, 0.1; sixty points know a deviation to a tenth of itself.
     torch.testing.assert_close(noise, torch.tensor([0.05, 0.5, 0.1], dtype=DOUBLE), rtol=0.5, atol=0)
 
 

@@ -73,7 +73,7 @@ def test_inducing_inputs_that_are_no_data_points_are_not_left_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_intervals_hold_what_they_say_where_a_third_of_the_data_are_inducing_inputs(seed):
-    # Of 2000 new targets; with all inducing inputs in their places while targets were left out, 95 % intervals held .66 to .75 of them.
+    # Of 2000 new targets; with all inducing inputs in their places while targets were left out, 95 % intervals held 0.66 to 0.75 of them.
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(2240, 3, generator=generator, dtype=torch.float64)
     wave = torch.sin(6 * x).sum(1) + torch.sin(12 * x[:, 0] * x[:, 1])
@@ -95,8 +95,8 @@ def curves(n, seed):
 
 @pytest.mark.slow
 def test_intervals_hold_what_they_say_where_inducing_inputs_have_moved():
-    # Of 2000 new targets; with inputs moved by all of the data and calibrated on the same, 95 % intervals held .68 and .63 of them.
-    # A single share, of 25 data points held out, is worth .90 to .97.
+    # Of 2000 new targets; with inputs moved by all of the data and calibrated on the same, 95 % intervals held 0.68 and 0.63 of them.
+    # A single share, of 25 data points held out, is worth 0.90 to 0.97.
     inside = []
     for seed in (0, 1):
         x, y = curves(2250, seed)

@@ -1,7 +1,7 @@
 """``learn(model, y)`` with the library's models, on data of their own families: ``python -m tests.papers.experiments.every_model``.
 
 Twelve bars on 6x6 pixels, two of them in an image on average, and 600 images; of mixtures ten components. Found is what is matched by a
-cosine of at least .9, of mixtures what a learned component is near to.
+cosine of at least 0.9, of mixtures what a learned component is near to.
 """
 
 from __future__ import annotations

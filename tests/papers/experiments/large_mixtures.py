@@ -33,8 +33,8 @@ def mixture(num_components: int, covariance: str) -> GaussianMixture:
 def mixture_data(num_components: int, num_data: int, covariance: str, seed: int) -> tuple[Tensor, Tensor, GaussianMixture]:
     """Data to train on, others to test on, and the mixture that both are from: means of deviation 3.
 
-    Noise has the deviation 1, or of .5 to 1.5 along the dimensions of every component (diagonal) or along the same rotated ones (tied), or
-    of .5 beside three normal directions of every component (low-rank).
+    Noise has the deviation 1, or of 0.5 to 1.5 along the dimensions of every component (diagonal) or along the same rotated ones (tied), or
+    of 0.5 beside three normal directions of every component (low-rank).
     """
     generator = torch.Generator().manual_seed(seed)
     truth = mixture(num_components, covariance)

@@ -383,7 +383,7 @@ MECHANISMS = {
     "annealing": Mechanism(((profile, "cooling", constant),), ((profile, "cooling"),), lambda result: result(0) > 1.0),
 }
 
-# What the package had when the first runs were made, and has no longer; the last was of two at once.
+# Mechanisms of the first runs that the package lacks; the last one stands for two at once.
 DELETED = (
     "equal latents, closed form",
     "overfit of redundant latents",

@@ -1,7 +1,7 @@
 """``learn(model, y)`` with a hundred latents and more, at its defaults: ``python -m tests.papers.experiments.many_latents``.
 
 Patches of 16x16 pixels are sums of five localised waves (Gabor functions of norm ten) on average, with noise of deviation one; of
-spike-and-slab models each with a normal coefficient. Found is a wave that a learned element matches by a cosine of at least .9.
+spike-and-slab models each with a normal coefficient. Found is a wave that a learned element matches by a cosine of at least 0.9.
 """
 
 from __future__ import annotations

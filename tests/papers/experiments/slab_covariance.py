@@ -1,7 +1,7 @@
 """Is a known covariance of slabs found by ``learn``, and does it pay on new data? ``python -m tests.papers.experiments.slab_covariance``.
 
-Bars of 8x8 pixels, on with probability .2, whose sizes are normal with mean 3 and deviation 1, times the bars' heights of 3; the sizes
-of each pair of neighbours have a correlation of .8, of each second pair of -.8. The noise has deviation one.
+Bars of 8x8 pixels, on with probability 0.2, whose sizes are normal with mean 3 and deviation 1, times the bars' heights of 3; the sizes
+of each pair of neighbours have a correlation of 0.8, of each second pair of -0.8. The noise has deviation one.
 """
 
 from __future__ import annotations
