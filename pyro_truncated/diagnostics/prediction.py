@@ -131,7 +131,7 @@ def compare_restarts(
         ValueError: if there are no guides, numbers differ, or the restarts differ in their latents.
     """
     if not guides:
-        raise ValueError("guides must hold at least one guide")
+        raise ValueError("guides must hold at least one guide; got none")
     for name, given in (("components", components), ("stores", stores)):
         if given is not None and len(given) != len(guides):
             raise ValueError(f"{name} must hold one entry per guide; got {len(given)} for {len(guides)}")

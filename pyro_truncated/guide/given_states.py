@@ -132,8 +132,7 @@ def warn_impossible(sites: Sequence[str]) -> None:
     """Says that all states of these sites have probability zero."""
     warnings.warn(
         f"the loss is infinite: the model gives probability zero to all joint states that the guide keeps of {shorten_names(sites)}. "
-        "A search may find possible ones: take a training step, or guide.infer. More of them "
-        "are found with a larger num_states.",
+        "A search may find possible ones: take a training step or guide.infer, if need be with a larger num_states.",
         stacklevel=4,
     )
 

@@ -169,8 +169,8 @@ def plate_portion(layout: Layout, arguments: Any) -> Portion | None:
     if not layout.full_sizes or layout.full_sizes[0] != portion.size:
         raise NotImplementedError(
             f"the rows of a shard must be the data points of the model's left-most plate; got {portion.size} rows for "
-            f"{list(layout.plates)} of the sizes {list(layout.full_sizes)}, the plates that hold all discrete latents and what depends on "
-            "them. Train on all data in one process, without distributed.shard."
+            f"{list(layout.plates)} of sizes {list(layout.full_sizes)}, the plates that hold all discrete latents. "
+            "Train on all data in one process, without distributed.shard."
         )
     return portion.times(layout.num_data // portion.size)
 

@@ -114,7 +114,7 @@ def check_index(index: Tensor, num_data: int) -> Tensor:
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
         raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
     if len(index.unique()) != len(index):
-        raise ValueError("index must not hold a position twice")
+        raise ValueError(f"index must not hold a position twice; got {len(index)} positions, {len(index.unique())} of them distinct")
     return index.long()
 
 

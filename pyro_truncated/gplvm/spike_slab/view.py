@@ -103,7 +103,7 @@ class BernoulliLabels(LabelLikelihood):
     def check(self, y: Tensor, view: int) -> None:
         """Raises ``ValueError`` for data ``(N, D)`` outside the likelihood's support; NaN is missing."""
         if not bool(((y == 0) | (y == 1) | y.isnan()).all()):
-            raise ValueError(f"view {view} has a Bernoulli likelihood: its data must be 0, 1, or NaN where missing")
+            raise ValueError(f"view {view} has a Bernoulli likelihood: its data must be 0, 1, or NaN where missing; got {_range(y)}")
 
     def base(self, y: Tensor) -> Tensor:
         """Returns each column's log odds, with half a label added to either."""
@@ -206,7 +206,9 @@ class CategoricalLabels(_CurvatureBound):
         """Raises ``ValueError`` for data ``(N, 1)`` outside the likelihood's support; NaN is missing."""
         known = y[~y.isnan()]
         if not bool(((known >= 0) & (known < self.num_classes) & (known == known.round())).all()):
-            raise ValueError(f"view {view} has categorical labels: its data must be class numbers 0 .. {self.num_classes - 1}, or NaN")
+            raise ValueError(
+                f"view {view} has categorical labels: its data must be class numbers 0 .. {self.num_classes - 1}, or NaN; got {_range(y)}"
+            )
 
     def base(self, y: Tensor) -> Tensor:
         """Log frequencies of the classes, with a data point of each added."""
@@ -264,7 +266,7 @@ class PoissonCounts(_CurvatureBound):
         """Raises ``ValueError`` for data ``(N, D)`` outside the likelihood's support; NaN is missing."""
         known = y[~y.isnan()]
         if not bool(((known >= 0) & (known == known.round())).all()):
-            raise ValueError(f"view {view} has a Poisson likelihood: its data must be counts, or NaN where missing")
+            raise ValueError(f"view {view} has a Poisson likelihood: its data must be counts, or NaN where missing; got {_range(y)}")
 
     def base(self, y: Tensor) -> Tensor:
         """Functions at which each column's rate is its mean, plus half."""
@@ -293,6 +295,11 @@ class PoissonCounts(_CurvatureBound):
         """The distribution of counts ``(..., F)``."""
         found: TorchDistribution = dist.Poisson(_rate(functions)).to_event(1)
         return found
+
+
+def _range(y: Tensor) -> str:
+    known = y[~y.isnan()]
+    return f"numbers from {float(known.min()):g} to {float(known.max()):g}"
 
 
 def _rate(functions: Tensor) -> Tensor:
