@@ -1,7 +1,8 @@
-"""The rules of the prose that `make lint` keeps: pages, changelog, docstrings, comments.
+"""The rules of the prose that `make lint` keeps: pages, changelog, docstrings, comments, messages.
 
-A sentence has at most 30 words, the first line of a docstring 12, the README 80 lines, an unreleased changelog 60 entries of one line.
-A number begins with a digit, in code too. Only the changelog and the records of measurements speak of what was.
+A sentence has at most 30 words, the first line of a docstring 12, an error or a warning two sentences, the README 80 lines, an unreleased
+changelog 60 entries of one line. A number begins with a digit, in code too. Only the changelog and the records of measurements speak of
+what was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LONGEST_SENTENCE = 30  # words
 LONGEST_SUMMARY = 12  # words
+LONGEST_MESSAGE = 2  # sentences
 LONGEST_README = 80  # lines
 LONGEST_CHANGELOG = 60  # entries
 PAGES = ("*.md", "docs/**/*.md", "docs/**/*.rst", "tests/papers/results/*.md")
@@ -122,6 +124,16 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, inspect.cleandoc(node.value.value)
 
 
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields lines and texts of errors and warnings, with a letter for each value."""
+    for node in ast.walk(tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if isinstance(call, ast.Call) and call.args and (call is not node or ast.unparse(call.func) == "warnings.warn"):
+            parts = getattr(call.args[0], "values", [call.args[0]])
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+            yield node.lineno, text.replace(" .. ", " to ")
+
+
 def comments(tokens: list[tokenize.TokenInfo]) -> Iterator[tuple[int, str]]:
     """Yields lines and texts of comments; lines that follow each other are one."""
     start, lines, end = 0, [""], 0
@@ -137,13 +149,18 @@ def comments(tokens: list[tokenize.TokenInfo]) -> Iterator[tuple[int, str]]:
 
 
 def code_findings(root: Path) -> Iterator[str]:
-    """Yields everything that breaks a rule in docstrings, comments and numbers of code."""
+    """Yields everything that breaks a rule in docstrings, comments, messages and numbers of code."""
     for path in sorted({path for pattern in CODE for path in root.glob(pattern)}):
         name, text = path.relative_to(root).as_posix(), path.read_text()
         if name.startswith((*BUILT, *EXEMPT)):
             continue
-        for line, docstring in docstrings(ast.parse(text)):
+        tree = ast.parse(text)
+        for line, docstring in docstrings(tree):
             yield from (f"{name}:{line}: {what}" for what in docstring_rules(docstring, name.startswith(TESTS)))
+        for line, message in messages(tree):
+            if not name.startswith(TESTS) and len(list(sentences(message))) > LONGEST_MESSAGE:
+                yield f"{name}:{line}: a message of more than {LONGEST_MESSAGE} sentences: {message[:80]}"
+            yield from (f"{name}:{line}: {what}" for what in broken_rules(message, True, name.startswith(TESTS)))
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
         for line, comment in comments(tokens):
             yield from (f"{name}:{line}: {what}" for what in broken_rules(comment, may_be_long=name.startswith(TESTS)))

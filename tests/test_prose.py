@@ -75,6 +75,8 @@ CODE = {
     "end of a line": "X = 1  # of .5\n",
     "literal": "X = .5\n",
     "history": "X = 1  # previously 2\n",
+    "error": f'raise ValueError(f"{{x}} is {LONG}.")\n',
+    "warning": 'warnings.warn(f"It is {x}. It must be 1. Give 1.")\n',
 }
 
 

@@ -101,5 +101,6 @@ def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_le
     if not cached_answer(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
         known = value[~value.isnan()]
         raise ValueError(
-            f"observations of a noisy-OR must be 0, 1 or, where missing, NaN; got numbers from {float(known.min()):g} to {float(known.max()):g}"
+            "observations of a noisy-OR must be 0, 1 or, where missing, NaN; "
+            f"got numbers from {float(known.min()):g} to {float(known.max()):g}"
         )

@@ -148,8 +148,8 @@ def _warn_if_unlike(log_joint: LogJoint, words: Tensor, single: dict[str, Tensor
     else:
         warnings.warn(
             f"site '{name}' of a data point depends on the states of other data points: the model computes across the plates "
-            f"{sorted(log_joint.layout.plates)}, whose members the posterior takes to be independent (a sum or mean over them, BatchNorm). "
-            "Compute within data points, or make the plate an event: all data are then one data point.",
+            f"{sorted(log_joint.layout.plates)} (a sum or mean over them, BatchNorm). Compute within data points, which the posterior "
+            "takes to be independent, or make the plate an event.",
             UserWarning,
             stacklevel=2,
         )
