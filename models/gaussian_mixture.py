@@ -39,11 +39,9 @@ _FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, those of spherical and low-rank covariances above
-    that of the mean. Else the likelihood has no maximum; the M-step is the exact maximiser under this constraint. Covariances of components
-    have a weak prior from :meth:`initialize` on: a few more data points with the covariance of all data, scaled to the component. The
-    losses in training and in restarts of ``learn`` include :meth:`log_prior`; those of guides of new data (``infer``) and populations' free
-    energies do not.
+    Variances are kept above :math:`10^{-6}` of the data's variance in each dimension, or else the likelihood has no maximum. Covariances
+    of components have a weak prior from :meth:`initialize` on: a few more data points with the covariance of all data, scaled to the
+    component. Losses in training include :meth:`log_prior`.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -55,11 +53,8 @@ class GaussianMixture(LinearMixture):
     Args:
         num_observed: observed dimensions ``D``.
         num_components: number of components ``K``.
-        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component,
-            ``"tied"`` for a full one that all share. ``"low-rank"`` for :math:`W_k W_k^\top +
-            \sigma_k^2 I`, a mixture of probabilistic principal component analysers. Its densities
-            cost ``D R`` instead of ``D^2``, but the M-step takes ``K D^2`` sums of products as for
-            full ones.
+        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component, ``"tied"`` for a full one that all
+            share, ``"low-rank"`` for :math:`W_k W_k^\top + \sigma_k^2 I`, a mixture of probabilistic principal component analysers.
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
         pseudo_data: how many data points the prior of a covariance counts for, 0 for none. Default: six, one if diagonal or spherical.
@@ -68,11 +63,10 @@ class GaussianMixture(LinearMixture):
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
         loc: means :math:`\mu`, ``(K, D)``.
-        scale: Cholesky factors of the covariances, ``(K, D, D)`` if full and ``(D, D)`` if tied.
-            Standard deviations ``(K, D)`` if diagonal and ``(K,)`` if spherical. Those of the noise
-            :math:`\sigma`, ``(K,)`` or ``()``, if of low rank. factor: :math:`W`, ``(K, D, R)``; of
-            low-rank covariances only.
-        center: where moments are taken, ``(D,)``. The data's mean after :meth:`initialize`, which avoids cancellation.
+        scale: Cholesky factors ``(K, D, D)`` if full, ``(D, D)`` if tied; standard deviations ``(K, D)`` if diagonal, ``(K,)`` if
+            spherical; those of the noise, ``(K,)`` or ``()``, if of low rank.
+        factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
+        center: where moments are taken, ``(D,)``: the data's mean after :meth:`initialize`.
         spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``. Empty without prior.
         pseudo: how many data points it counts for, half its log determinant, ``(2,)``. Zero if unknown.
 

@@ -1,6 +1,6 @@
 """The rules of the prose that `make lint` keeps: pages, changelog, docstrings, comments, messages.
 
-A sentence has at most 30 words, the first line of a docstring 12, an error or a warning two sentences, the README 80 lines, an unreleased
+A sentence has at most 30 words, a docstring 300, its first line 12, an error or a warning two sentences, the README 80 lines, an unreleased
 changelog 60 entries of one line. A number begins with a digit, in code too. Only the changelog and the records of measurements speak of
 what was.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LONGEST_SENTENCE = 30  # words
 LONGEST_SUMMARY = 12  # words
+LONGEST_DOCSTRING = 300  # words
 LONGEST_MESSAGE = 2  # sentences
 LONGEST_README = 80  # lines
 LONGEST_CHANGELOG = 60  # entries
@@ -89,6 +90,8 @@ def docstring_rules(docstring: str, may_be_long: bool = False) -> Iterator[str]:
     number = len(WORD.findall(" ".join(sentences(docstring.strip().split("\n\n")[0]))))
     if number > LONGEST_SUMMARY and not may_be_long:
         yield f"a first line of {number} words: {docstring.strip()[:80]}"
+    if (number := sum(len(WORD.findall(sentence)) for sentence in sentences(docstring))) > LONGEST_DOCSTRING:
+        yield f"a docstring of {number} words"
     yield from broken_rules(docstring, may_be_long=may_be_long)
 
 

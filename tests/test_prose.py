@@ -60,6 +60,11 @@ def test_first_lines_of_docstrings_are_short():
     assert [what.split(":")[0] for what in docstring_rules("word " * 13 + ".\n\nMore.")] == ["a first line of 13 words"]
 
 
+def test_docstrings_leave_the_rest_to_pages():
+    assert list(docstring_rules("Short.\n\n" + "One two three. " * 99)) == []
+    assert list(docstring_rules("Short.\n\n" + "One two three. " * 100)) == ["a docstring of 301 words"]
+
+
 def test_docstrings_keep_the_rules(tmp_path):
     folder = tmp_path / "pyro_truncated" / "states"
     folder.mkdir(parents=True)

@@ -162,25 +162,21 @@ class ActiveSetGaussianProcess(TorchDistribution):
 
     .. math:: \log p_A(x \mid z) = \log p(x_A \mid z_A) + \sum_{n \in R} \log p(x_n \mid x_A, z)
 
-    This is a normalised density for every ``A``, and the exact one of the Gaussian process if at most one point is not active. The log
-    density of an active point is its term :math:`\log p(x_a \mid x_{<a})` in the chain rule. The distribution therefore belongs inside the
-    data plate, with batch shape ``(B,)`` and event shape ``(D,)``.
+    This is a normalised density for every ``A``. The log density of an active point is its term :math:`\log p(x_a \mid x_{<a})` in the
+    chain rule. The distribution belongs inside the data plate, with batch shape ``(B,)`` and event shape ``(D,)``.
 
     In a plate that subsamples ``N`` data points to ``B`` every log density is multiplied by ``N / B``. With ``num_data=N`` they are
     weighted by ``B / N`` and ``(B / N) (N - |A|) / |R|``, so that the plate's scale leaves
 
     .. math:: \log p(x_A \mid z_A) + \frac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z),
 
-    an unbiased estimate of the log density of all data under a random active set. Where other sites of the plate need the same weights, use
-    ``poutine.scale(scale=split.weights(N))`` around all of them instead and leave ``num_data`` out.
+    an unbiased estimate of the log density of all data under a random active set. Where other sites of the plate need the same weights,
+    put ``poutine.scale(scale=split.weights(N))`` around all of them and leave ``num_data`` out.
 
-    .. note:: The expectation over active sets is not the log density of the full Gaussian process: it is smaller by
-        :math:`\sum_{r \le N - |A|} (S(r) - S(N - |A|))` with the leave-``r``-out scores ``S``, on average the total correlation of the rest
-        given the active set. The gradient's expectation at the true parameters is zero all the same.
-        A larger active set reduces this bias, a larger rest reduces the variance.
+    .. note:: The expectation over active sets is smaller than the log density of the full Gaussian process, on average by the total
+    correlation of the rest given the active set. The gradient's expectation at the true parameters is zero all the same.
 
-    Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete: outputs with different
-    missing rows need Cholesky factors of their own.
+    Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete.
 
     Example:
         >>> kernel, z = pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2)
@@ -202,8 +198,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         ValueError: if sizes do not fit, latents are complex, or the noise is not a scalar. Also if
             all points of a minibatch are active.
 
-    Warns: ActiveSetScaleWarning: if it is made without ``num_data`` in a plate that subsamples, and
-        nothing corrects the plate's scale. Also if ``num_data`` differs from the plate's.
+    Warns: ActiveSetScaleWarning: if ``num_data`` is missing in a plate that subsamples, or differs from the plate's size.
 
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022, equation 6.

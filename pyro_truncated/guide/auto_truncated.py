@@ -41,24 +41,17 @@ from pyro_truncated.utils.parameter_store import PrefixStrippingModule, spare_ra
 class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
     r"""Guide with the exact posterior over discrete latents, on few states.
 
-    The posterior is restricted to a population of states and renormalised.
-
-    For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
+    The posterior of a data point :math:`n` is restricted to a population :math:`K_n` of ``num_states`` states and renormalised:
 
     .. math:: q_n(s) = \frac{p(s, y_n)}{\sum_{s' \in K_n} p(s', y_n)} \quad (s \in K_n), \qquad
               \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n) \le \log p(y).
 
-    The discrete latent sites are found in the model. They may be Bernoulli, categorical, one-hot
-    and count sites, vector-valued or not. Several sites have a joint posterior. Sites lie inside a
-    data plate with or without subsampling, in plates nested in it, or outside all plates. In the
-    last case all of them form one state. The other latents are left to other guides in an
-    :class:`~pyro.infer.autoguide.AutoGuideList`, or to ``conditional``. Give this guide the *whole*
-    model, not a blocked one, because it scores states under it.
+    Discrete latent sites may be Bernoulli, categorical, one-hot and count sites, vector-valued or not, in plates or outside of them.
+    Other latents are left to other guides in an :class:`~pyro.infer.autoguide.AutoGuideList`, or to ``conditional``. Give this guide the
+    *whole* model, not a blocked one.
 
-    The guide samples one auxiliary index per data point, enumerated in parallel, and sets the sites
-    to the indexed state. So the stock :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal
-    F`. It never improves its populations by itself: train with
-    :class:`~pyro_truncated.Truncated_ELBO`, which searches, or call :meth:`search_`.
+    The stock :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal F` with this guide. Populations are improved by
+    :class:`~pyro_truncated.Truncated_ELBO` or :meth:`search_`.
 
     Example::
 
@@ -68,36 +61,27 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         guide.marginals()["s"]  # posterior probability that each latent is on
 
     Args:
-        model: a Pyro model; fast if it vectorises over a left-most dimension, as parallel enumeration asks for.
-        num_states: states per data point, ``S``. All states there are if these are fewer, which makes inference exact. Memory is
-            ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
-        conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
-            samples (with ``pyro.sample``) continuous latents given the states. With the exact one log joints are collapsed.
-        init: initial states of all data points. They are a tensor ``(N, S, *site shape)`` for a
-            single site, a dictionary of such tensors, or a callable that returns one of these.
-            ``None`` stands for the zero state, single active latents and random sparse states.
-        max_count: largest value of count sites, one number or by site name. It is needed where the
-            support is infinite (Poisson) or depends on continuous or very many discrete latents. It
-            overrides the distribution's own bound where it is smaller.
-        vectorize: whether the states are scored together, in a new left-most dimension (``True``),
-            or one after the other (``False``). ``None`` tests a few states on the first call. A
-            model that does not take many states at once (``s[:, 0]``, ``if z == 1``) is scored more
-            slowly, with a :class:`~pyro_truncated.VectorizationWarning` that names the line.
-        create_plates: as for every autoguide. Needed only if the guide should subsample where the model does not.
-        memory_budget: bytes that the temporaries of one operation may take, roughly. Default: 2**28, on CUDA an eighth of what is free.
-        store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
-        whole_states: whether a population holds whole states of a data point even where the model's factor graph has several nodes. By
-            default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets; those of ``init`` are
-            spread over them. With ``conditional`` populations always hold whole states.
+        model: a Pyro model; fast if it vectorises.
+        num_states: states per data point, ``S``, or all there are. ``H`` binary latents in float32 take ``8 * ceil(H / 64) + 4`` bytes a
+            state.
+        conditional: called as ``conditional(states, *args, **kwargs)``; samples continuous latents given the states.
+        init: initial states ``(N, S, *site shape)``, a dictionary of them by site name, or a callable. Default: sparse ones.
+        max_count: largest value of count sites, one number or by site name.
+        vectorize: whether states are scored together, in a new left-most dimension. Default: by trial.
+        create_plates: as in Pyro's autoguides.
+        memory_budget: bytes of temporaries. Default: 2**28, on CUDA an eighth of what is free.
+        store: a folder, for populations in memory-mapped files.
+        whole_states: whether a population holds whole states. By default each node of the factor graph has a set of ``num_states``
+            states.
 
     Attributes:
-        populations: where the states of all data points are kept.
-        num_draws: how many draws of the latents of other guides, or of a conditional that is not exact, are averaged over.
-        is_conditional_exact: whether log joints do not differ between draws of the conditional; ``None`` until somebody has looked.
+        populations: the states of all data points.
+        num_draws: draws of other latents that are averaged over.
+        is_conditional_exact: whether draws of the conditional do not matter; ``None`` if unknown.
 
     Raises:
-        ValueError: on the first call, if there is no discrete site, a count has no bound, or the initial states are misshapen or repeat.
-        NotImplementedError: on the first call, for a discrete site in a subsampled sequential plate, or sites that some states lack.
+        ValueError: on the first call, if no site is discrete, a count has no bound, or initial states do not fit or repeat.
+        NotImplementedError: on the first call, for a discrete site in a subsampled sequential plate, or one that some states lack.
     """
 
     num_draws: int = 50

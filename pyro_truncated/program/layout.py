@@ -164,43 +164,35 @@ class SiteLayout:
 class Layout(SiteLayout):
     """A model's discrete latents: its *data plates*, and sites inside them.
 
-    The data plates hold all discrete latent sites and everything that depends on them, so that
-    their members have independent posteriors. Mostly there is one. If there are more, a member of
-    all of them counts as a data point. Without one, all discrete latents form the one state of a
-    single "data point". An example are feature selectors whose observations lie in another plate.
+    The data plates hold all discrete latent sites and everything that depends on them, so that their members have independent posteriors.
+    A member of all of them counts as a data point. Without a data plate, all discrete latents form the one state of a single "data
+    point".
 
     Args:
         trace: a trace of the model (one value per site).
         max_count: upper bound of counts with infinite support, for all such sites or by site name.
-        dependencies: which densities and supports depend on which latents; none are taken to do so without it.
+        dependencies: which densities and supports depend on which latents. Default: none.
 
     Attributes:
         sites: the discrete sites by name.
         plates: names of the data plates, by dimension from left to right.
         dims: their dimensions (negative).
         full_sizes: their sizes.
-        num_data: number of data points: product of the data plates' full sizes.
+        num_data: product of the data plates' full sizes.
         space: the joint state space of one data point.
-        other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
+        other_latents: names of the model's other latent sites, without ``Delta`` sites.
         depth: number of plate dimensions in the model.
-        nesting: number of plate dimensions that Pyro must count to compare the shapes of model and guide rightly; mostly the same.
+        nesting: number of plate dimensions that Pyro must count to compare model and guide.
         checked: names of the sites that give probability zero to some states outside of a support.
-            These are latent values that other latents or data points do not allow, and observations
-            that a latent does not allow.
-        read: names of the sites whose values Python code of the model looks at, as far as can be told.
-        clamped: names of the sites that give something probability zero, which torch clamps, as
-            found when a guide is set up. They are observed sites in some states, and latent ones on
-            a device, where they are not checked in every run.
+        read: names of the sites whose values the model's Python code looks at.
+        clamped: names of the sites that give something probability zero, as torch clamps it.
         idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
 
     Raises:
-        ValueError: if there is no discrete latent site. Also if a site has infinite support and no
-            valid bound, or one that depends on continuous or too many other latents. Also if the
-            batch of a latent site, or of one that depends on discrete latents, lies outside of
-            plates.
-        NotImplementedError: for a subsampled sequential plate, or a subsampled inner plate with a
-            discrete latent. Also for a site whose entries depend on each other by its support
-            (multinomial counts).
+        ValueError: if there is no discrete latent site, or a site has infinite support and no valid bound. Also if the batch of a site
+            that depends on discrete latents lies outside of plates.
+        NotImplementedError: for a subsampled sequential plate, a subsampled inner plate with a discrete latent, or a site whose entries
+            depend on each other by its support.
     """
 
     def __init__(

@@ -49,8 +49,7 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time. Then it learns no more from this block.
         is_linear: whether the latents are binary causes, independent a priori, whose sum is observed under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
-        moments: moments of the observations in the populations' first states, for searches that take them. Where the means do not fit the
-            memory budget, they are of some data points only.
+        moments: moments of the observations in the populations' first states, or of some data points only.
     """
 
     population: Population

@@ -208,10 +208,6 @@ class Preselection(AffinitySearch):
     :math:`r_n` others, drawn uniformly from the rest, form the selection :math:`I_n`. So every latent has a positive
     probability. The proposals are :math:`\{s : s_h = 0 \text{ for } h \notin I_n, |s| \le \gamma\}`.
 
-    If the posterior factorises with marginals :math:`p_h`, a selection keeps the mass :math:`\prod_{h \notin I} (1 -
-    p_h)`. It is largest for the :math:`H'` largest marginals, so an affinity should rank latents as their marginals
-    do.
-
     Latents of more than two values are selected with their value of largest affinity, and are zero or have this value
     in the proposals. Of a single latent per data point (the class of a mixture), :math:`H'` values are selected and
     proposed.
@@ -225,17 +221,14 @@ class Preselection(AffinitySearch):
 
     Args:
         affinity: maps a :class:`~pyro_truncated.search.SearchBatch` to scores ``(N, P)``, larger for latents that are more likely to be
-            active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent. A NaN
-            is an error, infinities are not.
+            active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent.
         num_selected: number of selected latents :math:`H'`. All of them where there are fewer.
         max_active: largest number :math:`\gamma` of active latents in a proposal. Default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
-        explore: mean share of the :math:`H'` places given to chance. Their number is :math:`r_n = \lfloor
-            \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point. So less than one
-            place can be given away in the mean. The attribute can be changed: use 0 for the last iterations, and for
-            prediction.
-        merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it: expectation
-            truncation, in which every E-step forgets the one before.
+        explore: mean share of the :math:`H'` places given to chance, with :math:`r_n = \lfloor \mathrm{explore} \cdot H' + u_n \rfloor`
+            and a uniform :math:`u_n`. Use 0 for the last iterations, and for prediction.
+        merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it (expectation
+            truncation).
         generator: source of randomness. Default: torch's global generator.
 
     Raises:

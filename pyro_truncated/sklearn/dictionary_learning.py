@@ -41,11 +41,11 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     * ``"bernoulli"``: :math:`p(y_d = 1) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)` for data in {0, 1}
       (:class:`~pyro_truncated.models.NoisyOr`).
 
-    The noise :math:`\sigma` is one for all features, so columns are standardised inside. The model is of ``(X - mean) / deviation``,
-    without an offset of ``X / deviation``. Codes are those of the model; all else is in the units of the data.
+    The noise :math:`\sigma` is one for all features, so columns are standardised inside. Codes are those of the model; all else is in the
+    units of the data.
 
-    The model is trained by :func:`~pyro_truncated.learn`. Entries of the data that are NaN are missing: only what is observed counts, in
-    training and afterwards, and ``inverse_transform(transform(X))`` fills them in.
+    The model is trained by :func:`~pyro_truncated.learn`. Entries of the data that are NaN are missing, and
+    ``inverse_transform(transform(X))`` fills them in.
 
     Example::
 
@@ -58,26 +58,22 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     Args:
         n_components: number of dictionary elements. Default: as many as there are features, at most 100.
         family: ``"spike_slab"``, ``"gaussian"`` or ``"bernoulli"``.
-        offset: whether the data have a background that is learned. It is the offset :math:`b`, or
-            the probability :math:`w_0` per feature instead of 0.001.
-        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``. Default: the data are zeros and ones.
-        ridge: strength of a normal prior of the dictionary, see
-            :class:`~pyro_truncated.models.SpikeSlabSparseCoding`. Default: ten times the squared
-            share of missing data, so none for complete data. Not for ``"bernoulli"``.
+        offset: whether the data have a background that is learned: :math:`b`, or :math:`w_0`.
+        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``. Default: none.
+        ridge: strength of a normal prior of the dictionary, not for ``"bernoulli"``. Default: ten times the squared share of missing
+            data.
         n_states: states kept per data point.
-        max_iter: the most training steps on all data after the best start, which itself takes as many, but at most 60. They end once
-            five raise the lower bound per data point by no more than 0.001 nats, but with a ridge all are taken.
-        n_init: the most starts; training ends sooner with a start on which two agree. Default: 4, or one with a ridge: starts are
-            compared without it, and those that fit few observed entries most closely explain the others worse.
+        max_iter: the most training steps on all data after the best start, which itself takes at most 60.
+        n_init: the most starts; training ends sooner with a start on which two agree. Default: 4, or one with a ridge.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one.
 
     Attributes:
         model_: the fitted model, a Pyro program, of the standardised data.
         components_: the dictionary, ``(n_components, n_features)``.
         offset_: the background, ``(n_features,)``.
         activity_: probability :math:`\pi_h` that an element is on, ``(n_components,)``.
-        starts_: the lower bound per data point that each start reached, in nats. Not after ``partial_fit`` alone.
+        starts_: the lower bound per data point that each start reached, in nats.
         n_iter_: training steps taken.
         n_features_in_: number of features.
         feature_names_in_: their names, if the data had any.

@@ -57,11 +57,10 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         n_states: components kept per data point.
         max_iter: maximum of training steps on all data after the best restart. A restart takes as
             many, but at most 12.
-        n_init: number of starts, from clusters of random data points. Default: ten of up to ten components, two of more. Starts of
-            many components differ little, and take long.
-        tol: relative growth of the log density, averaged over five steps, below which training ends.
+        n_init: number of starts, from clusters of random data points. Default: ten of up to ten components, two of more.
+        tol: relative growth of the log density below which training ends.
         verbose: whether to show a progress bar.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one. The only source of randomness.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one.
 
     Attributes:
         model_: the fitted model, a Pyro program.

@@ -69,9 +69,8 @@ class Truncated_ELBO(ReprFromArguments, ELBO):
     (see ``vectorize`` of the guide) need reparametrised draws.
 
     On several processes (:func:`pyro_truncated.distributed.shard`) losses are those of all data, and every process must ask for them.
-    Gradients are those of a process's own data, which :class:`~pyro_truncated.distributed.AllReduced` sums. Gradients of the module
-    ``elbo(model, guide)`` are multiplied by the number of processes, because ``DistributedDataParallel`` takes their mean. Terms of no
-    data point, such as latents of other guides, are divided equally.
+    Gradients are those of a process's own data, which :class:`~pyro_truncated.distributed.AllReduced` sums. Those of the module
+    ``elbo(model, guide)`` are multiplied by the number of processes, because ``DistributedDataParallel`` takes their mean.
 
     Sites with ``infer={"of_parameters": True}`` are priors of parameters, such as those of covariances in a ``GaussianMixture``. They
     count in the loss of a trained guide, but not of one that :meth:`~pyro_truncated.AutoTruncated.infer` has made for new data.

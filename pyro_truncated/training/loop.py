@@ -97,23 +97,15 @@ def fit(
 ) -> Training:
     r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
 
-    With ``patience`` the run ends early. Let :math:`\bar F_t` be the free energy averaged over the last :math:`p` = ``patience`` steps.
-    The run ends once :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`. Averaging makes this work on
-    minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
+    With ``patience`` the run ends once :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`. Here :math:`\bar
+    F_t` is the free energy averaged over the last :math:`p` = ``patience`` steps.
 
     With ``checkpoint`` the run is saved every so many seconds and at its end (see
-    :func:`~pyro_truncated.training.checkpoint.save_checkpoint`). It continues from the file if that exists, to the numbers of a run
-    that was never interrupted. Early stopping and what a search has learned are included.
+    :func:`~pyro_truncated.training.checkpoint.save_checkpoint`). It continues from the file if that exists, to the numbers of a run that
+    was never interrupted. The file of another run is refused.
 
-    A file of another run is refused before anything changes. Runs differ in their data (by hashes of all tensors and arrays among the
-    arguments), or in class or arguments of model, guide, optimiser, ELBO or search. ``steps``, ``patience`` and callbacks may change. A
-    destination that cannot be written to is refused before the first step. A later failure (a full disk) is a
-    :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried again.
-
-    On several processes with shards of the data (:func:`pyro_truncated.distributed.shard`) all call this function. The first one
-    decides when the run ends and is saved, and shows the bar. Callbacks run on all of them, and what they return counts on the first.
-    An error of one of them ends all, and is named. The checkpoint is a small file with a folder ``<name>.rows`` beside it. Any other
-    number of processes can continue from it, and from that of one process.
+    On several processes with shards of the data (:func:`pyro_truncated.distributed.shard`) all call this function. What callbacks return
+    counts on the first.
 
     Example::
 
@@ -124,27 +116,25 @@ def fit(
         svi: the run: model, guide, optimiser, ELBO.
         *args: the model's arguments.
         steps: total number of steps, those from the checkpoint included.
-        callbacks: each is called with the :class:`Training` after every step. A mapping that it returns is recorded, ``True`` ends the run.
-            If it has a method ``start``, that is called so once before the first step, after a checkpoint has been read.
+        callbacks: each is called with the :class:`Training` after every step. A mapping that it returns is recorded, ``True`` ends the
+            run. A method ``start`` is called before the first step.
         progress: whether to show a bar; default: if standard error is a terminal.
         patience: steps to average over for early stopping, or ``None`` for none.
         tolerance: relative growth below which the run ends.
-        checkpoint: file. While the run goes on, a file ``<name>.lock`` lies beside it.
+        checkpoint: file, beside which ``<name>.lock`` lies while the run goes on.
         checkpoint_seconds: time between checkpoints; 0 for one after every step, infinity for one at the end.
         settings: what else must agree for a run to be continued.
-        may_differ: parts that may be others than those of the run that is continued, see
-            :func:`~pyro_truncated.training.checkpoint.load_checkpoint`.
-        batches: minibatches that the steps take one after the other, see :class:`pyro_truncated.distributed.Batches`.
+        may_differ: parts that may differ, see :func:`~pyro_truncated.training.checkpoint.load_checkpoint`.
+        batches: minibatches of the steps, see :class:`pyro_truncated.distributed.Batches`.
         **kwargs: the model's keyword arguments.
 
     Returns:
         The record.
 
     Raises:
-        TypeError: if ``svi`` is not Pyro's SVI, or ``callbacks`` is no sequence of functions.
-        ValueError: if a number is out of range, the checkpoint is damaged or of another run, or callbacks change the names that they
-            return. The message says what differs.
-        OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
+        TypeError: if ``svi`` or ``callbacks`` are of another type.
+        ValueError: if a number is out of range, the checkpoint is damaged or of another run, or callbacks change their names.
+        OSError: if checkpoints cannot be written or read.
         RuntimeError: if another run is writing checkpoints there.
         OtherProcessError: if another process of the run has failed.
     """

@@ -256,20 +256,18 @@ def estimate_evidence(
     .. math:: \hat p(y_n) = \sum_{s \in K_n} p(s, y_n) + \frac1M \sum_{i=1}^M \frac{p(s_i, y_n)}{r_n(s_i)} [s_i \notin K_n],
               \qquad s_i \sim r_n .
 
-    This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)` (Jensen), and never below the free energy.
-    The proposal :math:`r_n` is a *defensive* mixture (Hesterberg 1995). With probability 0.7 it draws a state of the population, half from
-    the posterior and half uniformly, of which each latent changes with a small probability. Otherwise latents are independent, with values
-    by the posterior marginals, their mean over the data, and a little of the uniform distribution. So it is positive everywhere. The tail
-    index of the weights says whether to believe it.
+    This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)`, and never below the free energy. The
+    proposal :math:`r_n` is a *defensive* mixture (Hesterberg 1995): mutations of states of the population, or independent latents, so it
+    is positive everywhere. The tail index of the weights says whether to believe it.
 
-    As weights are skewed, the confidence interval is the union of Hall's, which removes the skewness of the t-statistic, and one symmetric
-    around the logarithm of the mean. In simulations intervals of 95 % hold 95 to 96 %.
+    The confidence interval is the union of Hall's, which removes the skewness of the t-statistic, and one symmetric around the logarithm
+    of the mean. In simulations intervals of 95 % hold 95 to 96 %.
 
     If *exact* posterior draws are known, as the states of simulated data, an upper bound in expectation follows, too (Grosse, Ghahramani
     and Adams 2015). One of the draws is replaced by the exact one if that lies outside the population.
 
-    Where data are spread over processes (:func:`pyro_truncated.distributed.shard`), all must call it, and all get the estimates of all data
-    points. Latents of other guides are held at their medians. Cost: :math:`N M` log joints, and :math:`N M S L` for the densities.
+    Where data are spread over processes (:func:`pyro_truncated.distributed.shard`), all must call it. Latents of other guides are held at
+    their medians. Cost: :math:`N M` log joints, and :math:`N M S L` for the densities.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=10.0).data

@@ -182,9 +182,8 @@ class LeaveOneOutRegression:
     own unit. Everything is computed in float64.
 
     With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
-    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`. That is another prior, whose variance
-    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
-    those that an exchange search finds to explain the targets of :meth:`fit` best.
+    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`. Pivots are the inputs of largest variance
+    given those before, or those that explain the targets of :meth:`fit` best.
 
     Example:
         >>> regression = LeaveOneOutRegression(torch.linspace(0.0, 6.0, 30).unsqueeze(-1), "rbf")

@@ -165,44 +165,37 @@ def _digest(targets: Tensor) -> str:
 class SubsetGPRegression(torch.nn.Module):
     r"""Sparse Gaussian process regression whose inducing inputs are training inputs.
 
-    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of the
-    subset and L-BFGS on the kernel's parameters and the noise, by the same objective, which never rises. From little noise and short
-    length-scales "all is noise" is the nearest optimum: start as :func:`smooth_rbf` does. A first fit that ends there looks for other
-    length-scales by an exact regression on some of the data.
+    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
+    the subset and L-BFGS on the kernel's parameters and the noise, by the same objective, which never rises.
 
-    The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
-    molecules, the marginal likelihood of the projected process (``objective="pp"``) predicts better, though it is no bound. The variance
-    that inducing inputs leave is calibrated on data points left out (see :class:`SparsePosterior`). ``"fitc"`` learns by the FITC
-    likelihood. ``fit(polish=True)`` lets numeric inducing inputs move freely.
+    The variational free energy takes for noise whatever the inducing inputs cannot explain. With few of them the marginal likelihood of
+    the projected process (``objective="pp"``) predicts better, though it is no bound. ``"fitc"`` learns by the FITC likelihood.
+    ``fit(polish=True)`` lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
         >>> model = SubsetGPRegression(x, x.squeeze(-1).sin(), num_inducing=8)  # then fit() and predict(new)
 
     Args:
-        X: the training inputs, of any type that the kernel takes; or a :class:`DataKernel`, which holds them (see :func:`as_data_kernel`).
+        X: the training inputs, of any type that the kernel takes; or a :class:`DataKernel`, which holds them.
         y: targets, ``(n,)`` or ``(n, H)``, finite.
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
-            such as :class:`CountKernel`; default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
-        num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 5000 data points. Else 32, twice as
-            many as long as that gains 0.01 nats per data point, and 512 at most. Exact fits of 3000, 4000 and 5000 data points of eight
-            inputs took 32, 58 and 108 CPU seconds, the last of a process of 1.1 GiB.
+            such as :class:`CountKernel`. Default: :func:`smooth_rbf`. Its parameters are learned in place.
+        num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 5000 data points. Else 32, twice as many
+            as long as that gains 0.01 nats per data point, and 512 at most.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
-        algorithm: ``"exchange"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
-            subset after each change of hyper-parameters. The best pair is kept.
+        algorithm: ``"exchange"``, or any :class:`SubsetSearch`.
         generator: source of randomness.
 
     Attributes:
         is_exact: whether there are no inducing inputs: ``index`` is then all data.
-        index: positions of the inducing inputs; -1 where there are fewer than ``m``, and before :meth:`fit`.
-        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``, or ``"exact"``) and objective; of the last two, each
-            improvement.
+        index: positions of the inducing inputs; -1 without a :meth:`fit`, or where there are fewer than ``m``.
+        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``, or ``"exact"``) and objective.
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
-        ValueError: if a shape, a name or a number is not as above. Also if the kernel is not
-            finite, symmetric and positive.
+        ValueError: if a shape, a name or a number is not as above, or the kernel is not finite, symmetric and positive.
     """
 
     index: Tensor

@@ -77,13 +77,10 @@ class SASDecoder(UniqueModule):
     .. math:: \mathbb E_q\Bigl[\log p(x_A \mid z_A) + \tfrac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z)\Bigr]
         - \mathrm{KL}_A - \tfrac{N - |A|}{|R|} \mathrm{KL}_R,
 
-    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses for
-    ``q`` (MAP latents, the KL terms are prior log densities). The Bayesian one has :math:`q(z_n) = \mathcal N(\mu_n,
-    \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``. This may look at the active set, but not
-    at the rest of the minibatch (as batch normalisation does).
+    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`. The deterministic decoder has point masses for ``q``, the Bayesian one
+    :math:`q(z_n) = \mathcal N(\mu_n, \mathrm{diag}\,\sigma_n^2)`. Latents are free, a row per data point, or come from an ``encoder``.
 
-    .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``. It is not a
-        bound of the full Gaussian process's evidence.
+    The objective bounds the evidence of the model in which the rest is independent given ``A``, not that of the full process.
 
     Example::
 
@@ -100,22 +97,17 @@ class SASDecoder(UniqueModule):
         decoder.condition_(x)  # decoder.fit(x) is all of this, with a learning rate that falls
         mean, variance = decoder.reconstruct(x_new)  # x_new is NaN where entries are missing
 
-    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`). Each then holds the latents of its own data
-    points; owners send the active ones of a step, and get their gradients back. A step of :class:`~pyro.infer.SVI` takes
-    :class:`~pyro_truncated.distributed.AllReduced` and :class:`~pyro_truncated.distributed.SummedELBO`; :meth:`fit` does it by itself.
-
     Args:
         num_data: number of data points ``N``, in all processes.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
-        num_active: size of the active set of a step without a split. Default: 200, but at most half of the minibatch.
-        batch_size: size of the minibatch where a training step is not given a split. Default: 1000, or all data if these are fewer.
+        num_active: size of the active set of a step without a split. Default: 200, at most half.
+        batch_size: size of the minibatch of a step without a split. Default: 1000, or all data.
         bayesian: whether ``q`` is a normal distribution rather than a point mass.
-        encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
-            ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
-        encoder_sees_active: call the encoder as ``encoder(x, x_active)``. Outside training it is shown the first ``num_active`` complete
-            data points.
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs. Default: RBF with a length-scale per dimension.
+        encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse deviations, ``2Q``
+            columns.
+        encoder_sees_active: call the encoder as ``encoder(x, x_active)``.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs. Default: RBF.
 
     Attributes:
         loc: means of the outputs, ``(D,)``, a buffer.

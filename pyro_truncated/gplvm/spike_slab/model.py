@@ -200,11 +200,9 @@ class SpikeSlabMRD(UniqueModule):
 
     The posterior is :math:`q(b_{cq} = 1) = \gamma_{cq}`, and :math:`q(x_{nq} \mid b) = \mathcal N(\mu_{nq}, s_{nq})` if some view has
     dimension :math:`q` switched on. Otherwise it is the prior. Kernels' expectations are in closed form (see
-    :func:`~pyro_truncated.gp.psi_statistics`). The inducing variables are integrated out (``collapsed``) or have a Gaussian posterior of
-    their own, for training on minibatches.
+    :func:`~pyro_truncated.gp.psi_statistics`).
 
-    A dimension can be removed by its switch or by the kernel, so a switch that is on does not mean a dimension that is used. Hence the
-    default :math:`\pi < 1/2`; see also :meth:`relevance`.
+    A dimension is removed by its switch or by the kernel, hence the default :math:`\pi < 1/2`; see also :meth:`relevance`.
 
     Example::
 
@@ -212,7 +210,7 @@ class SpikeSlabMRD(UniqueModule):
         fit(model, [images, texts])                     # or initialize(model, ...), and SVI with Analytic_ELBO()
         model.probability                               # of every switch, (C, Q)
 
-    A view may hold labels or counts, which may be missing for some data points (NaN rows), as in any view::
+    A view may hold labels or counts, missing for some data points (NaN rows)::
 
         model = SpikeSlabMRD(len(images), [images.shape[1], 1], num_latents=10, likelihood=["gaussian", CategoricalLabels(10)])
         fit(model, [images, labels])                    # labels (N, 1): class numbers, NaN where unknown
@@ -220,27 +218,22 @@ class SpikeSlabMRD(UniqueModule):
         posterior.response(posterior.infer({0: new_images}), view=1)    # probabilities of the classes
 
     .. note:: Switches tell what the bound prefers. With RBF kernels that can be fewer latents than there are signals, if some follow from
-        others by curved functions. Of three signals on a line, one private to either view and one shared (section 5.1 of the paper, 50
-        points, noise 0.1, seeds 31 and 32 of the data), the bound is 119 and 133 with these three latents, trained from the true signals,
-        but 245 and 266 with two. Where training ends depends on the way there: :func:`~pyro_truncated.gplvm.fit` at 119, with the pattern
-        of the signals, and at 266, with two; SVI, on the first of these data, at 239, with two. With linear kernels, as in the paper, the
-        pattern is found by ``fit`` and by SVI. SVI takes five times as long and more (2000 steps of Adam, 10 to 15 CPU seconds; RBF 37,
-        where ``fit`` takes 6).
+    others by curved functions (:doc:`/results/spike_slab_gplvm`).
 
     Args:
         num_data: number of data points ``N``.
         num_observed: number of outputs of each view.
         num_latents: number of latent dimensions ``Q``.
-        kernel: ``"rbf"``, ``"linear"``, a kernel (each further view gets a copy), or a function that makes one; or one for each view.
-        num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
-            inducing inputs at the unit vectors, and gets these.
+        kernel: ``"rbf"``, ``"linear"``, a kernel, or a function that makes one; or one for each view.
+        num_inducing: inducing inputs ``M`` of each view. Default: 50, at most ``N``; with ``LinearARD`` the unit vectors.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"``, :class:`~pyro_truncated.gplvm.CategoricalLabels`; or one for each
-            view. Those that are not Gaussian have a local quadratic bound, whose points of contact are learned along.
+            view.
         time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`. Default: data points
             are independent.
         prior: prior probability :math:`\pi` of a switch, a number or ``(C, Q)``.
-        collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
-        expectation: how to take expectations of kernels without closed form.
+        collapsed: whether the inducing variables are integrated out, which takes all data at every step. Else they have a Gaussian
+            posterior.
+        expectation: how to take expectations without closed form.
         dtype: type of the parameters; sums and factorisations are in float64 anyway.
 
     Attributes:
@@ -248,7 +241,7 @@ class SpikeSlabMRD(UniqueModule):
         scale: standard deviations :math:`\sqrt s`, ``(N, Q)``.
         logits: log odds of the switches, ``(C, Q)``; see :attr:`probability`.
         prior: prior probabilities of the switches, ``(C, Q)``.
-        num_steps: training steps by :class:`Analytic_ELBO` since the model was made or initialised, a buffer.
+        num_steps: training steps by :class:`Analytic_ELBO` since the initialisation, a buffer.
         views: the Gaussian processes.
 
     Raises:

@@ -26,35 +26,20 @@ _LOWEST = -1e30
 class SurrogateSearch(Search):
     """Scores the states that regressions on earlier scores think best.
 
-    It is for models whose scores are expensive.
+    For binary latents of models whose scores are expensive. Where the model tells means of the observations, these are regressed on all
+    scored states as a quadratic function shared by all data (:class:`.MomentRegression`). What log joints lack of the likelihood that
+    follows is regressed on linear effects and pairwise interactions (:class:`.LogJointRegression`).
 
-    A run of the model on a state shows more than its log joint: means and variances of the observations. Where they are known, means are
-    regressed on all scored states as a quadratic function shared by all data (:class:`.MomentRegression`). An approximate likelihood
-    follows for each data point. What log joints lack of it is regressed on linear effects and pairwise interactions
-    (:class:`.LogJointRegression`).
+    Each child is the best unscored state near an optimum of effects drawn from their posterior (Thompson sampling).
 
-    For each child effects are drawn from their posterior (Thompson sampling). Their deviation is at least the error per flip of the last
-    children, and at most the change of a flip. A state climbs to an optimum of the sum, whose second order is updated on the way. The best
-    unscored state within two flips of that optimum is then scored. Half of the climbs start from states of the population, drawn by their
-    weights, and half from the best state of another data point.
+    Log joints alone are regressed if the moments are not known, there are more than 64 latents, or the approximate likelihoods were wrong
+    for most states.
 
-    Log joints alone are regressed in three cases: the moments are not known, there are more than 64 latents, or the approximate
-    likelihoods were wrong for most states. The last happens with heavy tails (also ``Laplace``), ``Multinomial``, ``OneHotCategorical``,
-    ``Bernoulli`` near 0 or 1, and variances that differ much from state to state. Linear effects then depend on the observation and the
-    data point, interactions are shared, and climbs start from states of the population.
+    Moments are known of a model of plain Pyro with one data plate and no conditional, whose states are scored together. Its observations
+    must be neither masked nor scaled, and have means and variances.
 
-    The first child takes the means of the effects. The others deviate by half to twice their posterior deviation, because a quadratic
-    function is not the whole truth. The deviation doubles in data points for which two steps have found no better state. No state is
-    scored twice, and flips known to be bad are not tried again.
-
-    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no conditional. Inside the plate
-    all observations must be known, neither masked nor scaled, and have means and variances. A ``pyro.factor`` has none.
-
-    States scored under other parameters are forgotten, but the regressions stay, so that training steps learn from each other. Earlier
-    means count half from one batch of data to the next, as parameters may have changed.
-
-    The search's own work grows with the third power of the latents and more: about 6 microseconds a score with 20 latents, 60 with 40, 450
-    with 64. It pays where a score takes longer. For binary latents.
+    The search's own work takes about 6 microseconds a score with 20 latents, 60 with 40, and 450 with 64. It pays where a score takes
+    longer.
 
     Example:
         >>> y = linear_bars(40, 4, mean_active=2.0).data
@@ -64,8 +49,7 @@ class SurrogateSearch(Search):
     Args:
         children: number of states proposed in a step.
         memory: number of scored states per data point that are regressed on (at least a population): the best half, and of the others the
-            latest. All states scored under the same parameters are kept all the same, so that none is scored twice: up to ``children``
-            more per data point with every step.
+            latest.
         rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`. Default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
@@ -76,11 +60,10 @@ class SurrogateSearch(Search):
 
     Raises:
         ValueError: if an argument is out of range; when searching, if a latent has more than two values.
-        NotImplementedError: when searching, for data that are shared out to several processes.
+        NotImplementedError: when searching, for data shared out to several processes.
 
     Reference:
-        Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018, for Thompson sampling from a quadratic
-        regression. Here many problems that share most of it are solved at a time.
+        Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018.
     """
 
     MAX_LATENTS: ClassVar[int] = 64
