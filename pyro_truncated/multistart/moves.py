@@ -45,7 +45,14 @@ Proposals = Generator[Solution, Solution, None]
 
 
 class Move(Protocol):
-    """Proposes changed solutions; :func:`improve` refines and accepts them."""
+    """Proposes changed solutions; :func:`improve` refines and accepts them.
+
+    Example:
+        >>> class Negate:  # for LearnConfig(moves=(Negate(),))
+        ...     name = "negated weights"
+        ...     def propose(self, best):
+        ...         yield best.replace(parameters={name: -value for name, value in best.parameters.items()})
+    """
 
     name: str
 

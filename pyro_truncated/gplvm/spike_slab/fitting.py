@@ -373,6 +373,11 @@ def fit(
     removed where that raises the bound (:func:`remove_dimensions`). The model takes the best of several restarts by the bound. A switch
     that the data do not support is set exactly to zero (:func:`settle_switches`).
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = fit(model, y, steps=5, warm_up=5, rounds=1)
+
     Args:
         model: the model; holds the parameters of the best start afterwards.
         y: its data.
