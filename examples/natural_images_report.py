@@ -15,7 +15,7 @@ from pyro_truncated import AutoTruncated
 from pyro_truncated.datasets import Whitening
 from pyro_truncated.diagnostics import to_arviz
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.pages.verdict import Section, write_report
+from pyro_truncated.diagnostics.pages.summary_text import Section, write_report
 
 ORIGIN = {
     "vanhateren": "a photograph of van Hateren's natural image collection",

@@ -119,7 +119,7 @@ def picture_of_objects(scenes: Scenes, objects: Objects, result: Learned, title:
             ax.imshow(image.numpy(), vmin=0, vmax=1, cmap="gray")
     for row, label in zip(axes, ("true", "mask", "colour", "mask > 0.5"), strict=True):
         row[0].set_title(label, fontsize=8, loc="left")
-    found = int(match.recovered().sum())
+    found = int(match.is_recovered().sum())
     figure.suptitle(f"scenes, and what was learned with the {title}: {found} of {len(objects.masks)} objects", fontsize=10)
     figure.savefig(path, dpi=80, facecolor="white")
 
@@ -169,7 +169,7 @@ def main(args: argparse.Namespace) -> None:
     for name in args.selections.split(","):
         start = time.monotonic()
         result = results[name] = learn(args, name, scenes, objects)
-        found = int(match_objects(result.model.features, result.model.masks, objects).recovered().sum())
+        found = int(match_objects(result.model.features, result.model.masks, objects).is_recovered().sum())
         print(
             f"{SELECTIONS[name]:32} objects found {found:2} of {len(objects.masks)}   free energy {result.free_energies[-1]:9.2f}   "
             f"places within a pixel {100 * float((result.distances < 1.5).double().mean()):5.1f} %   {time.monotonic() - start:6.1f} s"

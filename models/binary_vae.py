@@ -21,7 +21,7 @@ from pyro_truncated.models.dictionary import data_scale
 
 # A network is fitted to a linear model in minibatches of states, by steps of Adam at a learning rate that falls to a share of itself.
 # At least so large a share of the states has a latent, and lacks it.
-_FITTED, _FITTING, _RATE, _LAST, _SEEN = 200, 300, 1e-2, 0.1, 0.2
+_BATCH_STATES, _FIT_STEPS, _FIT_LR, _FINAL_LR_SHARE, _MIN_STATE_SHARE = 200, 300, 1e-2, 0.1, 0.2
 
 
 class BinaryVAE(UniqueModule):
@@ -165,11 +165,11 @@ class BinaryVAE(UniqueModule):
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
-        often = prior.clamp(_SEEN, 1 - _SEEN).expand(_FITTED, -1)
+        often = prior.clamp(_MIN_STATE_SHARE, 1 - _MIN_STATE_SHARE).expand(_BATCH_STATES, -1)
         learned = [value for value in self.decoder.parameters() if value.requires_grad]
-        optimizer = torch.optim.Adam(learned, lr=_RATE)
-        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _LAST ** (1 / _FITTING))
-        for _ in range(_FITTING):
+        optimizer = torch.optim.Adam(learned, lr=_FIT_LR)
+        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _FINAL_LR_SHARE ** (1 / _FIT_STEPS))
+        for _ in range(_FIT_STEPS):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit
             optimizer.zero_grad()

@@ -125,7 +125,7 @@ class Covariances(abc.ABC):
         r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
 
     @abc.abstractmethod
-    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
@@ -183,7 +183,7 @@ class Diagonal(Covariances):
         scale = parameters["scale"].reshape(len(loc), -1)
         return scale**-2 * loc, scale**-2, scale.log().expand_as(loc).sum(-1)
 
-    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of diagonal covariances."""
         scale = parameters["scale"].reshape(len(parameters["scale"]), -1)
         return scale.log().expand(-1, len(covariance)).sum(-1), (_variances(covariance) / scale.square()).sum(-1)
@@ -271,7 +271,7 @@ class Full(Covariances):
         precision, size = _invert(parameters["scale"])
         return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
 
-    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of full covariances."""
         precision, size = _invert(parameters["scale"])
         return size, (precision * covariance).sum((-2, -1))
@@ -398,7 +398,7 @@ class LowRank(Full):
         precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
         return (precision @ loc.unsqueeze(-1)).squeeze(-1), pair_factors(precision), size
 
-    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def log_det_and_trace(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of covariances of low rank."""
         factor = parameters["factor"]
         components = torch.arange(len(factor), device=factor.device)
@@ -507,7 +507,7 @@ class Prior:
 
     def _terms(self, kind: Covariances, spreads: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`\frac12 \log |\Sigma|` and :math:`\mathrm{tr}\,\Sigma^{-1} S` of components, ``(K,)`` both."""
-        return kind.beside({name: value.double() for name, value in spreads.items()}, covariance)
+        return kind.log_det_and_trace({name: value.double() for name, value in spreads.items()}, covariance)
 
     def _units(self, trace: Tensor) -> Tensor:
         return (self.number + 1) * self._size / (self.number * trace + self._size)
@@ -536,5 +536,5 @@ def prior_buffers(kind: Covariances, number: float, rows: Tensor, floor: Tensor)
 def half_log_det(kind: Covariances, covariance: Tensor) -> Tensor:
     r"""Returns :math:`\frac12 \log |S|` under the covariance type."""
     kind = Full() if kind.is_dense else kind
-    sizes: Tensor = kind.beside(kind.start(covariance, 1), covariance)[0]
+    sizes: Tensor = kind.log_det_and_trace(kind.start(covariance, 1), covariance)[0]
     return sizes[0]

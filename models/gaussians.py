@@ -335,7 +335,7 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
-    return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
+    return torch.cat([functions.query(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
 
 
 def _with_one(x: Tensor) -> Tensor:

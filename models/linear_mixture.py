@@ -181,9 +181,9 @@ class LinearMixture(DataModel):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        return self.likeliest_beside(check_data(y, self.num_observed), min(num_states, self.num_components))
+        return self.likeliest_given(check_data(y, self.num_observed), min(num_states, self.num_components))
 
-    def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
+    def likeliest_given(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
@@ -193,10 +193,10 @@ class LinearMixture(DataModel):
         )
         rows = y.split(number)
         if known is None or functions.are_few:
-            return torch.cat([functions.largest(self.linear_features(some), num_states) for some in rows])
+            return torch.cat([functions.query(self.linear_features(some), num_states) for some in rows])
         held = known.states(torch.int64)[..., 0].split(number)
         parts = zip(rows, held, strict=True)
-        return torch.cat([functions.largest(self.linear_features(some), num_states, own) for some, own in parts])
+        return torch.cat([functions.query(self.linear_features(some), num_states, own) for some, own in parts])
 
     def default_search(self, num_states: int) -> Search:
         """Returns the default search of :func:`pyro_truncated.learn`.
@@ -240,7 +240,7 @@ class LikeliestComponents(Search):
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
         known = None if batch.is_new else batch.population
-        likeliest = self.model.likeliest_beside(check_data(y, self.model.num_observed), number, known)
+        likeliest = self.model.likeliest_given(check_data(y, self.model.num_observed), number, known)
         return batch.evaluate(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:

@@ -175,7 +175,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         nothing = torch.zeros_like(value).nan_to_num(0.0)
         zero = MaximumSuperposition(nothing[..., :1], nothing.new_zeros(self.num_observed, 1), self.scale.double()).log_prob(value)
         slabs = (parameter.expand(self.num_latents) for parameter in (self.slab_mean, self.slab_scale))
-        single = PiecewiseGaussian.of_maximum(value, nothing, self.weight.mT, self.scale, *slabs).log_normalizer
+        single = PiecewiseGaussian.from_maximum(value, nothing, self.weight.mT, self.scale, *slabs).log_normalizer
         prior = self.prior.double().expand(self.num_latents)
         return torch.cat([zero, single + prior.logit()], 1) + torch.log1p(-prior).sum()
 

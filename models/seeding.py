@@ -156,7 +156,7 @@ def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
     """Which of some rows ``(R,)`` is nearest to each point, ``(N,)``."""
     functions = torch.cat([points[rows], -0.5 * power[rows].unsqueeze(1)], 1)
     features = torch.cat([points, torch.ones_like(points[:, :1])], 1)
-    return MaxInnerProductIndex(functions, features[rows], lambda: torch.zeros_like(rows), 0).largest(features, 1)[:, 0]
+    return MaxInnerProductIndex(functions, features[rows], lambda: torch.zeros_like(rows), 0).query(features, 1)[:, 0]
 
 
 class _TwoNearest:

@@ -53,7 +53,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         slab_scale: standard deviations :math:`\tau`, ``(H,)``. If full, the lower Cholesky factor of :math:`\Psi`, ``(H, H)``.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
-        is_starting: whether independent slabs stay so in M-steps.
+        is_warmup: whether independent slabs stay so in M-steps.
 
     Raises:
         ValueError: if a size is no positive integer, for an unknown kind of covariance, or a negative ridge.
@@ -68,7 +68,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     statistics_span_processes = True
 
     latent_parameters = ("weight", "prior", "slab_mean")
-    is_starting = False
+    is_warmup = False
 
     slab_mean: Tensor
     slab_scale: Tensor
@@ -134,7 +134,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         other: Self = super().with_latents(index)
         scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
-        other.is_starting = self.is_starting
+        other.is_warmup = self.is_warmup
         return other
 
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
         statistics: dict[str, Tensor] = self._slabs.statistics(
-            likelihood, population, y, temperature, *shared, stays_independent=self.is_starting
+            likelihood, population, y, temperature, *shared, stays_independent=self.is_warmup
         )
         return statistics
 

@@ -14,7 +14,7 @@ from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_predictive_check,
     plot_restarts,
 )
-from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
+from pyro_truncated.diagnostics.pages.summary_text import Verdict, diagnose
 from pyro_truncated.diagnostics.prediction import (
     Calibration,
     CrossValidation,
@@ -29,7 +29,7 @@ from pyro_truncated.diagnostics.prediction import (
 )
 from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass, effective_states, population_growth
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
-from pyro_truncated.diagnostics.truncation.findings import TruncationWarning
+from pyro_truncated.diagnostics.truncation.thresholds import TruncationWarning
 from pyro_truncated.diagnostics.truncation.truncation_report import TruncationReport, check_truncation
 from pyro_truncated.utils.arviz_compat import convert_owner
 

@@ -17,7 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pyro_truncated.diagnostics.truncation.coverage import find_truncated_guide, plain, score_populations
-from pyro_truncated.diagnostics.truncation.findings import ENUMERATED_LIMIT, PARETO_LIMIT, TruncationWarning
+from pyro_truncated.diagnostics.truncation.thresholds import ENUMERATED_LIMIT, PARETO_LIMIT, TruncationWarning
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes

@@ -12,6 +12,7 @@ The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and
 import warnings
 from typing import Any
 
+from pyro_truncated.distributed.collectives import OtherProcessError, add, agree, gather, rank, size
 from pyro_truncated.distributed.launch import AllReduced, SummedELBO, UnsharedDataWarning, start
 from pyro_truncated.distributed.shards import (
     Batches,
@@ -25,7 +26,6 @@ from pyro_truncated.distributed.shards import (
     some_rows,
     total_rows,
 )
-from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
 
 __all__ = [
     "AllReduced",

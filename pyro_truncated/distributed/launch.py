@@ -17,9 +17,9 @@ from pyro.infer import ELBO
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
+from pyro_truncated.distributed.collectives import agree
 from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, is_owned, is_spread
-from pyro_truncated.distributed.world import agree
 from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
@@ -68,8 +68,8 @@ class AllReduced(ReprFromArguments, PyroOptim):
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """Sums the gradients in the order of names and takes the step."""
         params = list(params)
-        with world.failing_together():
-            if world.size() > 1:
+        with collectives.failing_together():
+            if collectives.size() > 1:
                 self._sum(params)
             self.optimizer(params, *args, **kwargs)
 
@@ -78,7 +78,7 @@ class AllReduced(ReprFromArguments, PyroOptim):
         # Sets of parameters have another order in every process.
         named = {str(store.param_name(param)): param for param in params}
         shared = [named[name] for name in sorted(named) if name not in self.local and not is_owned(named[name])]
-        gradients = world.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
+        gradients = collectives.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
         for param, gradient in zip(shared, gradients, strict=True):
             param.grad = gradient
 
@@ -132,11 +132,11 @@ class SummedELBO(ReprFromArguments, ELBO):
         """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
         with ending_together((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
-            scaled = own * (world.size() if is_spread(args, dict(kwargs)) else 1)
+            scaled = own * (collectives.size() if is_spread(args, dict(kwargs)) else 1)
             return scaled + (self._total(float(own.detach()), args, kwargs) - scaled.detach())
 
     def _total(self, own: float, args: Any, kwargs: Any) -> float:
-        return float(world.add([torch.tensor(own, dtype=torch.float64)])[0]) if is_spread(args, dict(kwargs)) else own
+        return float(collectives.add([torch.tensor(own, dtype=torch.float64)])[0]) if is_spread(args, dict(kwargs)) else own
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
@@ -231,10 +231,10 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
         held |= {f"model.{key}": value for key, value in model.named_buffers()}
     left = {id(tensor) for name, tensor in held.items() if name in local_names()}
     tensors = [tensor for _, tensor in sorted(held.items()) if id(tensor) not in left]
-    for tensor, value in zip(tensors, world.agree([tensor.detach() for tensor in tensors]), strict=True):
+    for tensor, value in zip(tensors, collectives.agree([tensor.detach() for tensor in tensors]), strict=True):
         tensor.copy_(value)
     learned = search.state_dict()
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
-    if not all(world.gather(bool(collect_rows(learned)))):
-        search.load_state_dict(world.agree(learned))
+    if not all(collectives.gather(bool(collect_rows(learned)))):
+        search.load_state_dict(collectives.agree(learned))
     draw_alike(None)

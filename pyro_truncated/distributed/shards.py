@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
@@ -121,19 +121,19 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     """
     if not hasattr(array, "__len__") or not hasattr(array, "__getitem__"):
         raise TypeError(f"data must have a row per data point, a length and slices; got {type(array).__name__}")
-    lengths = world.gather(len(array))
-    number = world.rank()
+    lengths = collectives.gather(len(array))
+    number = collectives.rank()
     if split:
         total = lengths[0]
         if set(lengths) != {total}:
             raise ValueError(f"every process must be given all data (or split=False and its own rows); their lengths are {lengths}")
-        first, last = number * total // world.size(), (number + 1) * total // world.size()
-        array = array if world.size() == 1 and isinstance(array, (np.ndarray, Tensor)) else array[first:last]
+        first, last = number * total // collectives.size(), (number + 1) * total // collectives.size()
+        array = array if collectives.size() == 1 and isinstance(array, (np.ndarray, Tensor)) else array[first:last]
     else:
         total, first = sum(lengths), sum(lengths[:number])
     portion = Portion(first, len(array), total)
-    if min(total, *lengths) < 1 or total < world.size():
-        raise ValueError(f"there must be at least one data point per process; got {total} for {world.size()} processes")
+    if min(total, *lengths) < 1 or total < collectives.size():
+        raise ValueError(f"there must be at least one data point per process; got {total} for {collectives.size()} processes")
     return Shard.of(_tensor(array), portion, find_memory_map(array))
 
 
@@ -218,7 +218,7 @@ def shard_sum(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     Returns:
         A function from tensors to their sums over all processes; for data that are no shard, to a list of the tensors themselves.
     """
-    return world.add if isinstance(y, Shard) and y.portion.is_part else list
+    return collectives.add if isinstance(y, Shard) and y.portion.is_part else list
 
 
 def rows_at(y: Tensor, positions: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
     is_mine = (positions >= 0) & (positions < portion.size)
     rows = y.new_zeros(len(positions), *y.shape[1:])
     rows[is_mine] = _rows_here(y, positions[is_mine])
-    return world.add([rows])[0]
+    return collectives.add([rows])[0]
 
 
 def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def _draw_positions(total: int, number: int, generator: torch.Generator | None) 
 def draw_alike(generator: torch.Generator | None) -> None:
     """Gives a generator the state that it has in the first process."""
     generator = torch.default_generator if generator is None else generator
-    generator.set_state(world.agree(generator.get_state()))
+    generator.set_state(collectives.agree(generator.get_state()))
 
 
 def own_rows(values: Tensor, y: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def fingerprint(shard: Shard) -> int:
     total = 0
     for start in range(0, len(shard), rows):
         total += _hash_rows(shard[start : start + rows], shard.portion.first + start)
-    parts = world.gather(total) if shard.portion.is_part else [total]
+    parts = collectives.gather(total) if shard.portion.is_part else [total]
     return sum(parts) % 2**64
 
 
@@ -480,7 +480,7 @@ def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tenso
 
 def gather_all_rows(own: Tensor, y: Any) -> Tensor:
     """Gathers rows of all processes in order, unless data are whole."""
-    return torch.cat(world.gather(own.detach().clone())) if is_spread(y) else own
+    return torch.cat(collectives.gather(own.detach().clone())) if is_spread(y) else own
 
 
 def as_shard_like(values: Tensor, y: Any) -> Tensor:
@@ -497,7 +497,7 @@ def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
 
 def ending_together(arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors end all processes, if arguments hold shards."""
-    return world.failing_together() if is_spread(arguments) else nullcontext()
+    return collectives.failing_together() if is_spread(arguments) else nullcontext()
 
 
 class _OwnerRows(Function):
@@ -508,12 +508,12 @@ class _OwnerRows(Function):
         ctx.places, ctx.shape = positions[ctx.is_mine] - portion.first, own.shape
         rows = own.new_zeros(len(positions), *own.shape[1:])
         rows[ctx.is_mine] = own[ctx.places]
-        return world.add([rows])[0]
+        return collectives.add([rows])[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """The sum over all processes of the gradients of what is here."""
-        total = world.add([gradients[0]])[0]
+        total = collectives.add([gradients[0]])[0]
         return total.new_zeros(ctx.shape).index_add_(0, ctx.places, total[ctx.is_mine]), None, None
 
 

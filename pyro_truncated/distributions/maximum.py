@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, Superposition, check_binary, data_sums
 from pyro_truncated.ops import raise_if
 from pyro_truncated.ops.maximum import Segments, maximum_segments
-from pyro_truncated.ops.unpacked import largest
+from pyro_truncated.ops.unpacked import max_superposition
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite, without_missing
@@ -193,7 +194,7 @@ class MaximumSuperposition(GaussianSuperposition):
         return ops.maximum_statistics(population.words, population.weights(temperature), rows, self.weight.double())
 
     def _mean(self, states: Tensor) -> Tensor:
-        return largest(states.to(self.weight.dtype), self.weight)
+        return max_superposition(states.to(self.weight.dtype), self.weight)
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
         # Masked before it is divided, or missing entries would turn the gradient of the scale into NaN.
@@ -340,7 +341,7 @@ class FamilyMaximum(Superposition):
         return torch.cat([self.weight.double(), background.double().unsqueeze(-1)], -1)
 
     def _mean(self, states: Tensor) -> Tensor:
-        return largest(states.to(self.weight.dtype), self.weight).maximum(self.background)
+        return max_superposition(states.to(self.weight.dtype), self.weight).maximum(self.background)
 
     def _elementwise_base(self, value: Tensor) -> Tensor:
         is_missing = value.isnan()
@@ -505,7 +506,7 @@ class PiecewiseGaussian(TorchDistribution):
 
     Example:
         >>> y, others, element = torch.tensor([2.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])
-        >>> slab = PiecewiseGaussian.of_maximum(y, others, element, torch.tensor(0.1), torch.tensor(0.0), torch.tensor(1.0))
+        >>> slab = PiecewiseGaussian.from_maximum(y, others, element, torch.tensor(0.1), torch.tensor(0.0), torch.tensor(1.0))
         >>> abs(float(slab.mean) - 2.0 / 1.01) < 1e-4  # the normal posterior, where nothing else competes
         True
 
@@ -523,7 +524,13 @@ class PiecewiseGaussian(TorchDistribution):
         super().__init__(segments.edges.shape[:-1], validate_args=validate_args)
 
     @classmethod
-    def of_maximum(
+    def of_maximum(cls, *args: Tensor, **kwargs: Tensor) -> PiecewiseGaussian:
+        """The old name of :meth:`from_maximum`."""
+        warnings.warn("of_maximum has a new name: use from_maximum", DeprecationWarning, stacklevel=2)
+        return cls.from_maximum(*args, **kwargs)
+
+    @classmethod
+    def from_maximum(
         cls, value: Tensor, others: Tensor, element: Tensor, scale: Tensor, slab_mean: Tensor, slab_scale: Tensor
     ) -> PiecewiseGaussian:
         r"""The exact posterior of one slab where causes superpose by maximum.
@@ -683,7 +690,7 @@ class MaximumSlabs(TorchDistribution):
         # A cause that is off wins nothing.
         element = self.states[..., latent, None] * self.weight[:, latent]
         mean, scale = self.slab_mean[latent], self.slab_scale[latent]
-        return PiecewiseGaussian.of_maximum(self.value, others, element, self.scale, mean, scale)
+        return PiecewiseGaussian.from_maximum(self.value, others, element, self.scale, mean, scale)
 
 
 def _raise_negative() -> None:

@@ -12,7 +12,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
@@ -292,4 +292,4 @@ def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> St
 def sum_over_processes(statistics: Statistics) -> Statistics:
     """The sums over all processes."""
     names = sorted(statistics)
-    return dict(zip(names, world.add([statistics[name] for name in names]), strict=True))
+    return dict(zip(names, collectives.add([statistics[name] for name in names]), strict=True))

@@ -12,11 +12,11 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
 # L-BFGS: first steps, steps after each new unit, evaluations per step, history.
-_FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
+_FIT_STEPS, _REFIT_STEPS, _EVALUATIONS_PER_STEP, _HISTORY_STEPS = 200, 60, 1.25, 20
 # Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
-_MOST, _MOST_WORK = 4000, 1e10
+_MAX_EVALUATIONS, _MAX_MULTIPLICATIONS = 4000, 1e10
 # Least mean square of weights, and of a unit's part that is new, for a single state.
-_LEAST = 1e-4
+_MIN_MEAN_SQUARE = 1e-4
 
 
 class Decoder(NamedTuple):
@@ -106,7 +106,9 @@ class FittedUnits:
         self._incoming = list(self._hidden_layer.parameters(recurse=False))
         self.learned = self._used_parameters([value for value in self._network.parameters() if value.requires_grad and value not in last])
         noise = self.square_error() / (float(targets.weights.sum()) * targets.means.shape[1])
-        self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last_layer.weight, *self.learned))
+        self._last_decay, *self._decays = (
+            noise / max(_mean_square(value), _MIN_MEAN_SQUARE) for value in (self._last_layer.weight, *self.learned)
+        )
 
     @torch.no_grad()
     def square_error(self) -> float:
@@ -116,8 +118,10 @@ class FittedUnits:
 
     def fit(self, steps: int) -> float:
         """Takes steps of L-BFGS; the square error and the penalties after them."""
-        most = int(_EVALUATIONS * steps)
-        optimizer = torch.optim.LBFGS(self.learned, max_iter=steps, max_eval=most, history_size=_REMEMBERED, line_search_fn="strong_wolfe")
+        most = int(_EVALUATIONS_PER_STEP * steps)
+        optimizer = torch.optim.LBFGS(
+            self.learned, max_iter=steps, max_eval=most, history_size=_HISTORY_STEPS, line_search_fn="strong_wolfe"
+        )
 
         def loss() -> Tensor:
             optimizer.zero_grad()
@@ -231,15 +235,15 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     if not units.learned:
         return False
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
-    units.fit(_FITTING)
+    units.fit(_FIT_STEPS)
     units.put_last_layer()
     # Noise and weight sizes now belong to a network that fits.
     units = FittedUnits(decoder, targets)
-    lowest, failed = units.fit(_REFITTING), 0
-    while failed < decoder.last.in_features and units.evaluations < min(_MOST, _MOST_WORK / work):
+    lowest, failed = units.fit(_REFIT_STEPS), 0
+    while failed < decoder.last.in_features and units.evaluations < min(_MAX_EVALUATIONS, _MAX_MULTIPLICATIONS / work):
         kept = snapshot(units.learned)
         units.redraw(int(units.worth().argsort()[failed]))
-        reached = units.fit(_REFITTING)
+        reached = units.fit(_REFIT_STEPS)
         # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
         if reached < (1 - 1e-3) * lowest:
             lowest, failed = reached, 0
@@ -256,7 +260,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
 def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
     """Returns the error that each column removes beside a basis, ``(J,)``."""
     columns = columns - basis @ (basis.mT @ columns)
-    return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_LEAST)
+    return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_MIN_MEAN_SQUARE)
 
 
 def _mean_square(value: Tensor) -> float:

@@ -12,7 +12,7 @@ from pyro.poutine.runtime import apply_stack
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.gp.active_sets import ActiveSet, conditional_log_prob, split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels import covariance, prior_variance
@@ -53,7 +53,7 @@ def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None
         return
     scales = torch.as_tensor(message["scale"], dtype=torch.float64)
     # Of data points that several processes share, each takes an equal share.
-    first, once = scales.flatten()[0], torch.tensor([1.0, 1.0 / world.size()], dtype=torch.float64)
+    first, once = scales.flatten()[0], torch.tensor([1.0, 1.0 / collectives.size()], dtype=torch.float64)
     if torch.allclose(scales, first.expand_as(scales)) and not bool(torch.isclose(first.cpu(), once).any()):
         _warn(
             f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "

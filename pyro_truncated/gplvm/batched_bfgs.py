@@ -99,7 +99,7 @@ def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple
 
 
 @torch.no_grad()
-def maximize_each(functions: Functions, starts: Tensor, evaluations: int, length: float, tolerance: float = 1e-3) -> Tensor:
+def maximize_batched(functions: Functions, starts: Tensor, evaluations: int, length: float, tolerance: float = 1e-3) -> Tensor:
     """Returns the best points ``(M, Q)`` of batched BFGS from several starts.
 
     There are starts ``(S, M, Q)`` and one function for each of the ``M``; ``functions`` gives values ``(L,)`` of points ``(L, Q)`` under

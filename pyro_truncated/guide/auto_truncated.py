@@ -229,6 +229,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         return self.batch(Call(self.model, args, kwargs), values).scorer  # type: ignore[no-any-return]
 
     batch_of = Renamed("make_batch")
+    siblings = Renamed("companions")
     log_joint_of = Renamed("make_scorer")
 
     def posterior(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +312,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         guide = AutoTruncated(self.model, size, init=init, whole_states=self.whole_states, **self.options)
         with torch.no_grad(), poutine.block():
             guide.setup(*call.args, **call.kwargs)
-            guide.inherit(self.siblings)
+            guide.inherit(self.companions)
             values = guide.other_values(call)
             refuse_uncovered_latents(
                 [] if self.conditional is not None else [name for name in guide.layout.other_latents if name not in values]

@@ -240,7 +240,7 @@ def _makes_draws(guide: TruncatedGuide, call: Call | None) -> bool:
     Draws are those of other guides or of a conditional.
     """
     if call is None:
-        return guide.siblings is not None or guide.is_conditional_exact is False
+        return guide.companions is not None or guide.is_conditional_exact is False
     with spare_random_numbers():
         if guide.other_values(call):
             return True

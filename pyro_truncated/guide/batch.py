@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
@@ -98,7 +98,7 @@ class Batch:
 
         Of new data priors of parameters are no part: the parameters are known.
         """
-        share = 1 / world.size() if self.populations.is_part else 1.0
+        share = 1 / collectives.size() if self.populations.is_part else 1.0
         return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
 
     def population(self) -> Population:
@@ -188,7 +188,7 @@ class Batch:
         population = self.rescore()
         sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
         if self.populations.is_part:
-            sums, number = world.add([sums, number])
+            sums, number = collectives.add([sums, number])
         return sums / number
 
     def _positions(self, rows: slice) -> Tensor | None:

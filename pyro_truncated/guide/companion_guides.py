@@ -24,14 +24,14 @@ from pyro_truncated.program.subsampling import SparseSubsamples
 
 
 @dataclasses.dataclass(frozen=True)
-class Siblings:
+class Companions:
     """The guides beside a truncated one in a guide list.
 
     Attributes:
         guide_list: the list, whose plates its parts enter.
         earlier: the parts before the truncated one, in order, which it scores states given draws of.
         later: the parts after it.
-        frames: plates of the model on new data, by name, where a guide for these has inherited the siblings; ``None`` in their own list.
+        frames: plates of the model on new data, by name, where a guide for these has inherited the companions; ``None`` in their own list.
     """
 
     guide_list: Any
@@ -40,15 +40,15 @@ class Siblings:
     frames: Mapping[str, Any] | None = None
 
     @classmethod
-    def from_guide(cls, guide: Any) -> Siblings:
-        """The siblings of a guide in its list."""
+    def from_guide(cls, guide: Any) -> Companions:
+        """The companions of a guide in its list."""
         guide_list = guide.master()
         parts = list(flatten_guides(guide_list))
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
-    def with_frames(self, frames: Mapping[str, Any]) -> Siblings:
-        """The siblings beside a guide for new data.
+    def with_frames(self, frames: Mapping[str, Any]) -> Companions:
+        """The companions beside a guide for new data.
 
         The model has opened the plates of these data.
         """
@@ -120,7 +120,7 @@ class Siblings:
             )
 
     def refuse_unknown_latents(self, layout: Layout, prototype: Any) -> None:
-        """Checks that the siblings know the latents of new data.
+        """Checks that the companions know the latents of new data.
 
         Args:
             layout: where the model has its latents.

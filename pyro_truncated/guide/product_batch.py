@@ -14,7 +14,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.set_search import SetSearch
@@ -57,7 +57,7 @@ class SetBatch(Generic[_Scorer]):
         Only what is observed counts; of new data it is without priors of parameters. Processes that have the rest of the data share
         equally what lies outside of the data plates.
         """
-        share = 1 / world.size() if self.populations.is_part else 1.0
+        share = 1 / collectives.size() if self.populations.is_part else 1.0
         return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
 
     def rescore(self) -> list[Population]:

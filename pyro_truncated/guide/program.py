@@ -21,7 +21,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.companion_guides import Siblings
+from pyro_truncated.guide.companion_guides import Companions
 from pyro_truncated.guide.given_states import excess_density
 from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, plate_subsamples, recorded_subsamples
 from pyro_truncated.guide.truncated_guide import TruncatedGuide
@@ -88,8 +88,8 @@ class ProgramRun:
         """
         guide, values, plates = self._guide, recorded_values(self._guide), None
         # A guide around this one may have sampled the other latents already.
-        if not values and guide.master is None and guide.siblings is not None:
-            values, plates = self._run_siblings(guide.siblings)
+        if not values and guide.master is None and guide.companions is not None:
+            values, plates = self._run_companions(guide.companions)
         elif not values:
             subsamples = {} if guide.master is None else plate_subsamples(getattr(guide.master(), "plates", {}))
             values = guide.other_values(self._call, subsamples=subsamples)
@@ -134,7 +134,7 @@ class ProgramRun:
         conditional = self._guide.conditional
         return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
 
-    def _run_siblings(self, siblings: Siblings) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _run_companions(self, companions: Companions) -> tuple[dict[str, Any], dict[str, Any]]:
         """Samples from the trained list's guides in plates of these data.
 
         It returns the other latents, and the plates.
@@ -142,7 +142,7 @@ class ProgramRun:
         # A trace of its own, so that what functions sample can be read even where nobody records it.
         with poutine.trace():
             self._guide.plates = plates = model_plates(self._call, self._guide.frames)
-            siblings.run(plates, self._call)
+            companions.run(plates, self._call)
             return recorded_values(self._guide), plates
 
     def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:

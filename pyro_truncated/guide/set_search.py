@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.factor_graph import CLIQUE_LIMIT
 from pyro_truncated.program.product_scorer import ProductScorer
@@ -360,7 +360,7 @@ class NodeScores:
 
 def _mean_active(known: Population) -> Tensor:
     """Mean probabilities ``(L,)`` that latents are active, in rows of all processes."""
-    sums, number = world.add([known.marginals().sum(0), torch.tensor(float(len(known)))])
+    sums, number = collectives.add([known.marginals().sum(0), torch.tensor(float(len(known)))])
     return sums / number
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, release
 from pyro_truncated.guide.data_fingerprint import SeenData
 from pyro_truncated.guide.given_states import Init, check_positions, check_possible, flaw, given_population, hold_all
@@ -153,7 +153,7 @@ class PopulationStore(torch.nn.Module):
         if portion is not None:
             self.portion, self.first_position = portion, portion.first
         if self.is_part:
-            self.seed = world.agree(self.seed)
+            self.seed = collectives.agree(self.seed)
         if not self.is_filled:
             self._create(layout, init, device)
         elif self._space is None:  # loaded before they met the model

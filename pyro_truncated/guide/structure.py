@@ -16,7 +16,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Portion, find_portion
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
@@ -182,7 +182,7 @@ def refuse_other_structure(product: ProductLayout | ChainLayout | None) -> None:
         NotImplementedError: on all of them.
     """
     own = None if product is None else [(tuple(group.sites), group.space.cardinalities) for group in product.groups]
-    if any(other != own for other in world.gather(own)):
+    if any(other != own for other in collectives.gather(own)):
         raise NotImplementedError(
             "the processes read different factor graphs from their rows of the data. "
             "Use AutoTruncated(..., whole_states=True), or train in one process, without distributed.shard."

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.companion_guides import Siblings
+from pyro_truncated.guide.companion_guides import Companions
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
@@ -43,7 +43,7 @@ class TruncatedGuide(Protocol):
         """The plates of the model's latents by name."""
 
     @property
-    def siblings(self) -> Siblings | None:
+    def companions(self) -> Companions | None:
         """The guides beside it."""
 
     @property

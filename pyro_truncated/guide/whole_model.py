@@ -16,7 +16,7 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_truncated.guide.companion_guides import Siblings, refuse_subsampled_latents, share_plates
+from pyro_truncated.guide.companion_guides import Companions, refuse_subsampled_latents, share_plates
 from pyro_truncated.guide.plates import SharedPlates, model_plates, plate_subsamples, refuse_other_size
 from pyro_truncated.guide.structure import (
     are_all_observed,
@@ -91,7 +91,7 @@ class WholeModelGuide(AutoGuide):
         self._product: ProductLayout | ChainLayout | None = None
         self._scoring: Scoring = "together"
         self._is_enumerable = True
-        self._inherited_siblings: Siblings | None = None
+        self._inherited_companions: Companions | None = None
 
     # --- the model ---
 
@@ -253,12 +253,12 @@ class WholeModelGuide(AutoGuide):
     # --- the guides beside this one, and the plates that they share ---
 
     @property
-    def siblings(self) -> Siblings | None:
+    def companions(self) -> Companions | None:
         """The guides beside this one.
 
         They are in its list or in that of the guide it was inferred from.
         """
-        return self._inherited_siblings if self.master is None else Siblings.from_guide(self)
+        return self._inherited_companions if self.master is None else Companions.from_guide(self)
 
     def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Draws (or medians) of other latents by the guides beside this one.
@@ -273,12 +273,12 @@ class WholeModelGuide(AutoGuide):
         Returns:
             Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
         """
-        siblings = self.siblings
-        if siblings is None or not self.layout.other_latents:
+        companions = self.companions
+        if companions is None or not self.layout.other_latents:
             return {}
-        return siblings.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
+        return companions.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
 
-    def inherit(self, siblings: Siblings | None) -> None:
+    def inherit(self, companions: Companions | None) -> None:
         """Adopts guides that were trained beside another one, on other data.
 
         This guide has been set up on all of its own.
@@ -293,9 +293,9 @@ class WholeModelGuide(AutoGuide):
                     f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size}. "
                     "Call it with arguments for which the model takes all of them."
                 )
-        if siblings is not None:
-            siblings.refuse_unknown_latents(self.layout, self.prototype_trace)
-            self._inherited_siblings = siblings.with_frames(self.frames)
+        if companions is not None:
+            companions.refuse_unknown_latents(self.layout, self.prototype_trace)
+            self._inherited_companions = companions.with_frames(self.frames)
 
     def created_plates(self, call: Call) -> dict[str, Any] | None:
         """Returns the plates of the guide list or of ``create_plates``.
@@ -367,11 +367,15 @@ class WholeModelGuide(AutoGuide):
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         finally:
             self._model, self.master = model, master
-        return {**state, "_conditional": (None,), "_inherited_siblings": None}
+        return {**state, "_conditional": (None,), "_inherited_companions": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        duplicate._model, duplicate._conditional, duplicate._inherited_siblings = self._model, self._conditional, self._inherited_siblings
+        duplicate._model, duplicate._conditional, duplicate._inherited_companions = (
+            self._model,
+            self._conditional,
+            self._inherited_companions,
+        )
         return duplicate

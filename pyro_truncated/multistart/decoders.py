@@ -26,7 +26,7 @@ Call = tuple[torch.nn.Module, Any, Any]
 # Rows of a part; most parts, each of which has a guide.
 _ROWS_PER_PART, _MAX_PARTS = 150, 32
 # Rounding error of equal log joints; of scaled and shifted outputs.
-_SCORE_RTOL, _EQUAL = 1e-3, 1e-4
+_SCORE_RTOL, _OUTPUT_RTOL = 1e-3, 1e-4
 
 
 class Parts:
@@ -211,7 +211,7 @@ def _output_scale(mean: Tensor, decoded: Tensor) -> float:
     parts = decoded - decoded.mean(0), mean - mean.mean(0)
     square = float(parts[0].square().sum())
     unit = float((parts[0] * parts[1]).sum()) / square if square > 0 else 0.0
-    return unit if float((parts[1] - unit * parts[0]).square().sum()) <= _EQUAL**2 * unit**2 * square else 0.0
+    return unit if float((parts[1] - unit * parts[0]).square().sum()) <= _OUTPUT_RTOL**2 * unit**2 * square else 0.0
 
 
 @torch.no_grad()
@@ -219,7 +219,7 @@ def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> boo
     """Whether a network decodes each state alone: no dropout, no batch normalisation."""
     half = len(states) // 2
     with spare_random_numbers():
-        return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL * float(decoded.abs().max()))
+        return torch.allclose(network(states[:half]), decoded[:half], rtol=_OUTPUT_RTOL, atol=_OUTPUT_RTOL * float(decoded.abs().max()))
 
 
 def _has_one_scale(site: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ _MEDIAN = "median of "
 _LOC = "locs.{}_unconstrained"
 # Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
 # five mixtures of three clusters lost a cluster silently, at a half none of eleven.
-_EQUAL = 0.5
+_UNIFORM_SHARE = 0.5
 
 
 def learned_tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ def prior_draw(site: dict[str, Any]) -> Tensor:
         support = support.base_constraint
     if support is constraints.simplex:
         # In place: Pyro's draws carry a mark for its reparametrisations.
-        drawn.mul_(1 - _EQUAL).add_(_EQUAL / drawn.shape[-1])
+        drawn.mul_(1 - _UNIFORM_SHARE).add_(_UNIFORM_SHARE / drawn.shape[-1])
     if not fn.support.is_discrete and not bool(torch.isfinite(biject_to(fn.support).inv(drawn)).all()):
         return torch.as_tensor(init_to_feasible(site))
     return drawn

@@ -26,19 +26,19 @@ from pyro_truncated.utils.devices import generator_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 # Search steps that fill populations, and that adapt them to slightly changed parameters.
-_FILLING, _ADAPTING = 8, 2
+_POPULATE_STEPS, _ADAPT_STEPS = 8, 2
 # Correlations of latents that explain the same: small within one code, large for substitutes.
-_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
+_MIN_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 # Relative difference of parameters, or of inactive data points, up to which latents are equal.
-_EQUAL = 0.2
+_DUPLICATE_RTOL = 0.2
 # Noise on parameters of a latent initialised near another one, in units of their root mean square.
-_NOISE = 0.3
+_PERTURBATION_SCALE = 0.3
 # Most latents whose complements are tried.
-_MOST_COMPLEMENTED = 10
+_MAX_COMPLEMENTED = 10
 # Random states, and assignments of axes, by which latents are found to be exchangeable; rounding errors of log joints.
-_NUM_STATES, _MOST_TRIED, _RELATIVE, _ABSOLUTE = 4, 64, 1e-4, 1e-3
+_NUM_STATES, _MAX_PERMUTATIONS, _SCORE_RTOL, _SCORE_ATOL = 4, 64, 1e-4, 1e-3
 # Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded; probability of dead ones.
-_MAX_REVIVED, _MAX_ROUNDS, _DEAD = 512, 4, 1e-8
+_MAX_REVIVED, _MAX_ROUNDS, _DEAD_PROBABILITY = 512, 4, 1e-8
 
 # Yields solutions, and is sent the best one after each.
 Proposals = Generator[Solution, Solution, None]
@@ -189,7 +189,7 @@ def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, nu
     def is_same(group: Exchangeable, order: Tensor) -> bool:
         """Whether permuted latents and parameters have the same log joints."""
         permuted = medians.scorer(group.replace_latents(state, torch.arange(len(order)), state, order))
-        return torch.allclose(permuted.score(space.pack(group.permute(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+        return torch.allclose(permuted.score(space.pack(group.permute(levels, order))), expected, rtol=_SCORE_RTOL, atol=_SCORE_ATOL)
 
     number = num_values or latents.stop - latents.start
     positions = torch.arange(number)
@@ -202,7 +202,7 @@ def _exchangeable(medians: Medians, state: dict[str, Tensor], latents: slice, nu
 def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
     """Yields axes by name, as many as possible first."""
     choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
-    for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
+    for chosen in itertools.islice(itertools.product(*choices), _MAX_PERMUTATIONS):
         axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
         if axes:
             yield axes
@@ -236,7 +236,9 @@ class Recombination:
 
         Beside continuous latents their spread gives the free energy that was reached.
         """
-        solution = self._adapt(found.parameters, self._first_words, _FILLING) if near is None else self._change(near, found.parameters)
+        solution = (
+            self._adapt(found.parameters, self._first_words, _POPULATE_STEPS) if near is None else self._change(near, found.parameters)
+        )
         if not found.companion:
             return solution
         return solution.replace(companion=found.companion, spread=found.free_energy - solution.estimate.free_energy)
@@ -246,7 +248,7 @@ class Recombination:
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = match_latents(self._marginals(better), self._marginals(other))
         partner = self._pair_unmatched(better, other, correlation, partner)
-        differs = self.latents.distances(better.parameters, other.parameters, partner) > _EQUAL
+        differs = self.latents.distances(better.parameters, other.parameters, partner) > _DUPLICATE_RTOL
         gains = {}
         for block in _blocks(correlation[:, partner]):
             if bool(differs[list(block)].any()):
@@ -262,7 +264,7 @@ class Recombination:
         """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
         moved = self.latents.replace_latents(member.parameters, here, member.parameters, there)
-        return self._change(member, self.latents.perturb(moved, here, _NOISE, generator))
+        return self._change(member, self.latents.perturb(moved, here, _PERTURBATION_SCALE, generator))
 
     def find_mostly_active(self, member: Solution, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
         """Returns up to ten binary latents active in most data points.
@@ -275,10 +277,10 @@ class Recombination:
 
         def is_known(share: Tensor) -> bool:
             """Whether a known latent is inactive for nearly the same data points."""
-            return any(bool((share - other).abs().mean() <= _EQUAL * (1 - share).mean() + ROUNDING) for other in known)
+            return any(bool((share - other).abs().mean() <= _DUPLICATE_RTOL * (1 - share).mean() + ROUNDING) for other in known)
 
         often = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > 0.5]
-        return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MOST_COMPLEMENTED]}
+        return {latent: each[:, latent] for latent in [one for one in often if not is_known(each[:, one])][:_MAX_COMPLEMENTED]}
 
     def complement(self, member: Solution, latent: int) -> Solution:
         """Returns a model with a latent complemented in all states."""
@@ -329,7 +331,7 @@ class Recombination:
 
     def _change(self, member: Solution, parameters: dict[str, Tensor], others: Tensor | None = None) -> Solution:
         """Returns a model with changed parameters, and populations adapted to them."""
-        adapted = self._adapt(parameters, _population(member).words, _ADAPTING, others)
+        adapted = self._adapt(parameters, _population(member).words, _ADAPT_STEPS, others)
         return adapted.replace(companion=member.companion, spread=member.spread)
 
     @torch.no_grad()
@@ -378,7 +380,7 @@ def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
     """Returns single pairs, and components correlated by several thresholds."""
     linked = torch.maximum(correlation, correlation.mT)
     found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
-    for least in _CORRELATIONS:
+    for least in _MIN_CORRELATIONS:
         number, labels = connected_components((linked > least).numpy(), directed=False)
         for label in range(number):
             found[tuple((labels == label).nonzero()[0].tolist())] = None
@@ -527,7 +529,7 @@ def dead_latents(profile: Profile, solution: Solution, max_bytes: int = 2**28) -
         trainer.step()
         assert trainer.truncated is not None
         population = trainer.truncated.population()
-        is_off = (population.marginals().amax(0) < _DEAD).cpu()
+        is_off = (population.marginals().amax(0) < _DEAD_PROBABILITY).cpu()
         latents: Tensor = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         parameters = learned_parameters(profile.model, profile.y)
         moved = [(value.detach() - solution.parameters[name]).abs() for name, value in parameters.items()]

@@ -366,12 +366,12 @@ def _annealing(profile: Profile) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def starting(model: Any) -> Iterator[None]:
-    """Sets a model's ``is_starting`` during restarts: details may wait."""
-    if not hasattr(model, "is_starting"):
+    """Sets a model's ``is_warmup`` during restarts: details may wait."""
+    if not hasattr(model, "is_warmup"):
         yield
         return
-    model.is_starting = True
+    model.is_warmup = True
     try:
         yield
     finally:
-        model.is_starting = False
+        model.is_warmup = False

@@ -13,9 +13,9 @@ from torch import Tensor
 # Stands for a log probability of minus infinity (nats): sums of it stay finite, and so do differences and gradients.
 IMPOSSIBLE = -1e12
 # Joint states from which on a sum is a product of matrices, where it can be: below, that takes no less time.
-_MANY = 2**14
+_MIN_MATMUL_STATES = 2**14
 # The least sum of products that has lost nothing to underflow, and the largest logarithms of the factors of a posterior.
-_LEAST, _LARGEST_LOG = 1e-200, 250.0
+_MIN_PRODUCT, _MAX_LOG = 1e-200, 250.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,14 +311,14 @@ def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
     if out is None or other.shape[out] > 1 or other.shape[dim] == 1:
         return None
     # On a device the check for underflow would wait.
-    if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MANY:
+    if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MIN_MATMUL_STATES:
         return None
     matrix = shared.movedim((out, dim), (-2, -1)).flatten(0, -2)
     columns = other.movedim(dim, 0)
     flat = columns.flatten(1)
     top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
     product = (matrix - top).exp() @ (flat - left).exp()
-    if not bool(product.amin() > _LEAST):
+    if not bool(product.amin() > _MIN_PRODUCT):
         return None
     found = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
     return found.movedim(0, dim).transpose(dim, out)
@@ -333,13 +333,13 @@ def _pair_posterior(shared: Tensor, own: Tensor, down: Tensor, shape: torch.Size
     second = None if first is None else _other_dim(shared, first)
     if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != shared.shape:
         return None
-    if shared.device.type != "cpu" or shared.shape[second] * own.numel() < _MANY:
+    if shared.device.type != "cpu" or shared.shape[second] * own.numel() < _MIN_MATMUL_STATES:
         return None
     left, right = own.movedim((first, second), (0, 1)).squeeze(1), down.movedim((second, first), (0, 1)).squeeze(1)
     members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
     left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
     tops = [part.amax(0) for part in (left, right)]
-    if not bool((tops[0] + tops[1]).abs().amax() < _LARGEST_LOG) or not bool(shared.amax() < _LARGEST_LOG):
+    if not bool((tops[0] + tops[1]).abs().amax() < _MAX_LOG) or not bool(shared.amax() < _MAX_LOG):
         return None
     product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
     return shared.exp() * (product if first < second else product.mT).reshape(shape)

@@ -67,7 +67,7 @@ def collapse_correlated_slabs(states: Tensor, linear: Tensor, gram: Tensor, mean
     return energy, factor, solution
 
 
-def largest(states: Tensor, weight: Tensor) -> Tensor:
+def max_superposition(states: Tensor, weight: Tensor) -> Tensor:
     """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
     return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)
 

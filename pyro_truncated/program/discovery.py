@@ -256,8 +256,8 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
-        together = runs.together() if joint.number > _MAX_SINGLE_RUNS and not leaked else None
-        low, high = together or runs.singly(range(joint.number))
+        at_once = runs.joint_bounds() if joint.number > _MAX_SINGLE_RUNS and not leaked else None
+        low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
     return _last(low, dims), _last(high, dims)
 
@@ -270,14 +270,14 @@ class _Runs:
     node: Mapping[str, Any]
     joint: _JointValues
 
-    def together(self) -> Bounds | None:
+    def joint_bounds(self) -> Bounds | None:
         """Returns bounds over all joint values at once, or ``None``.
 
         They use a new left-most dimension. ``None`` means that single runs disagree.
         """
         joint = self.joint
         try:
-            found = self._run_to_node(joint.together()).bounds(joint.depth)
+            found = self._run_to_node(joint.joint_values()).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
         for number in range(0, joint.number, math.ceil(joint.number / _VERIFIED_RUNS)):
@@ -325,7 +325,7 @@ class _JointValues:
             [-frame.dim for frame in node["cond_indep_stack"] if frame.vectorized] + [site.depth for site in parents], default=0
         )
 
-    def together(self) -> dict[str, Tensor]:
+    def joint_values(self) -> dict[str, Tensor]:
         """All of them, in the dimension left of all plates."""
         return self._values(torch.arange(self.number), self.depth)
 

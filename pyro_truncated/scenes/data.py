@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -155,7 +156,7 @@ class Match(NamedTuple):
     Example:
         >>> objects = generated_objects(2, 3)
         >>> match = match_objects(objects.features, objects.masks, objects)
-        >>> match.recovered()
+        >>> match.is_recovered()
         tensor([True, True])
 
     Attributes:
@@ -167,11 +168,16 @@ class Match(NamedTuple):
     similarity: Tensor
     shift: Tensor
 
-    def recovered(self, threshold: float = 0.9) -> Tensor:
+    def is_recovered(self, threshold: float = 0.9) -> Tensor:
         """Which true objects ``(K,)`` have a learned one of their own."""
         similarity, learned = self.similarity.max(1)
         owner = self.similarity.argmax(0)
         return (similarity >= threshold) & (owner[learned] == torch.arange(len(learned), device=learned.device))
+
+    def recovered(self, threshold: float = 0.9) -> Tensor:
+        """The old name of :meth:`is_recovered`."""
+        warnings.warn("recovered has a new name: use is_recovered", DeprecationWarning, stacklevel=2)
+        return self.is_recovered(threshold)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
@@ -168,7 +168,7 @@ class PlaceScan:
         """Candidates of the batch's data points."""
         return self._candidates(self._images(batch), None)
 
-    def beside(self, batch: SearchBatch, places: Tensor, rank: Tensor | None = None) -> Candidates:
+    def propose_additions(self, batch: SearchBatch, places: Tensor, rank: Tensor | None = None) -> Candidates:
         """Candidates to add to scenes of places and depth ranks ``(N, H)``.
 
         Objects are compared with what the scene makes of the image. Where others lie they may be hidden, so no mask counts as more probable
@@ -348,7 +348,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _new_regression(self) -> LeaveOneOutRegression:
         assert self._images is not None
         # Inputs may depend on all images, as maps of the colours that they show do.
-        images = torch.cat(world.gather(self._images)) if self._is_spread else self._images
+        images = torch.cat(collectives.gather(self._images)) if self._is_spread else self._images
         return LeaveOneOutRegression(self._regression_inputs(images), self.kernel, self.rank)
 
     def _regression_inputs(self, images: Tensor) -> Tensor:
@@ -357,15 +357,15 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Takes in the posteriors, and fits the kernel if it is due."""
         sizes = gather_function(batch)(len(data))
-        first = sum(sizes[: world.rank()]) if batch.is_spread else 0
+        first = sum(sizes[: collectives.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
         kept = values > 1e-4
         entries, values = entries[:, kept], values[kept]
         if self.smooth:
             entries, values = self._smooth(entries, values)
         if batch.is_spread:
-            entries = torch.cat(world.gather(entries + entries.new_tensor([[first], [0]])), 1)
-            values = torch.cat(world.gather(values))
+            entries = torch.cat(collectives.gather(entries + entries.new_tensor([[first], [0]])), 1)
+            values = torch.cat(collectives.gather(values))
         shape = (sum(sizes), scene_sizes(batch.space)[0] * self.canvas.num_places)
         self._targets = _sparse(entries, values.float(), shape)
         if self.regression is None:

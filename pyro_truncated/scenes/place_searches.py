@@ -181,7 +181,7 @@ class PlacementCompletion(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes ``(N, 2^num_added)`` scenes with all combinations of additions."""
         presence, position, rank, draws = self._parents(batch)
-        found = self.scan.beside(batch, torch.where(presence, position, -1), rank)
+        found = self.scan.propose_additions(batch, torch.where(presence, position, -1), rank)
         scores = found.scores[..., 0].masked_fill(presence, -torch.inf)
         number = min(self.num_added, presence.shape[1])
         choices = torch.tensor(list(itertools.product((False, True), repeat=number)), device=scores.device)

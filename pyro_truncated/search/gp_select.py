@@ -15,7 +15,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
@@ -161,7 +161,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
 def gather_function(batch: SearchBatch) -> Callable[[S], list[S]]:
     """Returns a function that gathers what all processes of a batch say."""
-    return world.gather if batch.is_spread else lambda value: [value]
+    return collectives.gather if batch.is_spread else lambda value: [value]
 
 
 class ReplayMemory:
@@ -220,10 +220,10 @@ def gather_some_rows(values: Tensor, positions: Tensor, seed: int, most: int | N
         seed: the same on every process.
         most: how many, roughly. All of them if ``None``.
     """
-    number = sum(world.gather(len(values)))
+    number = sum(collectives.gather(len(values)))
     if most is not None and number > most:
         values = values[ops.uniform(positions, generator=ops.Stream(seed)) < most / number]
-    return torch.cat(world.gather(values))
+    return torch.cat(collectives.gather(values))
 
 
 class OwnRegression:
@@ -258,8 +258,8 @@ class GatheredRegression(OwnRegression):
 
     def take(self, targets: Tensor) -> None:
         """See :class:`OwnRegression`."""
-        every = world.gather(targets)
-        self._first, self._targets = sum(map(len, every[: world.rank()])), torch.cat(every)
+        every = collectives.gather(targets)
+        self._first, self._targets = sum(map(len, every[: collectives.rank()])), torch.cat(every)
 
 
 class LowRankRegression(OwnRegression):
@@ -273,12 +273,12 @@ class LowRankRegression(OwnRegression):
     def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:
         super().__init__(regression, inputs)
         self._factor, self._noise = regression.features(inputs), regression.noise
-        (products,) = world.add([self._factor.mT @ self._factor / self._noise])
+        (products,) = collectives.add([self._factor.mT @ self._factor / self._noise])
         self._cholesky = stable_cholesky(torch.eye(len(products), dtype=products.dtype, device=products.device) + products)
 
     def take(self, targets: Tensor) -> None:
         """See :class:`OwnRegression`."""
-        (products,) = world.add([self._factor.mT @ targets / self._noise])
+        (products,) = collectives.add([self._factor.mT @ targets / self._noise])
         self._targets, self._coefficients = targets, torch.cholesky_solve(products, self._cholesky)
 
     def loo(self, rows: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class MaxInnerProductIndex:
         >>> places = torch.randn(40, 2)
         >>> coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
         >>> features = torch.cat([torch.ones(40, 1), places], 1)
-        >>> nearest = MaxInnerProductIndex(coefficients, features, lambda: torch.arange(40) // 8, 40).largest(features, 3)
+        >>> nearest = MaxInnerProductIndex(coefficients, features, lambda: torch.arange(40) // 8, 40).query(features, 3)
         >>> nearest[:, 0].equal(torch.arange(40))
         True
 
@@ -112,7 +112,7 @@ class MaxInnerProductIndex:
         self._looks_at_all: bool | None = None
         self.are_few = len(coefficients) <= self.EFFORT.few or num_data < self.EFFORT.rows_per_function * len(coefficients)
 
-    def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
+    def query(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
         """Returns the ``number`` largest functions at features ``(N, F)``.
 
         The shape is ``(N, number)``, largest first.

@@ -18,7 +18,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.launch import AllReduced
 from pyro_truncated.distributed.shards import Portion, collect_rows, find_portion, with_rows, without_rows
 from pyro_truncated.em.gibbs import GibbsGuide
@@ -134,7 +134,7 @@ def load_checkpoint(
     """
     content = read_checkpoint(path, svi)
     refuse_other_runs(content, describe_run(svi) if run is None else run, settings, may_differ, path)
-    return restore(content, svi, path, may_differ)
+    return load_state(content, svi, path, may_differ)
 
 
 def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
     return {**content, **{key: absolute_names(content[key], svi.model, svi.guide) for key in ("params", "optim")}}
 
 
-def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Collection[str] = ()) -> Any:
+def load_state(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Collection[str] = ()) -> Any:
     """Loads a state and returns its history, or changes nothing."""
     refuse_stale(svi)
     params = loose_parameters(svi)
@@ -442,7 +442,7 @@ def refuse_partial_checkpoint(svi: SVI, args: tuple[Any, ...], kwargs: Mapping[s
     Raises:
         NotImplementedError: saying what they would not.
     """
-    if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "siblings", None) is not None:
+    if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "companions", None) is not None:
         raise NotImplementedError(
             "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
             f"got {type(svi.guide).__name__}. Train without a checkpoint, or in one process"
@@ -503,8 +503,8 @@ def save_sharded_checkpoint(
     folder = rows_folder(path) / str(number)
     written = _by_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
-    _by_all(lambda: write_checkpoint(path, content) if world.rank() == 0 else None)
-    if world.rank() == 0:
+    _by_all(lambda: write_checkpoint(path, content) if collectives.rank() == 0 else None)
+    if collectives.rank() == 0:
         remove_others(folder.parent, folder.name)
 
 
@@ -515,7 +515,7 @@ def _by_all(act: Any) -> list[Any]:
         found = act()
     except OSError as problem:
         error = problem
-    results = world.gather((found, None if error is None else (error.errno, str(error))))
+    results = collectives.gather((found, None if error is None else (error.errno, str(error))))
     told = next((problem for _, problem in results if problem is not None), None)
     if told is not None:
         raise error or OSError(told[0], told[1])

@@ -28,7 +28,7 @@ except ImportError:  # not on Windows
 _logger = logging.getLogger(__name__)
 _MARK = b"\npyro_truncated sha256 "
 _TRAILER = len(_MARK) + 64
-_BLOCK = 2**20
+_BLOCK_BYTES = 2**20
 
 
 def write(path: Path, content: Any) -> None:
@@ -149,7 +149,7 @@ def _verify(file: IO[bytes], path: Path) -> None:
     file.seek(0)
     digest = hashlib.sha256()
     while size > 0:
-        block = file.read(min(_BLOCK, size))
+        block = file.read(min(_BLOCK_BYTES, size))
         digest.update(block)
         size -= len(block)
     if trailer != _MARK + digest.hexdigest().encode():
@@ -266,6 +266,6 @@ def _file_name(name: str, first: int, size: int) -> str:
 def _checksum(file: Path) -> int:
     found = 0
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(_BLOCK_BYTES):
             found = zlib.crc32(block, found)
     return found

@@ -11,7 +11,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launcher_world_size, start_as_first
 from pyro_truncated.distributed.shards import Portion, current_batch, find_portion
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -25,7 +25,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
     Arguments are shards, or the guide belongs to one. The others take the same steps.
     """
-    if world.size() == 1:
+    if collectives.size() == 1:
         return None
     portion = find_portion(arguments)
     if portion is None and isinstance(guide, AutoTruncated):
@@ -35,7 +35,7 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
 def propagate_errors(guide: Any, arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors also end processes with the same steps."""
-    return nullcontext() if shared_portion(guide, arguments) is None else world.failing_together()
+    return nullcontext() if shared_portion(guide, arguments) is None else collectives.failing_together()
 
 
 def are_shared(parts: Sequence[AutoTruncated]) -> bool:
@@ -45,7 +45,7 @@ def are_shared(parts: Sequence[AutoTruncated]) -> bool:
 
 def total(parts: Sequence[AutoTruncated], loss: float) -> float:
     """Sums the losses of processes that hold parts of the data."""
-    return float(world.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
+    return float(collectives.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
 
 
 def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def total_loss_for_ddp(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
     """
     if not are_shared(parts):
         return loss
-    own = world.size() * loss
-    return own + (world.add([loss.detach()])[0] - own.detach())
+    own = collectives.size() * loss
+    return own + (collectives.add([loss.detach()])[0] - own.detach())
 
 
 def start_alike(call: Call, guide: Any, elbo: Any) -> None:
@@ -66,7 +66,7 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
         UnsharedDataWarning: if each of several processes trains on data that are no shard.
     """
     portion = find_portion((call.args, dict(call.kwargs)))
-    if isinstance(guide, AutoTruncated) and guide.siblings is None:
+    if isinstance(guide, AutoTruncated) and guide.companions is None:
         portion = guide.populations.portion
     if portion is None and launcher_world_size() > 1:
         warnings.warn(
@@ -98,7 +98,7 @@ class EqualShares(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if not any(frame.name in self.plates for frame in msg["cond_indep_stack"]):
-            msg["scale"] = msg["scale"] / world.size()
+            msg["scale"] = msg["scale"] / collectives.size()
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
     store = parts[0].populations
     store.seed_()
     if portion.is_part and not store.is_filled:
-        store.seed = world.agree(store.seed)
+        store.seed = collectives.agree(store.seed)
     with spare_random_numbers():
         torch.manual_seed(store.stream(number - _LISTS).seed)
         yield

@@ -20,7 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -276,7 +276,7 @@ def _stands_alone(call: Call, guide: Any) -> bool:
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)
-    return guide.siblings is None and bool(call.model == guide.model)
+    return guide.companions is None and bool(call.model == guide.model)
 
 
 def _check_loss(loss: float) -> float:
@@ -369,7 +369,7 @@ def _plate_indices(batch: Batch) -> Tensor | None:
 
 def _anywhere(condition: bool, is_part: bool) -> bool:
     """Whether it holds in one of the processes that train together."""
-    return bool(world.add([torch.tensor(float(condition))])[0]) if is_part else condition
+    return bool(collectives.add([torch.tensor(float(condition))])[0]) if is_part else condition
 
 
 def _refuse_local_steps(model: Any) -> None:
@@ -560,11 +560,11 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     """
     trace = guide.trace()
     own = {*part.layout.sites, *part.index_names}
-    siblings = {name: node for name, node in sample_nodes(trace).items() if name not in own}
-    log_q = log_density(siblings.values())
-    _check_reparametrisation(siblings)
+    companions = {name: node for name, node in sample_nodes(trace).items() if name not in own}
+    log_q = log_density(companions.values())
+    _check_reparametrisation(companions)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
-    drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
+    drawn = {name: node["value"] for name, node in companions.items() if name in part.layout.other_latents}
     batch = part.batch(guide.with_program(part.model), {**drawn, **subsamples})
     beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
     return batch.free_energy() + log_density(beyond.values()) - log_q  # type: ignore[no-any-return]

@@ -16,16 +16,16 @@ import numpy as np
 import pyro
 from pyro.infer import SVI
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Batches, Portion
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     for_this_process,
     lacks_parameters,
+    load_state,
     read_checkpoint,
     refuse_other_runs,
     refuse_partial_checkpoint,
-    restore,
     save_checkpoint,
     save_sharded_checkpoint,
 )
@@ -155,8 +155,8 @@ def fit(
         if portion is not None:
             refuse_partial_checkpoint(svi, args, kwargs)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
-        with claim_path(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
-            if path.exists() if portion is None else world.agree(path.exists()):
+        with claim_path(path) if portion is None or collectives.rank() == 0 else contextlib.nullcontext():
+            if path.exists() if portion is None else collectives.agree(path.exists()):
                 _resume(training, path, settings, run, may_differ, args, kwargs)
             writer = _CheckpointWriter(path, checkpoint_seconds, settings, run, portion)
             _run(training, work, steps, callbacks, progress, patience, tolerance, writer)
@@ -200,8 +200,8 @@ def _run(
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed_parameters(model, guide, training=True)
-    decided: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else world.agree
-    shown = False if world.rank() and decided is not bool else progress
+    decided: Callable[[bool], bool] = bool if shared_portion(guide, (work.args, work.kwargs)) is None else collectives.agree
+    shown = False if collectives.rank() and decided is not bool else progress
     training.stopped_early = decided(_has_ended(training, patience, tolerance))
     with progress_bar(shown, total=steps, initial=training.steps, unit="step") as bar:
         while training.steps < steps and not training.stopped_early:
@@ -251,7 +251,7 @@ class _CheckpointWriter:
     def after_step(self, training: Training, is_last: bool) -> None:
         """Writes a checkpoint if one is due."""
         is_due = is_last or time.monotonic() - self.saved >= self.seconds
-        if not (is_due if self.portion is None else world.agree(is_due)):
+        if not (is_due if self.portion is None else collectives.agree(is_due)):
             return
         history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
         content: dict[str, Any] = {"history": history, "settings": self.settings, "run": self.run}
@@ -285,7 +285,7 @@ def _resume(
         # Parameters that are made when they are first asked for must exist before they can be restored.
         with spare_random_numbers():
             training.svi.evaluate_loss(*args, **kwargs)
-    restore(content, training.svi, path, may_differ)
+    load_state(content, training.svi, path, may_differ)
     training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
 
 

@@ -30,7 +30,7 @@ def data(with_missing: bool = False) -> Tensor:
 def test_density_is_normalised_and_has_its_mean() -> None:
     weight, scale, mean, deviation = parameters()
     others = torch.rand(NUM_DATA, NUM_OBSERVED).double()
-    posterior = PiecewiseGaussian.of_maximum(data(), others, weight[:, 0], scale, mean[0].expand(NUM_DATA), deviation[0].expand(NUM_DATA))
+    posterior = PiecewiseGaussian.from_maximum(data(), others, weight[:, 0], scale, mean[0].expand(NUM_DATA), deviation[0].expand(NUM_DATA))
     assert posterior.batch_shape == (NUM_DATA,)
     z = torch.linspace(-12, 12, 30_001).double().unsqueeze(-1)
     density = posterior.log_prob(z).exp()
@@ -47,7 +47,7 @@ def test_density_is_normalised_and_has_its_mean() -> None:
 def test_negative_elements_are_refused() -> None:
     weight, scale, mean, deviation = parameters()
     with pytest.raises(ValueError, match="must not be negative"):
-        PiecewiseGaussian.of_maximum(data(), torch.zeros(NUM_OBSERVED), -weight[:, 0], scale, mean[0], deviation[0])
+        PiecewiseGaussian.from_maximum(data(), torch.zeros(NUM_OBSERVED), -weight[:, 0], scale, mean[0], deviation[0])
 
 
 def score(states: Tensor, slabs: Tensor, value: Tensor, model: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ def test_proposal_is_the_posterior_where_at_most_one_cause_is_on(with_missing: b
     torch.testing.assert_close(evidence, evidence[:1].expand_as(evidence), rtol=1e-9, atol=1e-9)
     weight, scale, mean, deviation = model
     nothing = torch.zeros(NUM_DATA, 1, NUM_OBSERVED).double()
-    exact = PiecewiseGaussian.of_maximum(value.unsqueeze(1), nothing, weight.mT, scale, mean, deviation).log_normalizer
+    exact = PiecewiseGaussian.from_maximum(value.unsqueeze(1), nothing, weight.mT, scale, mean, deviation).log_normalizer
     torch.testing.assert_close(evidence[0, 1:], exact.mT, rtol=1e-9, atol=1e-9)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
-from pyro_truncated.gplvm.batched_bfgs import maximize_each
+from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.decoders.latents import OwnLatents, log_joint
 from tests.gplvm.test_sas_decoder import circle
 
@@ -21,7 +21,7 @@ def bowls(points, rows):
 
 
 def test_each_quadratic_reaches_its_own_maximum():
-    found = maximize_each(bowls, torch.zeros(1, 3, 3, dtype=torch.float64), 100, 0.05, tolerance=1e-12)
+    found = maximize_batched(bowls, torch.zeros(1, 3, 3, dtype=torch.float64), 100, 0.05, tolerance=1e-12)
     assert bool((bowls(found, torch.arange(3)) > -1e-6).all())
 
 
@@ -29,17 +29,17 @@ def test_each_quadratic_reaches_its_own_maximum():
 def test_no_result_is_below_the_best_start(evaluations, generator):
     starts = torch.randn(4, 3, 3, generator=generator).double()
     best = torch.stack([bowls(start, torch.arange(3)) for start in starts]).amax(0)
-    reached = bowls(maximize_each(bowls, starts, evaluations, 0.5), torch.arange(3))
+    reached = bowls(maximize_batched(bowls, starts, evaluations, 0.5), torch.arange(3))
     assert bool((reached >= best).all())
     assert evaluations < 5 or bool((reached > best).all())
 
 
 def test_functions_do_not_influence_each_other_and_there_may_be_none(generator):
     starts = torch.randn(2, 3, 3, generator=generator).double()
-    together = maximize_each(bowls, starts, 9, 0.1)
-    alone = maximize_each(lambda z, n: bowls(z, n + 1), starts[:, 1:2], 9, 0.1)
+    together = maximize_batched(bowls, starts, 9, 0.1)
+    alone = maximize_batched(lambda z, n: bowls(z, n + 1), starts[:, 1:2], 9, 0.1)
     torch.testing.assert_close(together[1:2], alone, rtol=1e-10, atol=1e-10)
-    assert maximize_each(bowls, starts[:, :0], 9, 0.1).shape == (0, 3)
+    assert maximize_batched(bowls, starts[:, :0], 9, 0.1).shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -48,7 +48,7 @@ def test_a_banana_and_a_slope_without_end(dtype):
         x, y = points.unbind(-1)
         return torch.where(rows == 0, -((1 - x).square() + 10 * (y - x.square()).square()), x)
 
-    found = maximize_each(banana, torch.full((1, 2, 2), -1.0, dtype=dtype), 80, 0.1, tolerance=1e-10)
+    found = maximize_batched(banana, torch.full((1, 2, 2), -1.0, dtype=dtype), 80, 0.1, tolerance=1e-10)
     torch.testing.assert_close(found[0], torch.ones(2, dtype=dtype), rtol=0, atol=1e-2)
     assert float(found[1, 0]) > 40  # a step is no longer than one
 
@@ -56,7 +56,7 @@ def test_a_banana_and_a_slope_without_end(dtype):
 @pytest.mark.parametrize(("num_starts", "evaluations", "message"), [(0, 5, "starts must hold"), (1, -1, "evaluations")])
 def test_bad_input(num_starts, evaluations, message):
     with pytest.raises(ValueError, match=message):
-        maximize_each(bowls, torch.zeros(num_starts, 3, 3, dtype=torch.float64), evaluations, 0.1)
+        maximize_batched(bowls, torch.zeros(num_starts, 3, 3, dtype=torch.float64), evaluations, 0.1)
 
 
 def conditioned(generator, num_data=60):

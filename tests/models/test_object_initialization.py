@@ -100,7 +100,7 @@ def scenes_in_noise(noise: float, seed: int = 0) -> tuple[torch.Tensor, Objects]
 def test_all_objects_are_there_at_the_start(noise: float) -> None:
     y, objects = scenes_in_noise(noise)
     model = OcclusiveComponents(6, (14, 14), (5, 5)).initialize(y, torch.Generator().manual_seed(1))
-    assert bool(match_objects(model.features, model.masks, objects).recovered().all())
+    assert bool(match_objects(model.features, model.masks, objects).is_recovered().all())
     assert model.background_scale.item() == pytest.approx(max(noise, 0.15 * float(y.square().mean().sqrt())), rel=0.05)
 
 
@@ -118,7 +118,7 @@ def test_learn_finds_all_objects_in_noise_without_spare_ones() -> None:
         generator=torch.Generator().manual_seed(1),
         progress=False,
     )
-    assert bool(match_objects(model.features, model.masks, objects).recovered().all())
+    assert bool(match_objects(model.features, model.masks, objects).is_recovered().all())
     # Nothing but the noise is left to explain.
     assert model.scale.item() == pytest.approx(0.15, rel=0.1)
 
@@ -138,7 +138,7 @@ def test_learn_ends_where_two_starts_agree_and_little_rises() -> None:
     model = OcclusiveComponents(4, (10, 10), (5, 5))
     guide = learn(model, y, num_states=12, generator=torch.Generator().manual_seed(2), progress=False)
     assert len(guide.starts) == 2
-    assert bool(match_objects(model.features, model.masks, objects).recovered().all())
+    assert bool(match_objects(model.features, model.masks, objects).is_recovered().all())
 
 
 def test_more_objects_than_windows_are_not_copies_of_each_other() -> None:

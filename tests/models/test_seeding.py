@@ -168,22 +168,21 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     features, own = torch.cat([torch.ones(len(x), 1, dtype=D64), x], 1), torch.cat([torch.ones(1500, 1, dtype=D64), places], 1)
     functions = MaxInnerProductIndex(coefficients, own, lambda: group_places(places), len(x))
     expected = (features @ coefficients.mT).topk(3)
-    assert functions.largest(features, 3, expected.indices).equal(expected.indices)
+    assert functions.query(features, 3, expected.indices).equal(expected.indices)
     # Of few data points none may lack the best one, so that nothing is left to be looked for.
-    assert functions.largest(features[:3], 3, expected.indices[:3]).equal(expected.indices[:3])
+    assert functions.query(features[:3], 3, expected.indices[:3]).equal(expected.indices[:3])
     unlikely = (-features @ coefficients.mT).topk(3).indices
     # What is known to be low does no harm.
     values = [
-        (features @ coefficients.mT).gather(1, found)
-        for found in (functions.largest(features, 3, unlikely), functions.largest(features, 3))
+        (features @ coefficients.mT).gather(1, found) for found in (functions.query(features, 3, unlikely), functions.query(features, 3))
     ]
     assert bool((values[0] >= values[1] - 1e-9).all())
     # Where all but two are impossible those that are found are still different ones.
     coefficients[2:, 0] = -torch.inf
-    assert functions.largest(features, 3, unlikely).sort(1).values.diff().min() > 0
+    assert functions.query(features, 3, unlikely).sort(1).values.diff().min() > 0
     for known in (unlikely[:9], unlikely[0], unlikely + 1500, -unlikely, unlikely.double()):
         with pytest.raises(ValueError, match=r"known|component"):
-            functions.largest(features, 3, known)
+            functions.query(features, 3, known)
 
 
 @pytest.mark.slow
@@ -204,10 +203,10 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
         return of_groups(features, coefficients, group, num_groups, asked, number)
 
     monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
-    missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
+    missed = int((functions.query(features, 4)[:, 0] != nearest).sum())
     assert 0 < sum(looked) < 3000
     monkeypatch.setattr(MaxInnerProductIndex, "EFFORT", dataclasses.replace(MaxInnerProductIndex.EFFORT, groups=2))
-    missed_before = int((functions.largest(features, 4)[:, 0] != nearest).sum())
+    missed_before = int((functions.query(features, 4)[:, 0] != nearest).sum())
     assert missed_before > 30
     assert missed < missed_before / 4
 
@@ -229,7 +228,7 @@ def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_
         return of_groups(features, coefficients, group, num_groups, asked, number)
 
     monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
-    functions.largest(features, 4)
+    functions.query(features, 4)
     # The first 750 data points try it, two groups first.
     assert looked[0] == (2, 750)
     assert looked[-1] == (16, 5250)
@@ -251,7 +250,7 @@ def test_small_groups_are_looked_at_in_such_numbers_that_they_have_enough_functi
 
     monkeypatch.setattr(max_inner_product_index, "max_inner_products_in_groups", counted)
     functions = MaxInnerProductIndex(coefficients, own, lambda: group, 300)
-    found = functions.largest(own[:300], 8, torch.arange(8).repeat(300, 1))
+    found = functions.query(own[:300], 8, torch.arange(8).repeat(300, 1))
     assert looked[0] == 3
     assert found.sort(1).values.diff().min() > 0
 
@@ -282,7 +281,7 @@ def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
     places = torch.cat([1e-3 * torch.randn(1800, 2, generator=generator), 100 * torch.randn(200, 2, generator=generator)])
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     features = torch.cat([torch.ones(2000, 1), places], 1)
-    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 200).largest(features[1800:], 1)
+    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 200).query(features[1800:], 1)
     assert torch.equal(found[:, 0], torch.arange(1800, 2000))
 
 
@@ -291,9 +290,7 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
     places = torch.cat([torch.arange(20.0).unsqueeze(1).repeat(100, 1), torch.full((5, 1), 100.0)])
     coefficients = torch.cat([-0.5 * places.square(), places], 1)
     features = torch.cat([torch.ones_like(places), places], 1)
-    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 2).largest(
-        torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1
-    )
+    found = MaxInnerProductIndex(coefficients, features, lambda: group_places(places), 2).query(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
     assert places[found].flatten().tolist() == [7.0, 100.0]
 
 
@@ -302,7 +299,7 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
 def test_groups_that_are_none_are_refused(group: Tensor) -> None:
     places = torch.randn(1200, 2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="group"):
-        MaxInnerProductIndex(places, places, lambda: group, 1200).largest(places, 3)
+        MaxInnerProductIndex(places, places, lambda: group, 1200).query(places, 3)
 
 
 def test_functions_that_do_not_exist_are_refused() -> None:
@@ -310,9 +307,9 @@ def test_functions_that_do_not_exist_are_refused() -> None:
     functions = MaxInnerProductIndex(places, places, lambda: torch.zeros(5, dtype=torch.int64), 5)
     for number in (0, 6):
         with pytest.raises(ValueError, match="number must be"):
-            functions.largest(places, number)
+            functions.query(places, number)
     with pytest.raises(ValueError, match=r"features must have shape \(N, 2\)"):
-        functions.largest(places[:, :1], 1)
+        functions.query(places[:, :1], 1)
     with pytest.raises(ValueError, match="coefficients and features must have the same shape"):
         MaxInnerProductIndex(places, places[:4], lambda: torch.zeros(5), 5)
 
@@ -320,6 +317,6 @@ def test_functions_that_do_not_exist_are_refused() -> None:
 def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
     places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
     with PretendedDevice() as device:
-        found = MaxInnerProductIndex(there(places), there(places), lambda: group_places(there(places)), 60).largest(there(places), 3)
+        found = MaxInnerProductIndex(there(places), there(places), lambda: group_places(there(places)), 60).query(there(places), 3)
         assert not device.syncs
     assert torch.equal(here(found), (places @ places.mT).topk(3).indices)

@@ -163,7 +163,7 @@ def test_while_starts_are_made_independent_slabs_stay_so() -> None:
     with starting(full):
         expected = free_energies(diag, y, num_iterations=8)
         torch.testing.assert_close(free_energies(full, y, num_iterations=8), expected, rtol=1e-9, atol=1e-9)
-        assert full.with_latents(torch.arange(3)).is_starting
+        assert full.with_latents(torch.arange(3)).is_warmup
     assert free_energies(full, y, num_iterations=2)[-1] > expected[-1] + 1.0
     assert bool(full.slab_scale.tril(-1).any())
 

@@ -101,12 +101,12 @@ CASES = [(name, zeros, seed) for name in GRAPHS for zeros in (0.0, 0.15) for see
 def shared(request, monkeypatch):
     """Whether tables are shared by the members of a plate, and small sums are products of matrices as large ones are."""
     if request.param == "products of matrices":
-        monkeypatch.setattr(elimination, "_MANY", 1)
+        monkeypatch.setattr(elimination, "_MIN_MATMUL_STATES", 1)
     return request.param == "products of matrices"
 
 
 def problem(name, zeros, seed):
-    return Problem(*GRAPHS[name], zeros, torch.Generator().manual_seed(seed), shared=elimination._MANY == 1)
+    return Problem(*GRAPHS[name], zeros, torch.Generator().manual_seed(seed), shared=elimination._MIN_MATMUL_STATES == 1)
 
 
 def equal(found, expected):

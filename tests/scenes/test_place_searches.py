@@ -159,7 +159,9 @@ def test_an_object_is_found_beside_a_scene_by_its_most_probable_entries() -> Non
     model.features, model.masks = objects.features, objects.masks * 0.98 + 0.01
     model.scale = model.background_scale = torch.tensor(0.05)
     batch, nothing = SimpleNamespace(observations={"y": scenes.data}), torch.full((5, 3), -1)
-    scores = [PlaceScan(model.scene_parameters, model.canvas, min_mask=least).beside(batch, nothing).scores for least in (0.4, 0.6)]
+    scores = [
+        PlaceScan(model.scene_parameters, model.canvas, min_mask=least).propose_additions(batch, nothing).scores for least in (0.4, 0.6)
+    ]
     assert bool((scores[1] != 0).all())
     torch.testing.assert_close(*scores)  # masks are 0.01 or 0.99
 

@@ -63,8 +63,8 @@ def test_match_undoes_shifts(generator: torch.Generator) -> None:
     assert match.similarity.argmax(1).tolist() == [1, 3, 0, 2]
     assert match.similarity.max(1).values.tolist() == pytest.approx([1.0] * 4)
     assert match.shift[torch.arange(4), [1, 3, 0, 2]].tolist() == [[2, 1]] * 4
-    assert match.recovered().tolist() == [True] * 4
-    assert not bool(match_objects(blend, torch.ones(1, 8, 8), small).recovered(0.99).any())
+    assert match.is_recovered().tolist() == [True] * 4
+    assert not bool(match_objects(blend, torch.ones(1, 8, 8), small).is_recovered(0.99).any())
 
 
 @pytest.mark.parametrize(("arguments", "message"), [({"canvas": (5, 30)}, "do not fit"), ({"presence": 1.5}, "presence must lie")])

@@ -7,9 +7,11 @@ import torch
 
 from pyro_truncated import AutoTruncated, distributed
 from pyro_truncated.diagnostics.truncation.evidence import ExactComparison
+from pyro_truncated.distributions import PiecewiseGaussian
 from pyro_truncated.extend import Renamed
 from pyro_truncated.models import BinarySparseCoding, GatedDecoder, OcclusiveComponents
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.scenes import Match
 from pyro_truncated.search import ConditionalSearch, SearchBatch
 
 
@@ -47,6 +49,13 @@ def test_names_of_the_version_before_lead_to_todays() -> None:
     decoder = GatedDecoder(torch.rand(3, 5), torch.ones(3, 2), torch.zeros(3, 2, 1))
     with pytest.warns(DeprecationWarning, match="poses_of has a new name: use infer_poses"):
         assert decoder.poses_of(torch.rand(4, 5))[0].shape == (4, 2, 1)
+    value, zero, one = torch.tensor([1.0]), torch.tensor(0.0), torch.tensor(1.0)
+    with pytest.warns(DeprecationWarning, match="of_maximum has a new name: use from_maximum"):
+        slab = PiecewiseGaussian.of_maximum(value, zero.expand(1), one.expand(1), one, zero, one)
+    assert torch.equal(slab.mean, PiecewiseGaussian.from_maximum(value, zero.expand(1), one.expand(1), one, zero, one).mean)
+    match = Match(torch.eye(2), torch.zeros(2, 2, 2, dtype=torch.int64))
+    with pytest.warns(DeprecationWarning, match="recovered has a new name: use is_recovered"):
+        assert torch.equal(match.recovered(), match.is_recovered())
 
 
 def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
@@ -55,6 +64,8 @@ def test_old_names_of_guides_populations_and_functions_lead_to_todays() -> None:
     guide = AutoTruncated(model, num_states=2)
     with pytest.warns(DeprecationWarning, match="batch_of has a new name: use make_batch"):
         population = guide.batch_of(y).population()
+    with pytest.warns(DeprecationWarning, match="siblings has a new name: use companions"):
+        assert guide.siblings is guide.companions is None
     with pytest.warns(DeprecationWarning, match="rows_of has a new name: use select_rows"):
         assert torch.equal(population.rows_of(y), y)
     with pytest.warns(DeprecationWarning, match="log_joint_of has a new name: use make_scorer"):

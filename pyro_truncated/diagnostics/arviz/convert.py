@@ -28,7 +28,7 @@ from pyro_truncated.diagnostics.arviz.draws import (
     role,
 )
 from pyro_truncated.diagnostics.truncation.coverage import gather_guide
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.utils.arguments import check_count
@@ -567,7 +567,7 @@ def to_arviz(
         return _convert(model, guide, args, kwargs, settings)
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():
-        with world.failing_together():
+        with collectives.failing_together():
             found = [gather_guide(one, args, kwargs) for one in (guide if several else [guide])]
         every = [one for one in found if one is not None]
         if not every:

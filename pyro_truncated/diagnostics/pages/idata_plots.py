@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, tidy
 from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
-from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
+from pyro_truncated.diagnostics.truncation.thresholds import COVERED_LIMIT
 from pyro_truncated.utils import arviz_compat as compat
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names

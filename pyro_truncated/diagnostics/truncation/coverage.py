@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import Shard
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import rescore_over_draws
@@ -93,9 +93,9 @@ class AllData:
 
 def broadcast_answer(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     """Sends the first process's answer about the guide to all processes."""
-    with world.failing_together(), spare_random_numbers():
+    with collectives.failing_together(), spare_random_numbers():
         every = gather_guide(guide, args, kwargs)
-        found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
+        found = collectives.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
     assert found is not None
     return found
 
@@ -104,7 +104,7 @@ def gather_guide(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """The guide of all data on the first process, elsewhere ``None``."""
     part = find_truncated_guide(guide)
     rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
-    held = world.collect([part.words, part.log_joint, *rows])
+    held = collectives.collect([part.words, part.log_joint, *rows])
     if held is None:
         return None
     words, log_joint, *data = (torch.cat(parts) for parts in zip(*held, strict=True))
@@ -116,7 +116,7 @@ def gather_guide(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     )
     with spare_random_numbers(), torch.no_grad(), poutine.block():
         whole.setup(*args, **kwargs)
-        whole.inherit(part.siblings)
+        whole.inherit(part.companions)
     return AllData(whole, args, kwargs)
 
 

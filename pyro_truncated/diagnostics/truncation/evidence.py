@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.coverage import broadcast_answer, plain, score_populations
-from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
-from pyro_truncated.distributed import world
+from pyro_truncated.diagnostics.truncation.thresholds import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
@@ -351,7 +351,7 @@ def _possible_prior_draws(log_joint: LogJoint) -> Tensor:
 
 def _gather_states(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     """Gathers site values of all processes' data points on the first process."""
-    every = world.collect(None if states is None else dict(states))
+    every = collectives.collect(None if states is None else dict(states))
     given = [own for own in every or () if own is not None]
     return {name: torch.cat([own[name] for own in given]) for name in given[0]} if given else None
 

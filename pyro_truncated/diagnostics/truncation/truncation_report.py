@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.diagnostics.truncation import findings as trust
+from pyro_truncated.diagnostics.truncation import thresholds as trust
 from pyro_truncated.diagnostics.truncation.coverage import (
     MOST_MOVES,
     Growth,
@@ -27,7 +27,7 @@ from pyro_truncated.diagnostics.truncation.coverage import (
     score_populations,
 )
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
-from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
+from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findings
 from pyro_truncated.distributed.shards import is_spread
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch

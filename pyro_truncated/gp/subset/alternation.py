@@ -376,7 +376,7 @@ def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | N
     return order[~torch.isin(order, members)][: min(1000, int(0.1 * num_data))]
 
 
-def polish(
+def optimize_free_inputs(
     kernel: InputKernel, inputs: Tensor, targets: Tensor, log_noise: Tensor, objective: str, held_out: Tensor, most: int, record: FitRecord
 ) -> float:
     """Optimises inducing inputs, kernel parameters and noise on all data but ``held_out``."""

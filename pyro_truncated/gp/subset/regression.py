@@ -31,7 +31,7 @@ from pyro_truncated.gp.subset.alternation import (
     held_out_rows,
     hyper_parameters,
     num_alternation_rows,
-    polish,
+    optimize_free_inputs,
 )
 from pyro_truncated.gp.subset.objectives import (
     NOISE_FLOOR,
@@ -375,7 +375,7 @@ class SubsetGPRegression(torch.nn.Module):
             self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
             if self.objective == "pp":
                 self.held_out = held_out_rows(len(self.targets), self.subset, self.generator)
-        self.objective_value = polish(
+        self.objective_value = optimize_free_inputs(
             kernel, self.inducing_inputs, self.targets, self.log_noise, self.objective, self.held_out, evaluations, record
         )
 

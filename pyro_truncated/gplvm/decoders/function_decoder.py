@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
-from pyro_truncated.gplvm.decoders.kept_points import keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
@@ -162,7 +162,7 @@ class SASFunctionDecoder(SASDecoder):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._kept_points()
+        kept = self._conditioning_set()
         with torch.no_grad():
             found = kept.posterior(self.kernel, (self.noise_variance + self.width).detach())
         assert isinstance(found, ActiveSet)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
-from pyro_truncated.gplvm.batched_bfgs import maximize_each
+from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.utils.arguments import check_count, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
@@ -77,7 +77,7 @@ def infer_latents(
 ) -> Tensor:
     r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
 
-    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_each`. Points do not
+    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_batched`. Points do not
     influence each other.
 
     Args:
@@ -111,7 +111,7 @@ def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor,
     """
     if isinstance(posterior, NearestSet):
         return climb_among_neighbors(posterior, objective, x, starts, steps, lr)
-    return maximize_each(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
+    return maximize_batched(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
 
 
 def climb_among_neighbors(
@@ -150,7 +150,7 @@ def _climb_once(
     They are given the data points closest to it.
     """
     around = posterior.around(starts, leave_out)
-    reached = maximize_each(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
+    reached = maximize_batched(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
     return reached, objective(around, x, reached)
 
 

@@ -20,7 +20,7 @@ from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.launch import AllReduced, SummedELBO
 from pyro_truncated.distributed.shards import (
     Portion,
@@ -44,7 +44,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.sharded_latents import RowNormal, SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
@@ -432,7 +432,7 @@ class SASDecoder(UniqueModule):
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
         svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
         every = max(2, round(_JUMPING_SHARE * epochs / max_jumps))
-        with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
+        with progress_bar(progress and collectives.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
                 if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
                     self.relocate_(x, generator=generator)
@@ -528,7 +528,7 @@ class SASDecoder(UniqueModule):
         self._check_points(x)
         active = x[:1]
         if self.encoder_sees_active:
-            examples = self._kept_points().examples
+            examples = self._conditioning_set().examples
             assert examples is not None
             active = examples.to(x)
         with torch.no_grad():
@@ -589,7 +589,7 @@ class SASDecoder(UniqueModule):
     def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
         return least_variance(kernel, latents, size, self.noise_variance.detach())
 
-    def _kept_points(self) -> KeptPoints:
+    def _conditioning_set(self) -> KeptPoints:
         if self._conditioning is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
         assert self._conditioning.checksum is not None
@@ -605,7 +605,7 @@ class SASDecoder(UniqueModule):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._kept_points()
+        kept = self._conditioning_set()
         with torch.no_grad():
             return kept.posterior(self.kernel, self.noise_variance.detach())
 
@@ -671,7 +671,7 @@ class SASDecoder(UniqueModule):
             RuntimeError: before :meth:`condition_`, after loading a state (call it again), or if parameters have changed since.
             ValueError: for data points of another shape, or infinite ones.
         """
-        self._kept_points()
+        self._conditioning_set()
         if self._training_data is None:
             raise RuntimeError("call condition_(x) first: reconstructions are calibrated on the training data, which states do not hold")
         if self._candidates is None:

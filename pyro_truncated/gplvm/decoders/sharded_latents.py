@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import (
     Portion,
     draw_alike,
@@ -49,7 +49,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 def gather_latents(module: torch.nn.Module) -> None:
     """Gives every process the latents of all data points."""
     for parameter in _latent_parameters(module):
-        parameter.data = torch.cat(world.gather(parameter.detach().clone()))
+        parameter.data = torch.cat(collectives.gather(parameter.detach().clone()))
         parameter.grad = None
         take_from_owners(parameter)
 
@@ -62,7 +62,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
         parameter.grad = None
     own = {id(parameter) for parameter in latents}
     common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
-    for tensor, value in zip(common, world.agree([tensor.detach() for tensor in common]), strict=True):
+    for tensor, value in zip(common, collectives.agree([tensor.detach() for tensor in common]), strict=True):
         tensor.copy_(value)
     draw_alike(None)
 
@@ -98,7 +98,7 @@ class SharedSplit(Split):
     def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
         """Weights ``(b,)`` that correct a plate's scale ``N / b``."""
         weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
-        weights[: self.num_active] /= world.size()
+        weights[: self.num_active] /= collectives.size()
         return weights
 
     def rows(self, x: Tensor) -> Tensor:

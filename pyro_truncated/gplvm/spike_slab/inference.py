@@ -13,7 +13,7 @@ import xarray as xr
 from torch import Tensor
 
 from pyro_truncated.gp.uncertain import SpikeSlabInputs
-from pyro_truncated.gplvm.batched_bfgs import maximize_each
+from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
@@ -226,7 +226,7 @@ class Posterior:
             return self._contribution(here, used, points[:, :num], points[:, num:], near)
 
         starts = torch.cat([loc, torch.full_like(loc, _FIRST_SCALE).log()], 1)
-        found = maximize_each(contribution, starts.unsqueeze(0), steps, _FIRST_STEP, tolerance)
+        found = maximize_batched(contribution, starts.unsqueeze(0), steps, _FIRST_STEP, tolerance)
         with torch.no_grad():
             return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
 

@@ -13,9 +13,9 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
-from pyro_truncated.distributed import world
+from pyro_truncated.distributed import collectives
+from pyro_truncated.distributed.collectives import agree
 from pyro_truncated.distributed.shards import draw_alike, ending_together, find_portion, is_spread, shard_sum
-from pyro_truncated.distributed.world import agree
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
@@ -54,7 +54,7 @@ def draw_minibatch(model: Any, views: Sequence[Tensor], size: int, generator: to
     if portion is None or not portion.is_part:
         return Minibatch(index, index, scale)
     own = index[(index >= portion.first) & (index < portion.first + portion.size)]
-    return Minibatch(own, own - portion.first, scale, 1 / world.size(), shard_sum(views[0]))
+    return Minibatch(own, own - portion.first, scale, 1 / collectives.size(), shard_sum(views[0]))
 
 
 def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
@@ -76,7 +76,7 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
     assert portion is not None
     for name, parameter in model.named_parameters():
         if name.removesuffix("_unconstrained") in _LOCAL:
-            parameter.copy_(torch.cat(world.gather(parameter[portion.first : portion.first + portion.size].detach().clone())))
+            parameter.copy_(torch.cat(collectives.gather(parameter[portion.first : portion.first + portion.size].detach().clone())))
 
 
 _INDUCING = (".mean", ".scale_tril")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.maximum import maximum_segments
-from pyro_truncated.ops.unpacked import largest
+from pyro_truncated.ops.unpacked import max_superposition
 from pyro_truncated.ops.vectorised import random
 from pyro_truncated.ops.vectorised.latent_values import ActiveLatents, by_number, unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
@@ -32,7 +32,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
     value, weight, precision = value.double(), weight.double(), precision.double()
     if are_few(words, weight.numel()):
         states = unpack_bits(words, weight.shape[1], torch.float64)
-        return _squares(value.unsqueeze(1), largest(states, weight)) @ precision
+        return _squares(value.unsqueeze(1), max_superposition(states, weight)) @ precision
     out = value.new_empty(words.shape[:2])
     for block in by_number(words, weight.shape[1], functools.partial(count_terms, len(weight))):
         top = _terms(block, weight).amax(2).clamp(min=0.0)

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.pages.verdict import Section, write_report
+from pyro_truncated.diagnostics.pages.summary_text import Section, write_report
 
 
 @pytest.fixture

@@ -131,13 +131,13 @@ def run(variant: str, seed: int, num_data: int = 2000, iterations: int = 12, num
     guide = AutoTruncated(model, num_states=num_states, memory_budget=2**34)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(selection + moves))
     history = []
-    at_start = int(match_objects(model.features, model.masks, objects).recovered().sum())
+    at_start = int(match_objects(model.features, model.masks, objects).is_recovered().sum())
     for iteration in range(iterations):
         if iteration == WARM_UP:
             selection.affinity = clock.wrap("selection", affinity)
         with clock.part("iteration"):
             free_energy = -svi.step(scenes.data) / num_data
-        found = int(match_objects(model.features, model.masks, objects).recovered().sum())
+        found = int(match_objects(model.features, model.masks, objects).is_recovered().sum())
         history.append({"free_energy": free_energy, "recovered": found, **clock.read()})
         print(variant, seed, iteration, history[-1], flush=True)
     match = match_objects(model.features, model.masks, objects)

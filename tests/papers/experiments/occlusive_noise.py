@@ -28,7 +28,7 @@ NUM_OBJECTS, NUM_DATA = 16, 1000
 def found_objects(model: OcclusiveComponents, objects: Objects) -> dict[str, Any]:
     """How many objects are recovered, and the similarity of the one that is recovered worst."""
     match = match_objects(model.features, model.masks, objects)
-    return {"recovered": int(match.recovered().sum()), "least_similar": round(float(match.similarity.max(1).values.min()), 3)}
+    return {"recovered": int(match.is_recovered().sum()), "least_similar": round(float(match.similarity.max(1).values.min()), 3)}
 
 
 def start(model: OcclusiveComponents, y: Tensor, args: argparse.Namespace) -> dict[str, Any]:

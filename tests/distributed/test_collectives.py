@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pyro_truncated import distributed
-from pyro_truncated.distributed import OtherProcessError, world
+from pyro_truncated.distributed import OtherProcessError, collectives
 
 
 def sums() -> list[list[float]]:
@@ -95,7 +95,7 @@ def test_processes_that_do_different_things_are_told(crew):
 def one_fails():
     start = time.monotonic()
     try:
-        with world.failing_together():
+        with collectives.failing_together():
             if distributed.rank() == 1:
                 raise KeyError("my key")
             return distributed.add([torch.ones(100)])

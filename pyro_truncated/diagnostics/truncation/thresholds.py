@@ -16,7 +16,7 @@ EXHAUSTED_LIMIT = 0.5  # effective states, as a share of the population
 PARETO_LIMIT = 0.7  # tail index of importance weights
 RELEVANT_NATS = 0.01  # mass outside a population, or variation of weights, below which no tail index matters
 ENUMERATED_LIMIT = 2**12  # states of a space that is enumerated unasked
-MANY = 0.1  # share of the data points that may be beyond a limit
+MAX_SHARE_BEYOND = 0.1  # share of the data points that may be beyond a limit
 
 Result = TypeVar("Result")
 
@@ -112,7 +112,7 @@ def judge_coverage(
     with np.errstate(divide="ignore"):
         outside = -np.log(covered) if outside is None else np.fmax(outside, -np.log(covered))
     exhausted = ((effective > EXHAUSTED_LIMIT * num_states) & ~(outside <= RELEVANT_NATS)).mean()
-    if exhausted > MANY and num_states > 1 and (space_size is None or num_states < space_size):
+    if exhausted > MAX_SHARE_BEYOND and num_states > 1 and (space_size is None or num_states < space_size):
         found.append(
             Finding(
                 f"{exhausted:.0%} of the data points spread their posterior over more than half of their {num_states} states.",
@@ -170,7 +170,7 @@ def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
 def judge_estimate(is_reliable: np.ndarray, possible_draws: np.ndarray) -> list[Finding]:
     """Findings from estimates of the evidence that are unreliable."""
     found: list[Finding] = []
-    if (~is_reliable).mean() <= MANY:
+    if (~is_reliable).mean() <= MAX_SHARE_BEYOND:
         return found
     is_blind = ~is_reliable & (possible_draws == 0)
     few, none = (~is_reliable & ~is_blind).mean(), is_blind.mean()

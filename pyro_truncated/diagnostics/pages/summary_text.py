@@ -27,8 +27,8 @@ from pyro_truncated.diagnostics.prediction import (
     new_data_group,
     predictive_p_values,
 )
-from pyro_truncated.diagnostics.truncation import findings as trust
-from pyro_truncated.diagnostics.truncation.findings import Finding, warn_findings
+from pyro_truncated.diagnostics.truncation import thresholds as trust
+from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findings
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
 
 _STYLE = """

@@ -15,7 +15,7 @@ from pyro.ops.indexing import Vindex
 from pyro_truncated import AutoTruncated, check_truncation
 from pyro_truncated.diagnostics import TruncationWarning, diagnose, estimate_evidence, to_arviz
 from pyro_truncated.diagnostics.prediction import Calibration
-from pyro_truncated.diagnostics.truncation.findings import judge_coverage, judge_growth, judge_guide
+from pyro_truncated.diagnostics.truncation.thresholds import judge_coverage, judge_growth, judge_guide
 from tests.diagnostics.tables import table_guide
 
 NUM_PLACES = 3
