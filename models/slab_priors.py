@@ -45,13 +45,10 @@ class SlabPrior(Protocol):
         temperature: float,
         total: Total,
         positions: Tensor,
-        *,
-        stays_independent: bool,
     ) -> Statistics:
         """The statistics of the likelihood, with what :meth:`best` needs.
 
-        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these. With
-        ``stays_independent`` slabs that are independent stay so.
+        ``total`` sums over the data of all processes, ``positions (n,)`` are those of the population's data points among these.
         """
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +87,6 @@ class IndependentSlabs:
         temperature: float,
         total: Total,
         positions: Tensor,
-        *,
-        stays_independent: bool = True,
     ) -> Statistics:
         """See :class:`SlabPrior`."""
         return likelihood.statistics(population, y, temperature)
@@ -147,8 +142,6 @@ class CorrelatedSlabs:
         temperature: float,
         total: Total,
         positions: Tensor,
-        *,
-        stays_independent: bool = False,
     ) -> Statistics:
         """See :class:`SlabPrior`; the step is chosen here, on the data."""
         statistics = likelihood.statistics(population, y, temperature)
@@ -157,9 +150,6 @@ class CorrelatedSlabs:
         sums = dict(zip(names, total([statistics[name] for name in names]), strict=True))
         prior = root @ root.mT
         means, covariances = _candidates(sums, mean, prior)
-        if stays_independent and not bool(root.tril(-1).any()):
-            # The last is the maximiser among independent slabs.
-            means, covariances = means[-1:], covariances[-1:].diagonal(dim1=-2, dim2=-1).diag_embed()
         covariances = _floor_covariances(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:

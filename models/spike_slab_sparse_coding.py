@@ -15,7 +15,7 @@ from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.extend import global_positions, names_arguments, selected_rows, shard_sum, takes_arrays
 from pyro_truncated.models.data_model import activation, count_data
 from pyro_truncated.models.dictionary import LinearDictionary
-from pyro_truncated.models.slab_priors import BY_NAME
+from pyro_truncated.models.slab_priors import BY_NAME, INDEPENDENT, CorrelatedSlabs, IndependentSlabs, Likelihood
 from pyro_truncated.models.superposed_causes import SparseCoding
 
 
@@ -53,7 +53,6 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         slab_scale: standard deviations :math:`\tau`, ``(H,)``. If full, the lower Cholesky factor of :math:`\Psi`, ``(H, H)``.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
-        is_warmup: whether independent slabs stay so in M-steps.
 
     Raises:
         ValueError: if a size is no positive integer, for an unknown kind of covariance, or a negative ridge.
@@ -68,7 +67,6 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     statistics_span_processes = True
 
     latent_parameters = ("weight", "prior", "slab_mean")
-    is_warmup = False
 
     slab_mean: Tensor
     slab_scale: Tensor
@@ -88,14 +86,29 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         if covariance not in BY_NAME:
             raise ValueError(f"covariance must be one of {', '.join(map(repr, BY_NAME))}; got {covariance!r}")
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
-        self.covariance, self._slabs = covariance, BY_NAME[covariance]
-        self.superposition = self._slabs.superposition
-        # A step of the covariance is chosen where the data are at hand, for all of a batch at once.
-        self.statistics_are_additive = covariance == "diag"
+        self.covariance = covariance
         self._make_offset(offset, dtype)
         self._set_ridge(ridge)
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(self._slabs.first_scale(num_latents, dtype), self._slabs.constraint)  # type: ignore[assignment]
+
+    @property
+    def _slabs(self) -> IndependentSlabs | CorrelatedSlabs:
+        return BY_NAME[self.covariance]
+
+    @property
+    def superposition(self) -> type[Likelihood]:
+        """The likelihood's class."""
+        superposition: type[Likelihood] = self._slabs.superposition
+        return superposition
+
+    @property
+    def statistics_are_additive(self) -> bool:
+        """Whether a batch may be taken in parts.
+
+        A step of the covariance is chosen where the data are at hand, for all of a batch at once.
+        """
+        return self.covariance == "diag"
 
     def _likelihood_parameters(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.slab_mean, self.slab_scale, self.bias
@@ -134,8 +147,22 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         other: Self = super().with_latents(index)
         scale = self._slabs.select_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
-        other.is_warmup = self.is_warmup
         return other
+
+    def simplified(self) -> Self:
+        """Returns a copy with independent slabs; the model itself if they are."""
+        if self.covariance == "diag":
+            return self
+        other = self.with_latents(torch.arange(self.num_latents))
+        other.covariance = "diag"
+        other.slab_scale = PyroParam(self.slab_scale.detach().norm(dim=1), INDEPENDENT.constraint)  # type: ignore[assignment]
+        return other
+
+    @torch.no_grad()
+    def load_simplified(self, other: Self) -> None:
+        """Takes the parameters of a :meth:`simplified` model."""
+        self.load_state_dict({name: value for name, value in other.state_dict().items() if "slab_scale" not in name}, strict=False)
+        self.slab_scale = other.slab_scale.detach().diag()
 
     def _statistics(self, population: Population, y: Tensor, temperature: float) -> dict[str, Tensor]:
         r"""Those of :meth:`.SpikeSlabSuperposition.statistics`, with an offset above the ``center``.
@@ -147,9 +174,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         population, y = self._above_center(population, y)
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
-        statistics: dict[str, Tensor] = self._slabs.statistics(
-            likelihood, population, y, temperature, *shared, stays_independent=self.is_warmup
-        )
+        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature, *shared)
         return statistics
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learn_report import LearnReport
 from pyro_truncated.multistart.model_parameters import load_snapshot
 from pyro_truncated.multistart.multi_start import MultiStart
-from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model, starting
+from pyro_truncated.multistart.profile import Profile, check_one_array, profile_model
 from pyro_truncated.multistart.solution import FreeEnergyEstimate, Solution
 from pyro_truncated.multistart.trainer import LAST_RATE, Trainer, finish
 from pyro_truncated.search.base import Search
@@ -123,12 +123,14 @@ def learn(
             bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
             bar.update()
 
-        with starting(model):
-            multi_start = MultiStart(restart.replace(watch=watch))
-            multi_start.run(bar)
-            disagreement = multi_start.rule.disagreement(multi_start.pool)
+        multi_start = MultiStart(restart.replace(watch=watch))
+        multi_start.run(bar)
+        disagreement = multi_start.rule.disagreement(multi_start.pool)
         bar.total = bar.n + steps
         best = multi_start.pool.best if restart.num_data == profile.num_data else multi_start.pool.best.replace(population=None)
+        load_snapshot(restart.model, profile.y, best.parameters)
+        if restart.model is not model:
+            model.load_simplified(restart.model)
         trainer, last = _train(profile.replace(watch=watch), best, steps, bar)
     guide, pool = trainer.guide, multi_start.pool
     if disagreement is not None:
@@ -172,7 +174,6 @@ def _with_former_arguments(config: LearnConfig, restarts: int | None, former: Ma
 
 def _train(profile: Profile, best: Solution, steps: int, bar: ProgressBar) -> tuple[Trainer, FreeEnergyEstimate]:
     """Trains on all data from the best restart."""
-    load_snapshot(profile.model, profile.y, best.parameters)
     trainer = Trainer(profile if profile.has_companion else profile.with_decay(steps, LAST_RATE))
     trainer.take_over(best.companion)
     if best.population is not None:

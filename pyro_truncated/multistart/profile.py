@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
@@ -71,6 +70,17 @@ class RelocatingModel(Protocol):
 
     def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
         """Moves components while the free energy rises; returns how many."""
+
+
+@runtime_checkable
+class SimplifiedModel(Protocol):
+    """A model whose restarts train a simpler one."""
+
+    def simplified(self) -> Any:
+        """The simpler model, or this one."""
+
+    def load_simplified(self, other: Any) -> None:
+        """Takes the parameters of the simpler model."""
 
 
 Optimizer = Literal["closed-form M-steps", "Gibbs sampling", "gradients"]
@@ -205,7 +215,8 @@ class Profile:
     def for_restarts(self) -> Profile:
         """Returns the profile of restarts, of a part of the data.
 
-        Half the states are enough to compare restarts from one place, or near the end. Populations that hold all states stay whole.
+        A model with details that lead to worse optima is simplified. Half the states are enough to compare restarts from one place, or near
+        the end. Populations that hold all states stay whole.
         """
         config, space = self.config, self.space
         num_causes = self.model.num_latents if space is None else space.num_latents
@@ -220,8 +231,12 @@ class Profile:
         is_full = self.max_restarts == 1 or self.is_product or (self.initializer is not None and not self.is_informed)
         has_all_states = is_full or space is None or space.size <= self.num_states
         num_posteriors = self.num_posteriors * total_rows(part) / self.num_data
+        model = self.model.simplified() if isinstance(self.model, SimplifiedModel) else self.model
         return self.replace(
-            y=part, num_posteriors=num_posteriors, num_states=self.num_states if has_all_states else max(1, self.num_states // 2)
+            model=model,
+            y=part,
+            num_posteriors=num_posteriors,
+            num_states=self.num_states if has_all_states else max(1, self.num_states // 2),
         )
 
 
@@ -362,16 +377,3 @@ def _annealing(profile: Profile) -> tuple[float, float]:
     if profile.space is not None and profile.space.num_latents == 1:
         return 1.0, config.fine_tolerance
     return config.em_temperature if profile.optimizer == "closed-form M-steps" else config.slow_temperature, config.coarse_tolerance
-
-
-@contextlib.contextmanager
-def starting(model: Any) -> Iterator[None]:
-    """Sets a model's ``is_warmup`` during restarts: details may wait."""
-    if not hasattr(model, "is_warmup"):
-        yield
-        return
-    model.is_warmup = True
-    try:
-        yield
-    finally:
-        model.is_warmup = False

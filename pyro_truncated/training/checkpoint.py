@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from pyro_truncated.distributed.launch import AllReduced
 from pyro_truncated.distributed.shards import Portion, collect_rows, find_portion, with_rows, without_rows
 from pyro_truncated.em.gibbs import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.guide.store import PORTION
+from pyro_truncated.guide.product_store import ProductStore, count_saved_groups
+from pyro_truncated.guide.store import PORTION, PopulationStore
 from pyro_truncated.guide.whole_model import WholeModelGuide
+from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.search.base import Search
 from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint_file import read_rows, remove_others, rows_folder, write_rows
@@ -432,12 +435,13 @@ def find_generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
 
 # Prefix of files with per-data-point values of the search.
 _SEARCH = "search"
+# Values by which populations, or those of a group of nodes, say whose they are.
+_PORTION_NAME = re.compile(rf"populations\.(groups\.\d+\.)?{PORTION}$")
+_POPULATIONS = "populations."
 
 
-def refuse_partial_checkpoint(svi: SVI, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_partial_checkpoint(svi: SVI) -> None:
     """Refuses checkpoints that would not hold what every process has.
-
-    The model's arguments tell whether populations hold whole states.
 
     Raises:
         NotImplementedError: saying what they would not.
@@ -452,23 +456,15 @@ def refuse_partial_checkpoint(svi: SVI, args: tuple[Any, ...], kwargs: Mapping[s
             f"checkpoints of several processes do not hold parameters that are left to every process, {local}: train without a checkpoint, "
             "or in one process"
         )
-    for part in svi.guide.modules():
-        if isinstance(part, AutoTruncated) and _has_sets(part, args, kwargs):
-            raise NotImplementedError(
-                "checkpoint= on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
-                "Or train without a checkpoint, or in one process."
-            )
 
 
-def _has_sets(part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a guide, once set up, has a set for each node."""
-    if part.holds_whole_states:
-        return False
+def _count_nodes(part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """How many nodes each group of a guide will have."""
     reader = WholeModelGuide(part.model, **part.options)
     reader.whole_states, reader.num_states = part.whole_states, part.num_states
     with empty_store(), spare_random_numbers(), poutine.block():
         reader.setup(*args, **kwargs)
-    return reader.product is not None
+    return [len(group.nodes) for group in reader.product.groups] if isinstance(reader.product, ProductLayout) else []
 
 
 def save_sharded_checkpoint(
@@ -493,8 +489,11 @@ def save_sharded_checkpoint(
     """
     content = checkpoint_content(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
-    modules["guide"] = {name: value for name, value in modules["guide"].items() if not name.endswith(f"populations.{PORTION}")}
+    modules["guide"] = {name: value for name, value in modules["guide"].items() if not _PORTION_NAME.search(name)}
     rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
+    if isinstance(svi.guide, AutoTruncated) and isinstance(svi.guide.populations, ProductStore):
+        numbers = [len(store.words) // store.portion.size for store in svi.guide.populations.stores if store.portion is not None]
+        rows = _by_data_point(rows, numbers, portion.size)
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
@@ -536,10 +535,18 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     optim = dict(content["optim"])
     names = [name for name in _row_names(svi.guide) if held is not None or name in modules.get("guide", {})]
     if held is None:
-        if not names:
-            return content
         assert portion is not None
-        every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
+        every = {_short(name): modules["guide"][name] for name in names}
+        number = count_saved_groups(modules.get("guide", {}), _POPULATIONS)
+        if number and isinstance(svi.guide, AutoTruncated):
+            numbers = _count_nodes(svi.guide, *arguments)
+            if len(numbers) != number:
+                return content  # and named where it is loaded
+            saved = {f"groups.{place}.{name}" for place in range(number) for name in PopulationStore.ROWS}
+            every = _by_data_point({name: modules["guide"][_POPULATIONS + name] for name in saved}, numbers, portion.total)
+        if not every:
+            return content
+        every["visited"] = optim.get("visited")
         total = len(next(iter(every.values())))
         every |= {_SEARCH + name: value for name, value in collect_rows(content["search"]).items()}
         portion = _population_portion(portion, total, path)
@@ -548,6 +555,10 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         total = held["total"]
         portion = _population_portion(portion or Portion(0, total, total), total, path)
         rows = {name: read_rows(rows_folder(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
+    for name, value in rows.items():
+        if name.startswith("groups.") and value is not None:
+            names.append(_POPULATIONS + name)
+            rows[name] = value.transpose(0, 1).flatten(0, 2)
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
@@ -562,8 +573,19 @@ def _row_names(guide: torch.nn.Module) -> list[str]:
     return [f"{prefix}.{name}" if prefix else name for prefix, names in parts for name in names]
 
 
+def _by_data_point(rows: dict[str, Tensor], numbers: list[int], size: int) -> dict[str, Tensor]:
+    """Rows of groups with so many nodes, as ``(size, nodes, inner plates, ...)``."""
+    found = {}
+    for name, value in rows.items():
+        number = numbers[int(name.split(".")[1])]
+        if len(value) % (number * size):
+            raise ValueError(f"the checkpoint holds {len(value)} sets of {number} nodes, which are not of {size} data points")
+        found[name] = value.unflatten(0, (number, size, -1)).transpose(0, 1)
+    return found
+
+
 def _short(name: str) -> str:
-    return name.removeprefix("populations.")
+    return name.removeprefix(_POPULATIONS)
 
 
 def _pad(values: Tensor, size: int) -> Tensor:

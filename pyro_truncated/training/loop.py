@@ -153,7 +153,7 @@ def fit(
             return training
         path, portion = Path(checkpoint), shared_portion(svi.guide, (args, kwargs))
         if portion is not None:
-            refuse_partial_checkpoint(svi, args, kwargs)
+            refuse_partial_checkpoint(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
         with claim_path(path) if portion is None or collectives.rank() == 0 else contextlib.nullcontext():
             if path.exists() if portion is None else collectives.agree(path.exists()):

@@ -88,10 +88,30 @@ def beside_a_point_estimate():
     svi.step(*map(distributed.shard, columns()), torch.tensor(1.0))
 
 
-def with_a_checkpoint(path):
+def continued(folder, steps):
+    """Trains from a checkpoint if there is one; the record, and the sets of each group with its rows by data point."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
     arguments = (*map(distributed.shard, columns()), torch.tensor(1.0))
-    svi = SVI(rows_with_parts, AutoTruncated(rows_with_parts, 3), distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO())
-    fit(svi, *arguments, steps=2, checkpoint=path, progress=False)
+    guide = AutoTruncated(rows_with_parts, 3)
+    svi = SVI(rows_with_parts, guide, distributed.AllReduced(Adam({"lr": 0.05})), Truncated_ELBO(EvolutionarySearch(2, 2)))
+    record = fit(svi, *arguments, steps=steps, checkpoint=folder / "run.pt", progress=False).record["free_energy"]
+    groups = zip(guide.product.groups, guide.populations.stores, strict=True)
+    return record, [store.words.unflatten(0, (len(group.nodes), len(arguments[0]), -1)) for group, store in groups]
+
+
+@pytest.mark.slow
+def test_a_run_on_sets_goes_on_with_any_number_of_processes(crew, tmp_path):
+    (tmp_path / "whole").mkdir()
+    expected, words = continued(tmp_path / "whole", 7)
+    for before, after in ((2, 3), (3, 1), (1, 2)):
+        folder = tmp_path / f"{before}_{after}"
+        folder.mkdir()
+        for steps, number in ((3, before), (7, after)):
+            found = [continued(folder, steps)] if number == 1 else crew.results(number, continued, folder, steps)
+        assert all(record == pytest.approx(expected, rel=1e-12) for record, _ in found)
+        for place, own in enumerate(words):
+            assert torch.equal(torch.cat([sets[place] for _, sets in found], 1), own)
 
 
 def in_minibatches():
@@ -101,11 +121,10 @@ def in_minibatches():
     fit(svi, y, z, torch.tensor(1.0), steps=2, batches=distributed.Batches(y, 4, block=1), progress=False)
 
 
-def test_what_several_processes_cannot_do_is_refused_by_name(crew, tmp_path):
+def test_what_several_processes_cannot_do_is_refused_by_name(crew):
     refused = {
         "the plates that hold all discrete latents": crew.run(2, train, 3, model=flag_above),
         "beside other guides need populations of whole states": crew.run(2, beside_a_point_estimate),
-        "checkpoint= on several processes": crew.run(2, with_a_checkpoint, tmp_path / "run.pt"),
         "Batches on several processes": crew.run(2, in_minibatches),
     }
     for words, errors in refused.items():

@@ -16,7 +16,6 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Exhaus
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
 from pyro_truncated.models import SpikeSlabSparseCoding, slab_priors
 from pyro_truncated.models.slab_priors import CorrelatedSlabs
-from pyro_truncated.multistart.profile import starting
 from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 from tests.pretended_device import PretendedDevice, here, there
@@ -152,20 +151,21 @@ def test_with_one_latent_the_two_kinds_of_covariance_are_one() -> None:
     torch.testing.assert_close(free_energies(full, y, num_iterations=8), free_energies(diag, y, num_iterations=8), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
-def test_while_starts_are_made_independent_slabs_stay_so() -> None:
-    full = make_model(3, 0.0)
-    y = generate(make_model(3, 0.8), 300, with_missing=True)
-    diag = SpikeSlabSparseCoding(NUM_OBSERVED, 3, offset=False, dtype=D64)
-    for name in NAMES:
-        value = getattr(full, name).detach()
-        setattr(diag, name, value.diagonal() if name == "slab_scale" else value)
-    with starting(full):
-        expected = free_energies(diag, y, num_iterations=8)
-        torch.testing.assert_close(free_energies(full, y, num_iterations=8), expected, rtol=1e-9, atol=1e-9)
-        assert full.with_latents(torch.arange(3)).is_warmup
-    assert free_energies(full, y, num_iterations=2)[-1] > expected[-1] + 1.0
-    assert bool(full.slab_scale.tril(-1).any())
+def test_a_simplified_model_has_the_variances_alone() -> None:
+    model = make_model(3, 0.8)
+    y = generate(model, 60, with_missing=True)
+    simple = model.simplified()
+    assert simple.covariance == "diag"
+    assert simple.simplified() is simple
+    torch.testing.assert_close(simple.slab_scale.detach().square(), covariance_of(model).diagonal())
+    other = make_model(3, 0.5)
+    other.load_simplified(simple)
+    torch.testing.assert_close(covariance_of(other), simple.slab_scale.detach().square().diag())
+    energies = [full_population(one, y).free_energy() for one in (simple, other)]
+    torch.testing.assert_close(*energies, rtol=1e-9, atol=1e-9)
+    assert free_energies(other, y, num_iterations=1)[-1] > float(energies[0].sum())
+    assert bool(other.slab_scale.tril(-1).any())
+    assert model.covariance == other.covariance == "full"
 
 
 def test_signs_and_norms_of_elements_are_settled() -> None:
