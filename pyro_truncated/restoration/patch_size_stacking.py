@@ -257,12 +257,13 @@ LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
 
 
 def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Averages a restored image, in large holes, with a membrane.
+    r"""Averages a restored image, in large holes, with two smooth surfaces.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
-    truth than a :func:`membrane`. The hole is moved to several places where the image is seen, as far
-    from the border as it is, and all of them are filled in at once. Weights are inverse to the mean
-    squared errors :math:`e^2` there, as of independent errors; their mean over the moved holes :math:`k` is geometric:
+    truth than a :func:`membrane` or a :func:`biharmonic` surface. The hole is moved to several places
+    where the image is seen, as far from the border as it is, and all of them are filled in at once.
+    Weights are inverse to the mean squared errors :math:`e^2` there, as of independent errors.
+    Their mean over the moved holes :math:`k` is geometric:
 
     .. math:: w_s \propto \Bigl( \prod_k e_{sk}^2 \Bigr)^{-1 / K}
 
@@ -286,9 +287,9 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
         return restored
     everywhere = torch.stack(moved).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
-    candidates, counts = torch.stack([restore(hidden), _membranes(hidden)]), _share(everywhere | is_hole)
+    candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
     weights = torch.stack([_log_errors(candidates, image, counts * one) for one in moved]).mean((0, 2)).neg().softmax(0)
-    found = torch.tensordot(weights.to(restored), torch.stack([restored, _membranes(image)]), 1)
+    found = torch.tensordot(weights.to(restored), torch.stack([restored, *_surfaces(image)]), 1)
     return torch.lerp(restored, found, _over(share.to(restored), image))
 
 
@@ -344,10 +345,10 @@ def _transpose(is_hole: Tensor) -> Tensor:
     return found
 
 
-def _membranes(image: Tensor) -> Tensor:
-    """Returns a membrane in each channel."""
+def _surfaces(image: Tensor) -> list[Tensor]:
+    """Returns a membrane and a biharmonic surface in each channel."""
     planes = image.unsqueeze(-1) if image.dim() == 2 else image
-    return torch.stack([membrane(plane) for plane in planes.unbind(-1)], -1).reshape(image.shape)
+    return [torch.stack([fill(plane) for plane in planes.unbind(-1)], -1).reshape(image.shape) for fill in (membrane, biharmonic)]
 
 
 def membrane(image: Tensor) -> Tensor:
@@ -363,17 +364,43 @@ def membrane(image: Tensor) -> Tensor:
         Field, "Relations between the statistics of natural images and the response properties of cortical cells", Journal of the
         Optical Society of America A 4, 1987.
     """
+    return _minimize(image, _gradient(image))
+
+
+def biharmonic(image: Tensor) -> Tensor:
+    r"""Fills in what makes :math:`\sum (\Delta u)^2` least.
+
+    It is the best linear prediction where power falls with the fourth power of the frequency, and is cut off at the range of what is seen.
+    Differences across the border are left out.
+
+    Args:
+        image: ``(height, width)``; what is missing is NaN.
+
+    Reference:
+        Damelin and Hoang, "On surface completion and image inpainting by biharmonic functions", International Journal of Mathematics and
+        Mathematical Sciences, 2018.
+    """
+    gradient = _gradient(image)
+    return _minimize(image, gradient.T @ gradient)
+
+
+def _minimize(image: Tensor, operator: sparse.csc_array) -> Tensor:
+    """Fills in what makes the squares of an operator's values least."""
     values = image.double().cpu().numpy()
     unknown = np.isnan(values).ravel()
     if not unknown.any():
         return image
-    rows, columns = map(_differences, values.shape)
-    along = (sparse.kron(rows, sparse.eye_array(values.shape[1])), sparse.kron(sparse.eye_array(values.shape[0]), columns))
-    differences = sparse.vstack(along).tocsc()
-    inner, outer = differences[:, np.flatnonzero(unknown)], differences[:, np.flatnonzero(~unknown)]
+    inner, outer = operator[:, np.flatnonzero(unknown)], operator[:, np.flatnonzero(~unknown)]
     solution = values.ravel().copy()
-    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ solution[~unknown]))
+    seen = solution[~unknown]
+    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ seen)).clip(seen.min(), seen.max())
     return torch.from_numpy(solution.reshape(values.shape)).to(image)
+
+
+def _gradient(image: Tensor) -> sparse.csc_array:
+    """Returns differences of neighbours along both dimensions, of flat images."""
+    (height, rows), (width, columns) = ((sparse.eye_array(size), _differences(size)) for size in image.shape)
+    return sparse.vstack([sparse.kron(rows, width), sparse.kron(height, columns)]).tocsc()
 
 
 def _differences(size: int) -> sparse.csr_array:

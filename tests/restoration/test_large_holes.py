@@ -7,7 +7,7 @@ import torch
 from scipy.ndimage import distance_transform_edt
 
 from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration.patch_size_stacking import fill_large_holes, membrane
+from pyro_truncated.restoration.patch_size_stacking import biharmonic, fill_large_holes, membrane
 
 
 def plane(height: int = 40, width: int = 48) -> torch.Tensor:
@@ -27,12 +27,34 @@ def error(found: torch.Tensor, image: torch.Tensor, holed: torch.Tensor) -> floa
 
 def test_membranes_have_the_least_squared_differences():
     image = plane(9, 10) + torch.randn(9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    holed = image.clone()
-    holed[2:6, 3:8] = torch.nan
-    holed[7:, 8:] = torch.nan
+    holed = with_holes(image)
     found = membrane(holed).requires_grad_()
     (gradient,) = torch.autograd.grad(sum(found.diff(1, dim).square().sum() for dim in (0, 1)), found)
     torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(24, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def with_holes(image: torch.Tensor) -> torch.Tensor:
+    holed = image.clone()
+    holed[2:6, 3:8] = torch.nan
+    holed[7:, 8:] = torch.nan
+    return holed
+
+
+def test_biharmonic_surfaces_have_the_least_squared_laplacian():
+    image = plane(9, 10)
+    holed = with_holes(image)
+    found = biharmonic(holed).requires_grad_()
+    # Neumann's Laplacian: minus the gradient of half the squared differences.
+    energy = sum(found.diff(1, dim).square().sum() for dim in (0, 1)) / 2
+    (laplacian,) = torch.autograd.grad(energy, found, create_graph=True)
+    (gradient,) = torch.autograd.grad(laplacian.square().sum(), found)
+    torch.testing.assert_close(gradient[holed.isnan()], torch.zeros(24, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_biharmonic_surfaces_stay_within_what_is_seen():
+    holed = with_strip(plane())
+    found, seen = biharmonic(holed), holed[~holed.isnan()]
+    assert bool(((found >= seen.min()) & (found <= seen.max())).all())
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 48), (48, 40), (60, 60)])
@@ -84,7 +106,7 @@ def test_small_holes_are_filled_once():
     assert fill_large_holes(image, restored, lambda other: pytest.fail("restored again")) is restored
 
 
-def biharmonic(holed: torch.Tensor) -> torch.Tensor:
+def by_second_differences(holed: torch.Tensor) -> torch.Tensor:
     """Fills in what makes the sum of squared second differences least, by least squares."""
     number, unknown = holed.numel(), holed.isnan().flatten()
     units = torch.eye(number, dtype=torch.float64).reshape(number, *holed.shape)
@@ -106,7 +128,7 @@ def test_a_strip_at_the_border_is_filled_better_than_by_simple_means(seed):
     image = 100 + 40 * (rows / 9).sin() * (columns / 7).cos() + 5 * torch.randn(40, 48, generator=generator)
     holed = with_strip(image)
     found = inpaint(holed, side=5, rounds=3, generator=generator, progress=False).image
-    others = biharmonic(holed), holed[~holed.isnan()].mean().expand_as(image)
+    others = by_second_differences(holed), biharmonic(holed), holed[~holed.isnan()].mean().expand_as(image)
     assert error(found, image, holed) < min(error(other, image, holed) for other in others)
     assert error(found, image, holed) < 1.15 * error(membrane(holed), image, holed)
 
@@ -122,9 +144,11 @@ def test_weights_are_inverse_to_mean_squared_errors_on_moved_holes():
 
     found = fill_large_holes(holed, restore(holed), restore)
     depth = torch.from_numpy(distance_transform_edt(hidden[1].isnan().numpy()))
-    squares = (torch.stack([restore(hidden[1]), membrane(hidden[1])]) - image).square() * ((depth - 3) / 4).clamp(0, 1)
+    candidates = torch.stack([restore(hidden[1]), membrane(hidden[1]), biharmonic(hidden[1])])
+    squares = (candidates - image).square() * ((depth - 3) / 4).clamp(0, 1)
     # The strip is moved to the opposite border, and is turned to the upper one.
     errors = torch.stack([squares[:, :, :12].sum((1, 2)), squares[:, :12, 12:48].sum((1, 2))])
     inverse = errors.log().mean(0).neg().exp()
-    expected = (inverse[0] * (image + 20.0) + inverse[1] * membrane(holed)) / inverse.sum()
+    surfaces = inverse[1] * membrane(holed) + inverse[2] * biharmonic(holed)
+    expected = (inverse[0] * (image + 20.0) + surfaces) / inverse.sum()
     torch.testing.assert_close(found[:, -5:], expected[:, -5:], rtol=1e-9, atol=1e-9)
