@@ -143,29 +143,17 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         self.populations.seed_()  # before the model draws as many numbers as it has data
         try:
             super()._setup_prototype(*args, **kwargs)
-            self._start_populations(args, kwargs)
+            with ordinary_tensors():
+                portion = plate_portion(self.layout, (args, kwargs))
+                if portion is not None and portion.is_part:
+                    refuse_other_structure(self.product)
+                if self.product is not None:
+                    self._start_product(self.product, find_portion((args, kwargs)))
+                    return
+                self.populations.start_(self.layout, self._init, self._device, portion)
         except BaseException:
             self._forget_model()
             raise
-
-    def setup_like(self, reading: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Takes over what another guide has read in the program.
-
-        That guide has the same model, options and arguments. Populations begin anew.
-        """
-        self.populations.seed_()
-        vars(self).update(reading)
-        self._start_populations(args, kwargs)
-
-    def _start_populations(self, args: Any, kwargs: Any) -> None:
-        with ordinary_tensors():
-            portion = plate_portion(self.layout, (args, kwargs))
-            if portion is not None and portion.is_part:
-                refuse_other_structure(self.product)
-            if self.product is not None:
-                self._start_product(self.product, find_portion((args, kwargs)))
-                return
-            self.populations.start_(self.layout, self._init, self._device, portion)
 
     @property
     def holds_whole_states(self) -> bool:  # type: ignore[override]

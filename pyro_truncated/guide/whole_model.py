@@ -43,8 +43,6 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count, check_kinds
 from pyro_truncated.utils.parameter_store import free_plate_dims, spare_random_numbers
 
-_READ = ("prototype_trace", "_prototype_frames", "_layout", "_product", "_device", "_scoring", "_is_enumerable")
-
 
 class WholeModelGuide(AutoGuide):
     """What a discrete guide knows of its model and companion guides.
@@ -200,11 +198,6 @@ class WholeModelGuide(AutoGuide):
                 self._scoring, self._is_enumerable = scoring_for(
                     self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
                 )
-
-    @property
-    def reading(self) -> Mapping[str, Any]:
-        """What the guide has read in its program, without states."""
-        return {name: getattr(self, name) for name in _READ}
 
     def _forget_model(self) -> None:
         """Forgets the model, so that the next call sets the guide up."""

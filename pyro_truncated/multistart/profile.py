@@ -120,7 +120,6 @@ class Profile:
         max_restarts: most of them, if said.
         tolerance: largest difference in nats per data point of two restarts that agree.
         watch: is told the free energy per data point after every step.
-        last_reading: what a guide was last set up for, and what it read in the program.
     """
 
     model: Any
@@ -150,7 +149,6 @@ class Profile:
     is_conditional: bool = False
     max_restarts: int | None = None
     watch: Callable[[float], None] = lambda free_energy: None
-    last_reading: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def is_by_gradients(self) -> bool:
@@ -188,18 +186,10 @@ class Profile:
         return AutoTruncated(self.model, num_states=self.num_states, conditional=conditional, max_count=self.max_count)
 
     def set_up_guide(self) -> AutoTruncated:
-        """A truncated guide that knows the latents of its data.
-
-        The program is read once for consecutive guides of one model, one number of states and the same rows.
-        """
+        """A truncated guide that knows the latents of its data."""
         guide = self.make_guide()
-        model, y, num_states, reading = self.last_reading or (None, None, 0, {})
         with spare_random_numbers():
-            if model is self.model and y is self.y and num_states == self.num_states:
-                guide.setup_like(reading, self.y)
-            else:
-                guide.setup(self.y)
-                self.last_reading[:] = [self.model, self.y, self.num_states, guide.reading]
+            guide.setup(self.y)
         return guide
 
     def default_search(self, space: StateSpace) -> Search:
