@@ -79,7 +79,7 @@ class LearnConfig:
         final_gain: gain of a window that ends training on all data.
         gradient_window: gradient steps of which means are compared.
         gradient_gain: gain of these means at convergence.
-        network_gain: the same for networks that are trained in parts.
+        network_gain: the same for networks.
         decay_steps: steps at a falling learning rate after convergence.
 
     Raises:
