@@ -126,7 +126,7 @@ class LearnConfig:
     gradient_window: int = 10
     #: Gain of these means at convergence.
     gradient_gain: float = 0.02
-    #: The same for networks that are trained in parts.
+    #: The same for networks.
     network_gain: float = 0.1
     #: Steps at a falling learning rate after convergence.
     decay_steps: int = 20

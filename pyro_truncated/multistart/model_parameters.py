@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,21 +106,19 @@ def least_size(y: Tensor) -> float:
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 
-def optimiser_options(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
+def optimiser_options(lr: float, lrd: float, least: float, name: str) -> dict[str, float]:
     """Returns optimiser options: steps relative to a parameter's size.
 
-    A zero parameter is taken to be of size 0.2. Gradients of parts of the data are not clipped: they add up to zero in the end, and
-    clipped ones would not.
+    A zero parameter is taken to be of size 0.2.
     """
     store = pyro.get_param_store()
     # Optimisers get a plain module's own parameter names, not those of the store.
     key = next(key for key in store if normalize_param_name(key) == name)
     value: Any = store[key]
     free = _to_unconstrained(value)
-    clipping = {"clip_norm": math.inf} if is_in_parts else {}
     # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
-    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd, **clipping}
+    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd}
 
 
 @contextmanager

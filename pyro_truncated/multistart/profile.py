@@ -175,6 +175,11 @@ class Profile:
         """Whether closed-form M-steps learn causes that are off at zero."""
         return self.is_resizable and self.optimizer == "closed-form M-steps"
 
+    @property
+    def has_decoder(self) -> bool:
+        """Whether gradients train a network with a posterior for each row."""
+        return self.is_network and self.is_by_gradients and not self.is_shared and not self.is_product
+
     def initialize(self) -> None:
         """Goes where a restart begins, if an initialiser draws it."""
         if self.initializer is not None:

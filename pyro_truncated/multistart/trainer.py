@@ -20,7 +20,7 @@ from pyro_truncated.distributed.shards import shard_sum
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.multistart.decoders import fit_decoder, split_data
+from pyro_truncated.multistart.decoders import fit_decoder
 from pyro_truncated.multistart.model_parameters import (
     Medians,
     forgetting_guides,
@@ -38,7 +38,6 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.preselection import CombinedFlips
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -59,8 +58,7 @@ _RATE_FACTOR, _REDUCTIONS = 0.3, 4
 class Trainer:
     """A model with guide and SVI, trained as the model allows.
 
-    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet. Data of networks
-    are taken in parts, see :class:`~pyro_truncated.multistart.decoders.Parts`.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet.
     """
 
     def __init__(self, profile: Profile, temperature: Temperature | None = None) -> None:
@@ -82,16 +80,10 @@ class Trainer:
         populations = None if self.truncated is None else self.truncated.populations
         self._is_relocating = isinstance(profile.model, RelocatingModel) and populations is not None and not populations.is_part
         self._relocation_generator = torch.Generator().manual_seed(0)
-        # A user's search may remember data points by their position among all.
-        is_divisible = profile.search is None or isinstance(profile.search, (EvolutionarySearch, ExhaustiveSearch))
-        self._parts = split_data(profile, self.guide, self.elbo) if is_divisible else None
-        self.is_in_parts = self._parts is not None
-        self._steps_each = 1 if self._parts is None else self._parts.number
         self._rate, self._num_steps = 1.0, 0
 
         def options(name: str) -> dict[str, float]:
-            lr, lrd = profile.lr * self._rate, profile.lrd ** (1 / self._steps_each)
-            return optimiser_options(lr, lrd, least_size(profile.y), self.is_in_parts, name)
+            return optimiser_options(profile.lr * self._rate, profile.lrd, least_size(profile.y), name)
 
         self._svi = SVI(profile.model, self.guide, self._driver or ClippedAdam(cast("Any", options)), self.elbo)
 
@@ -130,8 +122,7 @@ class Trainer:
         if self._num_steps and self._num_steps % _RELOCATION_STEPS == 0:
             self.relocate()
         self._num_steps += 1
-        loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
-        value = -loss / self.profile.num_posteriors
+        value = -float(self._svi.step(y)) / self.profile.num_posteriors
         self.profile.watch(value)
         return value
 
@@ -142,16 +133,15 @@ class Trainer:
         return self._is_relocating
 
     def fit_decoder(self) -> None:
-        """Refits a network trained in parts to the states of the populations."""
-        if self._parts is not None:
+        """Refits a network to the states of the populations."""
+        if self.profile.has_decoder and self.profile.num_data == len(self.profile.y):
             assert self.truncated is not None
-            self._parts.collect()
             fit_decoder(self.profile.model, self.profile.y, self.truncated)
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate fall to a tenth in so many steps."""
         for group in self._optimiser_groups():
-            group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
+            group["lrd"] = LAST_RATE ** (1 / steps)
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate, relative to the first one."""
@@ -207,8 +197,6 @@ class Trainer:
 
     def end(self) -> None:
         """Releases the model for other training, and keeps the guide's results."""
-        if self._parts is not None:
-            self._parts.collect()
         if self._driver is not None:
             self._driver.release()
 
@@ -338,7 +326,7 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
         window = min(_COMPANION_WINDOW_STEPS, max(2, 2 * steps))
         return Schedule(steps, 16 * steps, trainer.profile.tolerance, remaining_gain, window, window, first_rate=1.0)
     # Weights of networks change long after their latents are found.
-    least, window = config.network_gain if trainer.is_in_parts else config.gradient_gain, config.gradient_window
+    least, window = config.network_gain if trainer.profile.has_decoder else config.gradient_gain, config.gradient_window
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
 
 
@@ -499,8 +487,7 @@ def run_restart(profile: Profile, temperature: Temperature, states: Tensor | Non
         assert trainer.truncated is not None
         (probabilities,) = trainer.truncated.marginals().values()
         return found.replace(probabilities=probabilities.flatten(0, -2).float().cpu())
-    is_network = profile.is_by_gradients and profile.is_network and not profile.is_shared
-    if not is_network or found.population is None or not found.population.space.is_binary:
+    if not profile.has_decoder or found.population is None or not found.population.space.is_binary:
         return found
     probabilities = found.population.marginals().double().cpu()
     return found.replace(probabilities=probabilities if bool(vary(probabilities).any()) else None)

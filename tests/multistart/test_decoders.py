@@ -25,6 +25,8 @@ def behind(network: torch.nn.Module, kind: str = "normal") -> object:
     def model(y: Tensor) -> None:
         decode = pyro.module("network", network)
         noise = pyro.param("noise", torch.tensor(0.5), constraint=dist.constraints.positive)
+        if kind == "penalty":
+            pyro.factor("small weights", -network[0].weight.square().sum())
         with pyro.plate("data", len(y)):
             s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1))
             loc = decode(s)
@@ -122,6 +124,7 @@ OTHERS = {
         kind: lambda kind=kind: behind(drawn(perceptron(), 2), kind)
         for kind in ("bent", "covariates", "noises", "laplace", "masked", "doubled", "of anything", "rows masked", "rows weighted")
     },
+    "penalty": lambda: behind(drawn(perceptron(), 2), "penalty"),
     "frozen": frozen,
     "one layer": lambda: behind(torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED)),
     "dropout": lambda: behind(torch.nn.Sequential(*drawn(perceptron(), 2)[:2], torch.nn.Dropout(), perceptron()[-1])),

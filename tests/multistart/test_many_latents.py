@@ -112,11 +112,12 @@ def test_a_search_that_was_asked_for_stays():
     assert steps
 
 
-def run_of(values, has_companion=False):
+def run_of(values, has_companion=False, has_decoder=False):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
     run = SimpleNamespace(step=lambda: values.pop(0), intensify_search=lambda: None, end=lambda: None, truncated=guide, guide=guide)
-    run.fit_decoder, run.relocate, run.is_in_parts = lambda: None, lambda: False, False
-    run.profile = SimpleNamespace(has_companion=has_companion, is_conditional=False, is_product=False, config=LearnConfig(), tolerance=0.0)
+    run.fit_decoder, run.relocate = lambda: None, lambda: False
+    kind = {"has_companion": has_companion, "is_conditional": False, "is_product": False, "has_decoder": has_decoder}
+    run.profile = SimpleNamespace(**kind, config=LearnConfig(), tolerance=0.0)
     return run
 
 
@@ -240,19 +241,19 @@ def test_training_ends_at_convergence_and_with_a_thorough_search_if_a_step_is_le
 
 
 @pytest.mark.parametrize(
-    ("values", "is_in_parts", "reached", "steps"),
+    ("values", "has_decoder", "reached", "steps"),
     [
         # Steps 41 to 50 are on average above those before; the ten after them are not.
         ([float(step) for step in range(36)] + [36.0] * 90, False, 36.0, 60),
         ([float(step) for step in range(126)], False, 99.0, 80),
-        # Ten steps raise it by a twentieth: in parts another ten are not worth while.
+        # Ten steps raise it by a twentieth: of networks another ten are not worth while.
         ([0.05 * step / 10 for step in range(126)], True, 0.195, 20),
     ],
 )
-def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, is_in_parts, reached, steps):
+def test_starts_by_gradients_go_on_while_they_rise_and_then_slow_down(values, has_decoder, reached, steps):
     slowed = []
-    run = run_of(values)
-    run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(values), steps)), is_in_parts
+    run = run_of(values, has_decoder=has_decoder)
+    run.slow_down = lambda steps: slowed.append((126 - len(values), steps))
     assert train(run, by_gradients(run, 20)).free_energy == pytest.approx(reached)
     assert slowed == [(steps, 20)]
     assert 126 - len(values) == steps + 20
@@ -329,7 +330,7 @@ def test_the_last_training_beside_continuous_latents_sees_gains_that_short_windo
 def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converged():
     done: list[str] = []
     run = run_of([0.0] * 60)
-    take, run.is_in_parts = run.step, True
+    take = run.step
     run.step = lambda: done.append("step") or take()
     run.fit_decoder, run.slow_down = lambda: done.append("fit"), lambda steps: done.append("slow down")
     train(run, by_gradients(run, 20))

@@ -1,4 +1,4 @@
-"""Networks are trained in parts of the data, begin as linear models, and agree by what their latents are on for."""
+"""Networks begin as linear models, and agree by what their latents are on for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor
 
 from pyro_truncated import LearnConfig, learn
 from pyro_truncated.datasets import bar_components, matched_bars
-from pyro_truncated.distributed import shard
-from pyro_truncated.models import BinarySparseCoding, BinaryVAE
+from pyro_truncated.models import BinaryVAE
 from pyro_truncated.multistart.model_parameters import is_a_network
 from pyro_truncated.multistart.profile import profile_model
 from pyro_truncated.multistart.solution import share_most
-from pyro_truncated.multistart.trainer import Trainer, run_restart
-from pyro_truncated.search import EvolutionarySearch, Search, SurrogateSearch
+from pyro_truncated.multistart.trainer import run_restart
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4
 
@@ -47,133 +45,12 @@ def program(decode: torch.nn.Module, beside: Tensor | None = None, is_shared: bo
     return model
 
 
-def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
-    """All 16 states are there, so that the loss is minus the log evidence; at a rate of nearly zero no step changes it."""
-    y, model = data(), BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
-    run = Trainer(profile_model(model, y, num_states=16, config=LearnConfig(lr=1e-9)))
-    value = run.step()
-    run.end()
-    assert run.truncated is not None
-    each = run.truncated.population().free_energy()
-    assert value == pytest.approx(float(each.mean()), rel=1e-5)
-    # Every data point has its own population: rows of a part lie three apart.
-    with torch.no_grad():
-        exact = run.truncated.posterior(y).free_energy()
-    torch.testing.assert_close(each, exact, rtol=1e-5, atol=0)
-
-
-def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
-    y, model = data(), BinaryVAE(NUM_OBSERVED, 12, hidden=(8,))
-    run = Trainer(profile_model(model, y, None, num_states=8, config=LearnConfig(lr=1e-9)))
-    before = run.truncated.refresh_(y).free_energy()
-    run.step()
-    run.end()
-    gained = run.truncated.population().free_energy() - before
-    assert float(gained.min()) > -1e-3
-    assert float((gained > 1e-3).float().mean()) > 0.9
-
-
-def in_parts(model, y: Tensor, search: Search | None = None) -> bool:
-    pyro.clear_param_store()
-    return Trainer(profile_model(model, y, search, num_states=4)).is_in_parts
-
-
-@pytest.mark.slow
-def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
-    y = data()
-    assert in_parts(program(network()), y)
-    assert in_parts(program(network()), shard(y))
-    assert in_parts(program(network(), torch.ones(NUM_OBSERVED)), y)
-    assert not in_parts(program(network()), y[:299])
-    assert not in_parts(program(network(), torch.ones(NUM_DATA, NUM_OBSERVED)), y)
-    assert not in_parts(program(network(), is_shared=True), y)
-    assert not in_parts(program(torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED)), y)
-    assert not in_parts(BinarySparseCoding(NUM_OBSERVED, NUM_LATENTS).initialize(y), y)
-
-
-def test_searches_that_may_remember_data_points_see_all_of_them():
-    assert in_parts(program(network()), data(), EvolutionarySearch())
-    assert not in_parts(program(network()), data(), SurrogateSearch())
-
-
-def changed(kind: str):
-    """A network whose data points are not what they are among others if only some of them are given, or that holds more than these."""
-    decode, covariates = network(), torch.randn(NUM_DATA, NUM_OBSERVED, generator=torch.Generator().manual_seed(1))
-
-    def model(y: Tensor) -> None:
-        net = pyro.module("net", decode)
-        if kind == "size":
-            assert len(y) == NUM_DATA
-        if kind == "outside":
-            pyro.factor("small weights", -decode[0].weight.square().sum())
-        with pyro.plate("data", len(y)) as index:
-            if kind == "counts":
-                s = pyro.sample("s", dist.Binomial(y[:, :1].abs().ceil().clamp(max=3.0).expand(-1, NUM_LATENTS), 0.5).to_event(1))
-            else:
-                s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1))
-            loc = net(s)
-            if kind == "index":
-                loc = loc + covariates[index]
-            elif kind == "neighbours":
-                loc = loc + torch.cat([torch.zeros(1, NUM_OBSERVED), y[:-1]])
-            elif kind == "mean":
-                loc = loc + y.mean(0)
-            pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y)
-
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["index", "neighbours", "mean", "outside", "size"])
-def test_programs_in_which_parts_would_be_something_else_are_trained_on_all_rows_at_once(kind):
-    assert in_parts(changed("none"), data())
-    assert not in_parts(changed(kind), data())
-
-
-@pytest.mark.slow
-def test_counts_whose_bound_is_that_of_all_rows_are_not_divided():
-    y = data().clamp(-1.0, 1.0)
-    assert in_parts(changed("counts"), y)
-    y[3, 0] = 3.0
-    assert not in_parts(changed("counts"), y)
-
-
-def test_data_points_of_different_parts_get_different_random_numbers():
-    run = Trainer(profile_model(BinaryVAE(NUM_OBSERVED, 12, hidden=(8,)), data(), num_states=8))
-    seeds = [guide.populations.seed for guide in run._parts._guides]
-    assert len({*seeds, run.truncated.populations.seed}) == 4
-
-
 def test_layers_on_top_of_each_other_are_a_network():
     y = data()
     for decode, expected in ((network(), True), (torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED), False)):
         pyro.clear_param_store()
         assert is_a_network(program(decode), y) == expected
         assert is_a_network(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y) == expected
-
-
-@pytest.mark.nightly
-def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
-    """Two parts of the rows are at 1, one is at 10: clipped gradients of parts end near 1, unclipped ones at the mean."""
-    y = torch.ones(NUM_DATA, 1)
-    y[::3] = 10.0
-    decode = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    with torch.no_grad():
-        for layer in decode:
-            layer.weight.zero_()
-            layer.bias.zero_()
-
-    def model(rows: Tensor) -> None:
-        net = pyro.module("net", decode)
-        with pyro.plate("data", len(rows)):
-            s = pyro.sample("s", dist.Bernoulli(torch.full((1,), 0.5)).to_event(1))
-            pyro.sample("y", dist.Normal(net(0.0 * s), 1.0).to_event(1), obs=rows)
-
-    run = Trainer(profile_model(model, y, None, num_states=2, config=LearnConfig(lr=1.0)).with_decay(300, 1e-3))
-    for _ in range(300):
-        run.step()
-    assert run.is_in_parts
-    assert float(decode(torch.zeros(1, 1)).detach()) == pytest.approx(4.0, abs=0.1)
 
 
 def test_latents_are_the_same_in_any_order_and_turned_round():
