@@ -155,8 +155,8 @@ class PlacementCompletion(Search):
     r"""Adds absent objects where good scenes leave most to be explained.
 
     One scene is drawn from the posterior of each data point, and one of its objects, or none, is removed. All absent objects are compared
-    with the residual of the image at all places (:meth:`.PlaceScan.beside`). The ``num_added`` that explain most are added in all
-    :math:`2^{\mathrm{num\_added}}` combinations, at random depths where there is an order.
+    with the residual of the image at all places (:meth:`.PlaceScan.propose_additions`). The ``num_added`` that explain most are added
+    in all :math:`2^{\mathrm{num\_added}}` combinations, at random depths where there is an order.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)

@@ -463,14 +463,12 @@ def own(y, rates=(0.5, 0.5, 0.5)):
 def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     own(torch.zeros(2))
     pyro.param("own.small", torch.full((2,), 1e-6))
-    rates = {
-        name: optimiser_options(0.1, 0.9, least_size(torch.ones(2)), False, f"own.{name}") for name in ("loc", "zero", "scale", "small")
-    }
+    rates = {name: optimiser_options(0.1, 0.9, least_size(torch.ones(2)), f"own.{name}") for name in ("loc", "zero", "scale", "small")}
     # Near zero a fifth, and as it is where the parameter is moved by its logarithm.
     assert {name: rate["lr"] for name, rate in rates.items()} == pytest.approx({"loc": 5.0, "zero": 0.02, "scale": 0.1, "small": 0.02})
     # Where data are small, small parameters may be as large as they should be.
     least = least_size(torch.tensor([-1e-6, torch.nan]))
-    small = {name: optimiser_options(0.1, 0.9, least, False, f"own.{name}")["lr"] for name in ("small", "zero")}
+    small = {name: optimiser_options(0.1, 0.9, least, f"own.{name}")["lr"] for name in ("small", "zero")}
     assert small == pytest.approx({"small": 1e-7, "zero": 0.02}, rel=1e-6)
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 

@@ -175,7 +175,7 @@ def packed_scenes_of(space: StateSpace, presence: Tensor, position: Tensor, rank
 def test_completion_leaves_out_one_object_at_most_and_adds_the_best_others_in_all_combinations(in_depth: bool) -> None:
     batch = make_batch(in_depth=in_depth)
     places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 1))
-    scan = SimpleNamespace(beside=lambda batch, scene, rank: Candidates(torch.arange(4.0).expand(3, -1).unsqueeze(-1), places))
+    scan = SimpleNamespace(propose_additions=lambda batch, scene, rank: Candidates(torch.arange(4.0).expand(3, -1).unsqueeze(-1), places))
     proposed = PlacementCompletion(scan, 2).propose(batch)
     known, found = places_in(batch.space, batch.population.words), places_in(batch.space, proposed.words)
     for n in range(3):
