@@ -93,7 +93,10 @@ class SolutionPool:
     def add(self, found: Solution, restart: Restart) -> None:
         """Adds a restart."""
         self.restarts.append(restart)
-        self.found.append(found.replace(parameters={}, population=None, companion={}))
+        code = found.probabilities
+        if self._profile.is_matched and found.population is not None:
+            code = found.population.marginals().double().cpu()
+        self.found.append(found.replace(parameters={}, population=None, companion={}, probabilities=code))
         if self.groups:
             self._join(found)
         self._take_best(self._best if self.groups else found)
@@ -371,26 +374,29 @@ class StopRule:
     def _have_agreed(self, pool: SolutionPool) -> bool:
         """Whether two restarts reached the best free energy by the same latents.
 
-        The same latents explain the same data points. Of networks that have found the same latents none need have reached just what the
-        other has: their weights differ everywhere.
+        The same latents are active for the same data points, or explain these equally well. Of networks that have found the same latents
+        none need have reached just what the other has: their weights differ everywhere.
         """
         if self._config.tolerance is not None:
             return self._are_equal(pool, must_be_alike=False)
         if self._profile.is_chain:
             return self._are_equal(pool, self._are_by_gradients)
-        # Covariates do not count.
-        size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
-        gap = max(self._profile.tolerance, self._config.network_gap * size)
+        gap = self._profile.tolerance
+        if pool.is_network:
+            # Covariates do not count.
+            size = (self._profile.y if pool.decoded is None else pool.decoded)[0].numel()
+            gap = max(gap, self._config.network_gap * size)
         return self._have_same_code(pool, gap) or self._are_equal(pool, self._are_by_gradients or self._profile.is_matched)
 
     def _have_same_code(self, pool: SolutionPool, gap: float) -> bool:
-        """Whether another network has the latents of the best one.
+        """Whether another restart has the latents of the best one.
 
         Its free energy must not be lower by more than the gap.
         """
         codes = [(one.free_energy, one.probabilities) for one in pool.found if one.probabilities is not None]
         codes.sort(key=lambda one: -one[0])
-        return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, self._config.max_unmatched) for energy, code in codes[1:])
+        most = self._config.max_unmatched if pool.is_network else 0.0
+        return any(codes[0][0] - energy <= gap and share_most(codes[0][1], code, most) for energy, code in codes[1:])
 
     def _are_equal(self, pool: SolutionPool, must_be_alike: bool) -> bool:
         """Whether two independent restarts have equal free energies everywhere.

@@ -67,7 +67,7 @@ def beside_local_draws() -> float:
 def test_guides_that_draw_for_every_data_point_are_refused(crew):
     for found in crew.run(2, beside_local_draws):
         assert isinstance(found, (NotImplementedError, OtherProcessError))
-        assert "other guides sample ['loudness_unconstrained', 'loudness'] for every data point" in str(found)
+        assert "other guides sample ['loudness_unconstrained', 'loudness'] for each data point" in str(found)
 
 
 def fitted(folder: str | None, steps: int) -> tuple[list[float], torch.Tensor]:

@@ -17,6 +17,7 @@ from pyro_truncated.multistart.profile import Profile, profile_model
 from pyro_truncated.multistart.pruning import num_parameters_per_latent, start_overcomplete
 from pyro_truncated.multistart.solution import Solution
 from pyro_truncated.multistart.trainer import Trainer, to_convergence, train
+from pyro_truncated.states.population import Population
 from pyro_truncated.utils.console import progress_bar
 
 
@@ -58,19 +59,27 @@ def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("are_alike", "number", "disagreement"), [(True, 2, None), (False, 3, "no two of 3 restarts that reached the same free energy")]
+    ("kind", "number", "disagreement"),
+    [
+        ("other order", 2, None),
+        ("same latents", 2, None),
+        ("other latents", 3, "no two of 3 restarts that reached the same free energy"),
+    ],
 )
 def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_latents(
-    are_alike: bool, number: int, disagreement: str | None
+    kind: str, number: int, disagreement: str | None
 ) -> None:
     y, truth = linear_bars(100, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
     start = start_that_knows(truth, y)
-    # What explains other data points equally well by chance is something else.
-    starts = iter(
-        [start, start_that_knows(truth.flip(1), y)]
-        if are_alike
-        else [start.replace(estimate=start.estimate._replace(each=start.estimate.each.roll(shift))) for shift in range(3)]
-    )
+    assert start.population is not None
+
+    def shifted(shift: int) -> Solution:
+        """What explains other data points equally well by chance is something else, unless the same latents are active."""
+        rows = shift if kind == "other latents" else 0
+        population = Population(start.population.space, start.population.words.roll(rows, 0), start.population.log_joint.roll(rows, 0))
+        return start.replace(estimate=start.estimate._replace(each=start.estimate.each.roll(shift)), population=population)
+
+    starts = iter([start, start_that_knows(truth.flip(1), y)] if kind == "other order" else [shifted(shift) for shift in range(3)])
     found = MultiStart(profile_of(y, max_restarts=3), lambda profile: next(starts))
     found.run(progress_bar(False))
     assert len(found.pool.energies) == number

@@ -124,9 +124,9 @@ def test_poses_that_a_model_guides_itself_are_left_to_it_and_parts_are_found(rec
 def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_given():
     x, switches, poses = bumps(12)
     rates = []
-    for options in ({}, {"lr": 0.3}):
+    for lr in (None, 0.3):
         model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)
-        guide = learn(model, x[8:], restarts=1, steps=1, config=LearnConfig(restart_steps=1), progress=False, **options)
+        guide = learn(model, x[8:], restarts=1, steps=1, config=LearnConfig(restart_steps=1, lr=lr), progress=False)
         rates.append(guide.learn_report.settings["lr"])
     guide = learn(behind(perceptron()), torch.randn(8, 5), restarts=1, steps=1, config=LearnConfig(restart_steps=1), progress=False)
     rates.append(guide.learn_report.settings["lr"])

@@ -128,9 +128,8 @@ def test_a_strip_at_the_border_is_filled_better_than_by_simple_means(seed):
     image = 100 + 40 * (rows / 9).sin() * (columns / 7).cos() + 5 * torch.randn(40, 48, generator=generator)
     holed = with_strip(image)
     found = inpaint(holed, side=5, rounds=3, generator=generator, progress=False).image
-    others = by_second_differences(holed), biharmonic(holed), holed[~holed.isnan()].mean().expand_as(image)
+    others = by_second_differences(holed), membrane(holed), holed[~holed.isnan()].mean().expand_as(image)
     assert error(found, image, holed) < min(error(other, image, holed) for other in others)
-    assert error(found, image, holed) < 1.15 * error(membrane(holed), image, holed)
 
 
 def test_weights_are_inverse_to_mean_squared_errors_on_moved_holes():
