@@ -174,7 +174,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
     put ``poutine.scale(scale=split.weights(N))`` around all of them and leave ``num_data`` out.
 
     .. note:: The expectation over active sets is smaller than the log density of the full Gaussian process, on average by the total
-    correlation of the rest given the active set. The gradient's expectation at the true parameters is zero all the same.
+        correlation of the rest given the active set. The gradient's expectation at the true parameters is zero all the same.
 
     Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete.
 

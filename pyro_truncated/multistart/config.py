@@ -22,8 +22,8 @@ _MAY_BE_ZERO = frozenset({"min_data", "mixture_min_data", "few_rows_per_latent",
 class LearnConfig:
     """All that :func:`~pyro_truncated.learn` decides by; prints itself.
 
-    Free energies are in nats per data point. ``None`` stands for what the model's kind asks for. Other fields are documented where they
-    are defined. Values were chosen on data of other seeds than those of the results pages.
+    Free energies are in nats per data point. Values were chosen on data of other seeds than those of the results pages. ``None`` stands
+    for what the model's kind asks for.
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
@@ -42,6 +42,45 @@ class LearnConfig:
             where a conditional guide must follow the model.
         initializer: called as ``initializer(model, y, generator)`` before each restart, in place of the model's own methods.
         moves: changes of each restart's solution beyond the model's own, each a :class:`~pyro_truncated.multistart.Move`.
+        min_data: data points of a restart, at least.
+        data_per_latent: data points of a restart for each latent, or value of a single latent.
+        mixture_min_data: ``min_data`` of mixtures with closed-form M-steps, as fewer data have other optima.
+        mixture_data_per_parameter: data points of their restarts for each parameter.
+        num_states: states per data point.
+        mixture_num_states: the same for mixtures of more components than ``num_states``.
+        em_temperature: first temperature with closed-form M-steps.
+        slow_temperature: the same by gradients and of Gibbs samplers, which recover slowly.
+        coarse_tolerance: the usual tolerance.
+        fine_tolerance: the same for mixtures and beside continuous latents.
+        total_tolerance: least tolerance in nats of all data together.
+        gradient_lr: the usual learning rate.
+        conditional_lr: that of conditional guides.
+        steps: training steps on all data.
+        companion_steps: the same beside continuous latents.
+        max_restarts: most restarts.
+        max_exchanging_restarts: the same where restarts exchange latents.
+        max_large_restarts: the same for more than 256 binary latents.
+        min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, few
+            rows, small mixtures.
+        min_warm_restarts: least number of restarts from a linear model before the expected gain counts.
+        few_rows_per_latent: rows of data for each latent below which, by gradients, ``min_restarts`` are made.
+        small_mixture: data values times components up to which ``min_restarts`` are made.
+        max_lead: largest lead of the best restart of a mixture, in tolerances.
+        network_gap: nats per observed number by which networks of the same latents may differ.
+        max_unmatched: share of unmatched latents up to which two networks have found the same.
+        max_candidates: latents beside which a redundant one is tried.
+        growth: latents of an overcomplete restart for each one asked for.
+        pruning_steps: training steps after each pruning.
+        pruning_depth: latents that may substitute for a redundant one.
+        window: closed-form steps of which the gain is measured.
+        gain: gain of a window at which closed-form restarts have converged.
+        mixture_gain: the same in restarts of mixtures.
+        informed_gain: the same where the model initialises informedly, as a share of the whole gain.
+        final_gain: gain of a window that ends training on all data.
+        gradient_window: gradient steps of which means are compared.
+        gradient_gain: gain of these means at convergence.
+        network_gain: the same for networks.
+        decay_steps: steps at a falling learning rate after convergence.
 
     Raises:
         ValueError: if a number is out of range; the message names it.
@@ -54,81 +93,43 @@ class LearnConfig:
     lr: float | None = None
     initializer: Initializer | None = None
     moves: tuple[Any, ...] = ()
-    #: Data points of a restart, at least.
     min_data: int = 1000
-    #: Data points of a restart for each latent, or value of a single latent.
     data_per_latent: int = 50
-    #: ``min_data`` of mixtures with closed-form M-steps, as fewer data have other optima.
     mixture_min_data: int = 10_000
-    #: Data points of their restarts for each parameter.
     mixture_data_per_parameter: int = 2
-    #: States per data point.
     num_states: int = 64
-    #: The same for mixtures of more components than ``num_states``.
     mixture_num_states: int = 16
-    #: First temperature with closed-form M-steps.
     em_temperature: float = 20.0
-    #: The same by gradients and of Gibbs samplers, which recover slowly.
     slow_temperature: float = 5.0
-    #: The usual tolerance.
     coarse_tolerance: float = 0.05
-    #: The same for mixtures and beside continuous latents.
     fine_tolerance: float = 0.01
-    #: Least tolerance in nats of all data together.
     total_tolerance: float = 0.5
-    #: The usual learning rate.
     gradient_lr: float = 0.1
-    #: That of conditional guides.
     conditional_lr: float = 0.02
-    #: Training steps on all data.
     steps: int = 100
-    #: The same beside continuous latents.
     companion_steps: int = 2000
-    #: Most restarts.
     max_restarts: int = 8
-    #: The same where restarts exchange latents.
     max_exchanging_restarts: int = 16
-    #: The same for more than 256 binary latents.
     max_large_restarts: int = 2
-    #: Least number where two restarts often agree on a poor optimum: shared or continuous latents, few rows, small mixtures.
     min_restarts: int = 8
-    #: Least number of restarts from a linear model before the expected gain counts.
     min_warm_restarts: int = 4
-    #: Rows of data for each latent below which, by gradients, ``min_restarts`` are made.
     few_rows_per_latent: int = 16
-    #: Data values times components up to which ``min_restarts`` are made.
     small_mixture: int = 50_000
-    #: Largest lead of the best restart of a mixture, in tolerances.
     max_lead: float = 4.0
-    #: Nats per observed number by which networks of the same latents may differ.
     network_gap: float = 0.02
-    #: Share of unmatched latents up to which two networks have found the same.
     max_unmatched: float = 0.1
-    #: Latents beside which a redundant one is tried.
     max_candidates: int = 3
-    #: Latents of an overcomplete restart for each one asked for.
     growth: int = 2
-    #: Training steps after each pruning.
     pruning_steps: int = 3
-    #: Latents that may substitute for a redundant one.
     pruning_depth: int = 8
-    #: Closed-form steps of which the gain is measured.
     window: int = 5
-    #: Gain of a window at which closed-form restarts have converged.
     gain: float = 0.01
-    #: The same in restarts of mixtures.
     mixture_gain: float = 0.005
-    #: The same where the model initialises informedly, as a share of the whole gain.
     informed_gain: float = 0.003
-    #: Gain of a window that ends training on all data.
     final_gain: float = 0.001
-    #: Gradient steps of which means are compared.
     gradient_window: int = 10
-    #: Gain of these means at convergence.
     gradient_gain: float = 0.02
-    #: The same for networks.
     network_gain: float = 0.1
-    #: Steps at a falling learning rate after convergence.
     decay_steps: int = 20
 
     def __post_init__(self) -> None:

@@ -79,6 +79,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         is_better = _rescore(guide, y) >= energy
         if not is_better:
             load_snapshot(network.parameters(), before)
+            _rescore(guide, y)
         return is_better
     return False
 

@@ -218,7 +218,7 @@ class SpikeSlabMRD(UniqueModule):
         posterior.response(posterior.infer({0: new_images}), view=1)    # probabilities of the classes
 
     .. note:: Switches tell what the bound prefers. With RBF kernels that can be fewer latents than there are signals, if some follow from
-    others by curved functions (:doc:`/results/spike_slab_gplvm`).
+        others by curved functions (:doc:`/results/spike_slab_gplvm`).
 
     Args:
         num_data: number of data points ``N``.
