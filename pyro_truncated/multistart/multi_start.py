@@ -313,16 +313,19 @@ class StopRule:
     def __init__(self, profile: Profile) -> None:
         self._profile, self._config = profile, profile.config
         self._are_by_gradients = profile.is_by_gradients and not profile.is_resizable
-        self._fewest = self._config.min_restarts if profile.is_shared or self._has_few_rows() else 1
 
-    def _has_few_rows(self) -> bool:
-        """Whether restarts easily agree on a poor optimum, and are cheap."""
-        profile = self._profile
-        if profile.space is None or profile.has_companion or profile.is_product:
-            return profile.has_companion
-        if profile.is_mixture:
-            return profile.y.numel() * profile.space.size <= self._config.small_mixture
-        return self._are_by_gradients and profile.num_data < self._config.few_rows_per_latent * profile.space.num_latents
+    def min_restarts(self, pool: SolutionPool) -> int:
+        """The least number of restarts, where these easily agree on a poor optimum, and are cheap."""
+        profile, config = self._profile, self._config
+        if profile.space is None or profile.is_product:
+            is_doubtful = profile.has_companion
+        elif profile.is_mixture:
+            is_doubtful = profile.y.numel() * profile.space.size <= config.small_mixture
+        else:
+            is_doubtful = self._are_by_gradients and profile.num_data < config.few_rows_per_latent * profile.space.num_latents
+            # Beside continuous latents free energies are equal by chance; latents that two restarts have found are not.
+            is_doubtful |= profile.has_companion and not pool.groups
+        return config.min_restarts if is_doubtful or profile.is_shared else 1
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -335,7 +338,7 @@ class StopRule:
     def reason(self, pool: SolutionPool) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
         number = len(pool.energies)
-        if number >= self._fewest:
+        if number >= self.min_restarts(pool):
             is_early = pool.decoded is not None and number < self._config.min_warm_restarts
             if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"

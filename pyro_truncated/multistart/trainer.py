@@ -252,22 +252,21 @@ def mean_gain(values: Sequence[float], window: int) -> float:
     return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
 
 
-def remaining_gain(values: Sequence[float], window: int) -> float:
-    r"""Returns what noisy free energies will still gain, beyond their noise.
+def remaining_gain(values: Sequence[float], window: int, errors: float = -1.0) -> float:
+    r"""Returns what noisy free energies will still gain, plus so many standard errors.
 
     A window is the last quarter of the steps, or larger. A free energy that approaches its limit as :math:`1 / t` will still gain twice
-    what this window has gained beside the one before; one that approaches it exponentially will gain less. One standard error of the
-    gain does not count.
+    what this window has gained beside the one before; one that approaches it exponentially will gain less.
     """
     number = max(window, int(_WINDOW_SHARE * len(values)))
     if len(values) < 2 * number:
         return math.inf
-    return 2 * _gain_beyond_noise(*(estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:])))
+    return 2 * _noisy_gain(*(estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:])), errors)
 
 
-def _gain_beyond_noise(before: FreeEnergyEstimate, after: FreeEnergyEstimate) -> float:
-    """Returns the gain of noisy free energies without one standard error."""
-    return max(0.0, after.free_energy - before.free_energy - math.hypot(before.noise, after.noise) / STANDARD_ERRORS)
+def _noisy_gain(before: FreeEnergyEstimate, after: FreeEnergyEstimate, errors: float) -> float:
+    """Returns the gain of noisy free energies plus so many standard errors, or zero."""
+    return max(0.0, after.free_energy - before.free_energy + errors * math.hypot(before.noise, after.noise) / STANDARD_ERRORS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +283,7 @@ class Schedule:
         is_relative: whether the gain is divided by that of all steps.
         decay: steps at a falling learning rate, after convergence.
         first_rate: what the learning rate is multiplied by before the first plateau; ``None``: it does not fall from plateau to plateau.
+        errors: standard errors added to the gains of plateaus. One more hides no slow gain, one less ends no later than noise allows.
         is_thorough: whether the search is intensified, from the beginning or from the second plateau on.
     """
 
@@ -296,10 +296,13 @@ class Schedule:
     is_relative: bool = False
     decay: int = 0
     first_rate: float | None = None
+    errors: float = -1.0
     is_thorough: bool = False
 
     def has_converged(self, values: Sequence[float]) -> bool:
         """Whether the gain is below the tolerance."""
+        if self.first_rate is not None:
+            return remaining_gain(values, self.window, self.errors) <= self.tol
         unit = values[-1] - values[0] if self.is_relative and values else 1.0
         return self.gain(values, self.window) <= self.tol * unit
 
@@ -324,7 +327,7 @@ def by_gradients(trainer: Trainer, steps: int) -> Schedule:
     if trainer.profile.has_companion:
         # There 240 steps ended up to 250 nats below the optimum.
         window = min(_COMPANION_WINDOW_STEPS, max(2, 2 * steps))
-        return Schedule(steps, 16 * steps, trainer.profile.tolerance, remaining_gain, window, window, first_rate=1.0)
+        return Schedule(steps, 16 * steps, trainer.profile.tolerance, window=window, stride=window, first_rate=1.0)
     # Weights of networks change long after their latents are found.
     least, window = config.network_gain if trainer.profile.has_decoder else config.gradient_gain, config.gradient_window
     return Schedule(steps, 4 * steps, least, mean_gain, window, window, decay=config.decay_steps)
@@ -383,9 +386,12 @@ def _train_by_plateaus(trainer: Trainer, schedule: Schedule, first_rate: float) 
         steps, before = steps + len(values), reached
         if values:
             reached = estimate_on_trend(values[-max(window, int(_WINDOW_SHARE * len(values))) :])
-        remaining = remaining_gain(values, window) + _gain_beyond_noise(before, reached) * _RATE_FACTOR / (1 - _RATE_FACTOR)
-        reached = reached._replace(remaining=remaining, steps=steps)
-        if remaining <= schedule.tol:
+        sure, possible = (
+            remaining_gain(values, window, errors) + _noisy_gain(before, reached, errors) * _RATE_FACTOR / (1 - _RATE_FACTOR)
+            for errors in (-1.0, schedule.errors)
+        )
+        reached = reached._replace(remaining=sure, steps=steps)
+        if possible <= schedule.tol:
             break
     trainer.end()
     return reached
@@ -403,11 +409,10 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
     """
     profile, window = trainer.profile, trainer.profile.config.window
     if profile.has_companion:
-        # A slow gain hides in the noise of windows shorter than an eighth of all steps.
-        wide = max(2, max_steps // 8)
-        return train(
-            trainer, Schedule(0, max_steps, profile.tolerance, remaining_gain, wide, wide, first_rate=_RATE_FACTOR, is_thorough=True)
-        )
+        # Gains that take hundreds of steps do not show in the first tens.
+        window = max(2, max_steps // 40)
+        options: dict[str, Any] = {"first_rate": _RATE_FACTOR, "errors": 1.0, "is_thorough": True}
+        return train(trainer, Schedule(0, max_steps, profile.tolerance, window=window, stride=window, **options))
     values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))
     last = Schedule(0, max_steps - len(values), tol, window=window)
     if last.max_steps and trainer.intensify_search():

@@ -295,14 +295,14 @@ def test_runs_beside_continuous_latents_end_where_neither_steps_nor_smaller_rate
 
 def test_runs_that_are_cut_off_say_what_they_would_have_gained_and_do_not_agree():
     run = Noisy()
-    reached = train(run, Schedule(0, 100, 0.02, remaining_gain, 20, 20, first_rate=1.0))
+    reached = train(run, Schedule(0, 100, 0.02, window=20, stride=20, first_rate=1.0))
     # Half of the steps that are left are taken at each rate.
     assert reached.steps == run.steps == 100
     assert run.rates == pytest.approx([1.0, 0.3, 0.09, 0.027, 0.0081])
     assert reached.remaining > 0.1
     assert not have_agreed([reached, reached], 0.02)
     assert have_agreed([reached._replace(remaining=0.01)] * 2, 0.02)
-    cut = train(Noisy(), Schedule(0, 30, 0.02, remaining_gain, 20, 20, first_rate=1.0))
+    cut = train(Noisy(), Schedule(0, 30, 0.02, window=20, stride=20, first_rate=1.0))
     assert (cut.remaining, cut.steps) == (math.inf, 30)
 
 
