@@ -201,7 +201,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         if self.product is not None:
             lines = "".join(f"\n  {line}" for line in self.product.summary(self.num_states))
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
-        return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
+        return f"{type(self).__name__}({describe(None if self.prototype_trace is None else self.layout, self.num_states)})"
 
     def make_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the populations of the data points that a call selects.
@@ -239,7 +239,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
-            batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
+            batch = self.batch(call, ({} if self.prototype_trace is None else recorded_values(self)) or self.other_values(call))
             return rescore_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
     def rescore(self, log_joint: LogJoint) -> Population:
@@ -465,7 +465,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Without the model's arguments, it is that of all data points when last scored.
         """
-        is_called = bool(call.args or call.kwargs) or not self.is_set_up
+        is_called = bool(call.args or call.kwargs) or self.prototype_trace is None
         if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):
             return self.stored_posterior()
         with torch.no_grad():

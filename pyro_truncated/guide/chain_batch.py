@@ -62,8 +62,8 @@ class ChainBatch(SetBatch[ChainScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_device()
         (store,) = self.populations.stores
+        self._check_device(store.words.device)
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "

@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
+from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -74,7 +74,7 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
     """
     below: set[str] | None = None
     for node in nodes:
-        if is_delta(node):
+        if family(node["fn"]) == "Delta":
             continue
         fn, value = node["fn"], node["value"]
         shape, given = tuple(fn.batch_shape), tuple(value.shape[: value.dim() - fn.event_dim])
