@@ -345,10 +345,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
-    @property
-    def _has_plain_parameters(self) -> bool:
-        return self.weight.dim() == 2 and all(parameter.dim() <= 1 for parameter in (self.scale, self.slab_mean, self.bias))
-
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         linear = None if state_logits is None else state_logits.double().expand(len(value), self.weight.shape[-1])

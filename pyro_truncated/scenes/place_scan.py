@@ -279,6 +279,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         ValueError: if an argument is out of range.
     """
 
+    _takes_minibatches = False
+
     def __init__(
         self,
         canvas: Canvas,
@@ -314,9 +316,6 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         return batch.observations[self.site]
-
-    def _can_learn_from(self, batch: SearchBatch) -> bool:
-        return batch.population.indices is None
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))

@@ -45,6 +45,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     """
 
     learns: ClassVar[bool] = True
+    # Whether it learns from minibatches, too, rather than predict them.
+    _takes_minibatches: ClassVar[bool] = True
 
     regression: LeaveOneOutRegression | None
     _is_of_new_data: bool
@@ -65,7 +67,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         if batch.is_met:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
-        if (batch.is_new and knows) or not self._can_learn_from(batch):
+        if (batch.is_new and knows) or not (self._takes_minibatches or batch.population.indices is None):
             return self._predict_new(data)
         if self.regression is not None and not self._knows(data, batch):
             self.forget()
@@ -84,7 +86,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
             self.forget()
         self._is_of_new_data = batch.is_new
-        self._has_met = all(everyone(self._can_learn_from(batch)))
+        self._has_met = all(everyone(self._takes_minibatches or batch.population.indices is None))
         if self._has_met:
             self._take_in(data, batch)
 
@@ -117,10 +119,6 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     @abc.abstractmethod
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         """What the batch shows to regress on, checked."""
-
-    def _can_learn_from(self, batch: SearchBatch) -> bool:
-        """Whether to learn from a batch of training data; others are predicted."""
-        return True
 
     @abc.abstractmethod
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
