@@ -35,10 +35,6 @@ from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussian
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 
-# Chains of a block whose joint configurations are scored by runs of the model.
-_BLOCK_CHAINS = 4
-_SWEEPS_PER_STEP = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class ChainBatch(SetBatch[ChainScorer]):
@@ -170,13 +166,14 @@ class ChainBatch(SetBatch[ChainScorer]):
         self.populations.seen.is_new |= is_new
         (store,) = self.populations.stores
         generator = torch.Generator().manual_seed(store.next_search_().next())
-        blocks = BlockSearch(_BLOCK_CHAINS, generator=generator)
+        # Chains whose joint configurations are scored by runs of the model.
+        blocks = BlockSearch(4, generator=generator)
         with poutine.block():
             stored = self._take_populations()
             is_scored = not bool(stored.log_joint.isnan().any())
             posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
             for _ in range(steps):
-                posterior.improve_(_SWEEPS_PER_STEP).search_(blocks)
+                posterior.improve_(2).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
                     posterior.search_(search)
             self.populations.store_(self._populations(posterior))

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_truncated.ops.streams import GOLDEN
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.observed import ObservedValues
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import family, is_subsampled, sample_nodes
 from pyro_truncated.utils.parameter_store import spare_random_numbers
-
-_MAX_ENTRIES = 32
-_MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**64
 
 
 class ChangedDataWarning(UserWarning):
@@ -156,9 +154,9 @@ def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
 def _hash_rows(rows: Tensor) -> Tensor:
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // _MAX_ENTRIES) or 1]
+    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]
     # In one type, so that the same data in another precision are the same; minus zero is zero.
     bits = (rows.to(torch.float32) + 0.0).contiguous().view(torch.int32).long()
-    factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * _MULTIPLIER) | 1
+    factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * GOLDEN) | 1
     hashes = (bits * factors).sum(1)
     return torch.where(hashes == 0, 1, hashes)

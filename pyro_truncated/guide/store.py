@@ -128,6 +128,11 @@ class PopulationStore(torch.nn.Module):
     # --- populations that begin: created, or loaded ---
 
     @property
+    def stores(self) -> list[PopulationStore]:
+        """This one: whole states have one store, sets of states several."""
+        return [self]
+
+    @property
     def is_part(self) -> bool:
         """Whether other processes hold the populations of other data points."""
         return self.portion is not None and self.portion.is_part
@@ -271,11 +276,6 @@ class PopulationStore(torch.nn.Module):
         if self._space is None:
             raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
         return self._space
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether the populations of all data points have been scored."""
-        return not bool(self.log_joint.isnan().any())
 
     def check_indices(self, indices: Tensor | None) -> None:
         """Checks positions of data points.

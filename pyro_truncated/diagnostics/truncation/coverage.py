@@ -37,13 +37,13 @@ def find_truncated_guide(guide: Any) -> AutoTruncated:
     return parts[0]
 
 
-def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a guide has a set of states for each node."""
+def set_up_part(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated:
+    """Returns the truncated part of a guide, which has met its model."""
     part = find_truncated_guide(guide)
     if part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
             guide(*args, **kwargs)
-    return part.product is not None
+    return part
 
 
 @torch.no_grad()
@@ -55,8 +55,8 @@ def score_populations(
     Latents of other guides take ``values`` where given, else the medians of their guides. Every result is then about the posterior of the
     states given these.
     """
-    part = find_truncated_guide(guide)
-    if is_on_product(guide, args, kwargs):
+    part = set_up_part(guide, args, kwargs)
+    if part.product is not None:
         raise NotImplementedError(
             "the guide has a set of states for each node of the model's factor graph, not a list of whole states. Call "
             "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)."

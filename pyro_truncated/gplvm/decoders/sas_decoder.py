@@ -48,7 +48,7 @@ from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.sharded_latents import RowNormal, SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
@@ -61,10 +61,6 @@ _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
 _JUMPING_SHARE = 0.6
-
-
-# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
-_MAX_LEARNING_RATE = 10.0
 
 
 class SASDecoder(UniqueModule):
@@ -422,8 +418,7 @@ class SASDecoder(UniqueModule):
     ) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
-        if not 0 < learning_rate <= _MAX_LEARNING_RATE:
-            raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
+        check_learning_rate(learning_rate)
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)

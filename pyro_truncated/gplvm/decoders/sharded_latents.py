@@ -14,7 +14,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import (
     Portion,
     draw_alike,
-    find_portion,
+    find_part,
     gather_owned_rows,
     leave_to_owners,
     rows_at,
@@ -33,8 +33,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
     On the first call the latents of others are dropped, and all processes start like the first.
     """
-    portion = find_portion(x)
-    portion = None if portion is None or not portion.is_part else portion
+    portion = find_part(x)
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
