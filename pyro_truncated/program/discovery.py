@@ -231,11 +231,6 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
     return value_bounds(node["fn"])[0].min(), torch.tensor(limit)
 
 
-_MAX_COMBINATIONS = 4096
-_MAX_SINGLE_RUNS = 64
-_VERIFIED_RUNS = 8
-
-
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
     """Returns a site's widest support over other sites' joint values.
 
@@ -251,12 +246,12 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
     joint = _JointValues(node, parents)
-    if joint.number > _MAX_COMBINATIONS:
+    if joint.number > 4096:
         return None
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
-        at_once = runs.joint_bounds() if joint.number > _MAX_SINGLE_RUNS and not leaked else None
+        at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
         low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
     return _last(low, dims), _last(high, dims)
@@ -280,7 +275,7 @@ class _Runs:
             found = self._run_to_node(joint.joint_values()).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
-        for number in range(0, joint.number, math.ceil(joint.number / _VERIFIED_RUNS)):
+        for number in range(0, joint.number, math.ceil(joint.number / 8)):
             single = self.singly([number])
             for one, many in zip(single, found, strict=True):
                 if not torch.equal(*torch.broadcast_tensors(one, many[min(number, len(many) - 1)])):
