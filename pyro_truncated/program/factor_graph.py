@@ -349,7 +349,6 @@ def eliminate(
     cliques: Iterable[Collection[Any]],
     site_plates: Callable[[Any], frozenset[Plate]],
     size: Callable[[Any], int],
-    limit: int = CLIQUE_LIMIT,
 ) -> dict[Any, set[Any]] | None:
     """Returns an elimination order by the fewest new edges.
 
@@ -378,7 +377,7 @@ def eliminate(
         if node in found or rank != priority(node):
             continue
         around = neighbours.pop(node)
-        if rank[0] or math.prod(map(size, [node, *around])) > limit:
+        if rank[0] or math.prod(map(size, [node, *around])) > CLIQUE_LIMIT:
             return None
         found[node] = around
         for other in around:

@@ -47,13 +47,10 @@ def set_up_part(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 @torch.no_grad()
-def score_populations(
-    guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
-) -> tuple[AutoTruncated, LogJoint, Population]:
+def score_populations(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AutoTruncated, LogJoint, Population]:
     """The truncated part, scorer, and populations scored under the current model.
 
-    Latents of other guides take ``values`` where given, else the medians of their guides. Every result is then about the posterior of the
-    states given these.
+    Latents of other guides take the medians of their guides. Every result is then about the posterior of the states given these.
     """
     part = set_up_part(guide, args, kwargs)
     if part.product is not None:
@@ -62,7 +59,7 @@ def score_populations(
             "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)."
         )
     call = Call(part.model, args, kwargs)
-    others = {**part.other_values(call, median=True), **(values or {})}
+    others = part.other_values(call, median=True)
     with poutine.block():
         batch = part.batch(call, others)
         return part, batch.scorer, rescore_over_draws(part, batch)
