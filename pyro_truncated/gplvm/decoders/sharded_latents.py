@@ -110,6 +110,10 @@ class SharedSplit(Split):
         rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
 
+    def normal(self, loc: Tensor, scale: Tensor) -> Any:
+        """Those that draw for all of the minibatch, alike on all processes."""
+        return dist.Independent(RowNormal(loc, scale, self.within, self.batch_size), 1)
+
 
 class RowNormal(dist.Normal):
     """Normal distributions of some ``rows (b,)`` of ``num_rows``, ``(..., b, Q)``."""
