@@ -156,9 +156,8 @@ class Gaussians:
         return self.kind.is_own and value.dim() > 0
 
 
-# Chosen on data of other seeds than those of the tables.
-_NEAREST, _PARTNERS = 4, 6
-# Every cluster is seen as if it had so many data points more, spread as those of all clusters are.
+# Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
+# data of other seeds than those of the tables.
 _PRIOR = 10
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 
@@ -204,7 +203,7 @@ class Agglomeration:
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
+        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).down_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -332,15 +331,11 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
-    return torch.cat([functions.query(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
+    return torch.cat([functions.query(_with_one(rows), min(4, len(centres))) for rows in blocks])
 
 
 def _with_one(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[:, :1]), x], 1)
-
-
-# EM steps of two halves: chosen on data of other seeds than those of the tables.
-_EM_STEPS = 8
 
 
 def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
@@ -495,7 +490,7 @@ class MoveSearch:
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
-        for _ in range(_EM_STEPS):
+        for _ in range(8):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
             )

@@ -371,7 +371,6 @@ class PopulationStore(torch.nn.Module):
         return population
 
 
-_KEPT_IN_MEMORY = 2**27
 _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -461,12 +460,12 @@ class FileStore(PopulationStore):
             self._has_begun[rows] = True
 
     def _let_go(self, number: int) -> None:
-        """Frees the memory of earlier minibatches' populations, once they are many.
+        """Frees the memory of earlier minibatches' populations, from 128 MiB on.
 
         Files keep them.
         """
         self._num_touched += number
-        if self._num_touched * self.words[0].nbytes > _KEPT_IN_MEMORY:
+        if self._num_touched * self.words[0].nbytes > 2**27:
             self._num_touched = 0
             for memory in self._files.values():
                 release(memory)

@@ -66,8 +66,6 @@ def check_below(component: Tensor, number: int) -> None:
         raise_if(is_outside, lambda: f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
 
 
-# Blocks this long keep a matrix busy; longer ones hold more padding.
-_SHORTEST, _LONGEST = 8, 256
 # What a few temporaries of so many bytes hold stays in a processor's cache.
 _CACHED = 2**22
 
@@ -104,7 +102,8 @@ class GroupBlocks:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
         size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
         order = group.argsort(stable=True)
-        length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
+        # Blocks this long keep a matrix busy; longer ones hold more padding.
+        length = min(256, max(8, len(group) // (2 * max(1, num_groups))))
         count = (size + length - 1) // length
         last_block = count.cumsum(0)
         most = int(last_block[-1]) if group.is_cpu else min(len(group), len(group) // length + num_groups)

@@ -23,7 +23,6 @@ from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
-_NARROW = 1e-5
 _LOG_HALF = -math.log(2)
 
 
@@ -128,7 +127,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
     width = (high - low).clamp(min=torch.finfo(low.dtype).tiny)
     narrow = _log_phi(0.5 * (low + high)) + width.log()
     result = torch.where(high > 0, middle, tail)
-    result = torch.where(width * low.abs().clamp(min=1.0) < _NARROW, narrow, result)
+    result = torch.where(width * low.abs().clamp(min=1.0) < 1e-5, narrow, result)
     return result.masked_fill(is_empty, -math.inf)
 
 

@@ -258,8 +258,6 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
 
 
 _MAX_STATES = 2**20
-# Values that torch unpacks as quickly as a kernel does.
-_MAX_TORCH_VALUES = 2**12
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
@@ -305,7 +303,8 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     """
     if words.shape[-1:] != (fields.num_words,) or words.dtype != torch.int64:
         raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
-    is_small = words.numel() * fields.num_latents <= _MAX_TORCH_VALUES
+    # So many values torch unpacks as quickly as a kernel does.
+    is_small = words.numel() * fields.num_latents <= 2**12
     return backend("latent_values", words, is_small=is_small).unpack(words, fields, dtype)  # type: ignore[no-any-return]
 
 
