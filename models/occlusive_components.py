@@ -483,14 +483,11 @@ class OcclusiveComponents(UniqueModule):
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
-
-        def complain() -> None:
-            raise ValueError(f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
-
+        message = f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}"
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
-            complain()
-        raise_if(~y.isfinite().all(), complain)
+            raise ValueError(message)
+        raise_if(~y.isfinite().all(), message)
         return y
 
 
