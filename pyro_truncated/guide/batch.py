@@ -167,10 +167,11 @@ class Batch(ProgramBatch[LogJoint]):
 
     def rescore_(self) -> Population:
         """Stores and returns the populations with log joints in this run."""
-        return self._store_(self.rescore())
+        population = self.rescore()
+        return self._store_(population.log_joint, population.words)
 
-    def _store_(self, population: Population) -> Population:
-        return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.known is not None else None)
+    def _store_(self, log_joint: Tensor, words: Tensor) -> Population:
+        return self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:
@@ -312,7 +313,7 @@ class Batch(ProgramBatch[LogJoint]):
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
         """Stores new log joints and returns minus their free energy."""
         with torch.no_grad(), ops.defer_checks():
-            population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
+            population = self._store_(log_joint, words)
             return -ops.read_number(self.scale * population.free_energy().sum() + outside)
 
 

@@ -69,18 +69,13 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     # --- the sets ---
 
-    def _shape(self) -> tuple[int, int]:
-        return self.scorer.num_data, self.scorer.product.num_steps
-
     def _take_populations(self) -> Population:
         return self.populations.stores[0].take(self.scorer.rows)
 
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
-        return self._take_populations().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
-
-    def _unary(self, words: Tensor) -> Tensor:
-        return self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        shape = self.scorer.num_data, self.scorer.product.num_steps
+        return self._take_populations().words.unflatten(0, shape)  # type: ignore[no-any-return]
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others.
@@ -113,7 +108,8 @@ class ChainBatch(SetBatch[ChainScorer]):
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
         words = self.words()
-        return self.scorer.scale * chains.free_energy(words, self._unary(words), self.scorer.transitions()).sum() + self.outside()
+        unary = self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.

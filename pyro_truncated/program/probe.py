@@ -95,7 +95,8 @@ class Probe:
         masks = self._masks()
         self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
         self.hidden = [name for name in masks if name not in self.idle]
-        self.known = self._known_levels()
+        labels = {name: self.nodes[name]["value"] for name in self.observed}
+        self.known = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects and observes."""
@@ -245,11 +246,6 @@ class Probe:
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
         parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is wanted] for wanted in (True, False)]
         return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
-
-    def _known_levels(self) -> KnownLevels | None:
-        """What this call says of the states."""
-        observed = {name: self.nodes[name]["value"] for name in self.observed}
-        return KnownLevels.from_run(self.layout, self.sizes, observed, self.idle, self.device)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.

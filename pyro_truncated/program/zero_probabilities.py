@@ -143,9 +143,10 @@ class _Probability:
         """
         known = [name for name in vars(fn) if name in (probs, logits)]
         given = next((name for name in known if vars(fn).get("_param") is vars(fn)[name]), known[0])
-        if len(known) == 2 and given == logits and _is_clamped(vars(fn)[logits]):
-            # Expanded after both were known, which makes torch forget which was given.
-            given = probs
+        if len(known) == 2 and given == logits:
+            # Expanded after both were known, which makes torch forget which was given: it clamps logits that it computes.
+            most = 0.01 - math.log(torch.finfo(vars(fn)[logits].dtype).eps)
+            given = probs if _is_within(vars(fn)[logits], -most, most) else logits
         return cls(once(vars(fn)[given]), "probs" if given == probs else "logits")
 
     @property
@@ -194,12 +195,6 @@ def _is_within(values: Tensor, low: float, high: float) -> bool:
         return low < float(ends.min) <= float(ends.max) < high
     except RuntimeError:
         return False
-
-
-def _is_clamped(logits: Tensor) -> bool:
-    """Whether logits may have been computed from probabilities, which torch clamps."""
-    most = 0.01 - math.log(torch.finfo(logits.dtype).eps)
-    return _is_within(logits, -most, most)
 
 
 def _bernoulli(fn: Any, value: Tensor) -> Tensor | None:
