@@ -13,9 +13,6 @@ from pyro_truncated.models.dictionary import LinearDictionary, shared_part
 from pyro_truncated.models.superposed_causes import SparseCoding
 from pyro_truncated.search import CombinedFlips
 
-# Data points among which those are drawn that elements start from again, and the states and steps by which these are explained.
-_LOOKED_AT, _STATES, _SEARCH_STEPS = 1000, 16, 5
-
 
 class BinarySparseCoding(LinearDictionary, SparseCoding):
     r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
@@ -118,12 +115,12 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         if driver is None or driver.statistics is None:
             return 0
         often = driver.statistics["states"]
-        rows = some_rows(check_data(y, self.num_observed), _LOOKED_AT, generator).to(self.weight)
+        rows = some_rows(check_data(y, self.num_observed), 1000, generator).to(self.weight)
         # Elements that are on less often than this part of what they are on average are hardly
         # used.
         unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
-            guide = AutoTruncated(self, num_states=_STATES).infer(rows, CombinedFlips(), _SEARCH_STEPS)
+            guide = AutoTruncated(self, num_states=16).infer(rows, CombinedFlips(), steps=5)
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
             power = left.double().square().sum(1).to(generator_device(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)

@@ -19,9 +19,8 @@ from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.data_model import SCALE_FLOOR, activation, cast_like, check_data, count_data
 from pyro_truncated.models.dictionary import data_scale
 
-# A network is fitted to a linear model in minibatches of states, by steps of Adam at a learning rate that falls to a share of itself.
-# At least so large a share of the states has a latent, and lacks it.
-_BATCH_STATES, _FIT_STEPS, _FIT_LR, _FINAL_LR_SHARE, _MIN_STATE_SHARE = 200, 300, 1e-2, 0.1, 0.2
+# Minibatches of states by which a network is fitted to a linear model.
+_FIT_STEPS = 300
 
 
 class BinaryVAE(UniqueModule):
@@ -160,15 +159,15 @@ class BinaryVAE(UniqueModule):
     def _fit(self, linear: BinarySparseCoding) -> None:
         """Fits the network to a linear model, on states with all latents.
 
-        Each latent is as frequent as given, and at least in a fifth of the states.
+        Each latent is as frequent as given, and a fifth of the states at least has it, and lacks it. The learning rate falls to a tenth.
         """
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
-        often = prior.clamp(_MIN_STATE_SHARE, 1 - _MIN_STATE_SHARE).expand(_BATCH_STATES, -1)
+        often = prior.clamp(0.2, 0.8).expand(200, -1)
         learned = [value for value in self.decoder.parameters() if value.requires_grad]
-        optimizer = torch.optim.Adam(learned, lr=_FIT_LR)
-        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _FINAL_LR_SHARE ** (1 / _FIT_STEPS))
+        optimizer = torch.optim.Adam(learned, lr=0.01)
+        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / _FIT_STEPS))
         for _ in range(_FIT_STEPS):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit

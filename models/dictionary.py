@@ -18,7 +18,6 @@ from pyro_truncated.extend import raise_if, read_conditions
 from pyro_truncated.models.data_model import FLOOR, NEVER_SEEN, SCALE_FLOOR, DataModel, perturbed_rows
 
 _ROUNDING = 1e-12
-_LOOKED_AT, _LEAST_PART = 1000, 0.1
 
 _Errors = Callable[[Tensor, Tensor | slice], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -29,13 +28,9 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
 
     If nothing is observed it raises ``ValueError``.
     """
-    raise_if(~(observed > 0), _raise_no_observed_entry)
+    raise_if(~(observed > 0), "data must have at least one observed entry; got only NaN")
     scale = (squares / observed).sqrt()
     return torch.where(scale > 0, scale, 1.0)
-
-
-def _raise_no_observed_entry() -> None:
-    raise ValueError("data must have at least one observed entry; got only NaN")
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,13 +48,13 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
     Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. The part is the mean over the
     data points that have most of it, but for the first, as the element may come from it.
     """
-    rows = rows[:: -(-len(rows) // _LOOKED_AT)].to(elements)
+    rows = rows[:: -(-len(rows) // 1000)].to(elements)
     number = min(max(1, round(share * len(rows))), len(rows) - 1)
     if not number:
         return elements.new_ones(elements.shape[1])
     squares = (~rows.isnan()).to(elements) @ elements.square()
     parts = (rows.nan_to_num() @ elements) / squares.clamp(min=torch.finfo(squares.dtype).tiny)
-    return parts.topk(number + 1, 0).values[1:].mean(0).clamp(_LEAST_PART, 1.0)
+    return parts.topk(number + 1, 0).values[1:].mean(0).clamp(0.1, 1.0)
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:

@@ -23,9 +23,6 @@ from pyro_truncated.models.linear_mixture import NEVER_USED, LinearMixture, Shar
 from pyro_truncated.models.seeding import group_places, spread_rows
 from pyro_truncated.search import MaxInnerProductIndex
 
-# Share of all components from which one product of matrices costs less than log densities one by one.
-_MIN_SHARE_OF_TABLE = 1 / 16
-
 
 class ComponentTable(TorchDistribution):
     """The distribution of a component, with a table of all log densities.
@@ -87,7 +84,8 @@ class ComponentTable(TorchDistribution):
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)
-        if row.numel() < _MIN_SHARE_OF_TABLE * batch.numel() * self._num_components:
+        # From this share of all components on one product of matrices costs less than log densities one by one.
+        if row.numel() < 1 / 16 * batch.numel() * self._num_components:
             few: Tensor = self._plain(self.component).log_prob(value)
             return few
         return self._table(value.reshape(batch.numel(), -1))[row, component.long()]

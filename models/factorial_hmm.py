@@ -19,8 +19,6 @@ from pyro_truncated.sequences import ChainPosterior, LinearGaussianSteps, Observ
 
 # Nats that a change must explain, per change.
 _COST_NATS = 3.0
-# EM steps of an initialisation without dynamics, and the states of each step.
-_NUM_STEPS, _NUM_STATES = 30, 8
 
 
 def difference_dictionary(
@@ -103,10 +101,6 @@ def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) 
     gram = (is_seen.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
     gradient = ((rows - code @ weight.mT) * is_seen).mT @ code
     return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
-
-
-# Transitions that the M-step adds to those that are expected, so that none becomes impossible.
-_PSEUDO_COUNT = 1e-3
 
 
 class FactorialHMM(UniqueModule):
@@ -195,8 +189,8 @@ class FactorialHMM(UniqueModule):
         rows = y.flatten(0, 1)
         rows = first_rows(rows[~rows.isnan().all(1)], generator).unsqueeze(1)
         if len(rows):
-            observed, posterior = _find_observed_steps(rows), self.posterior(rows, _NUM_STATES, steps=0)
-            for step in range(_NUM_STEPS):
+            observed, posterior = _find_observed_steps(rows), self.posterior(rows, num_states=8, steps=0)
+            for step in range(30):
                 posterior.rescore_(*self._terms(rows, observed)).improve_(1, first_forward=step % 2 == 0)
                 self.maximize(self.sufficient_statistics(posterior, rows))
             self.transition = torch.stack([1 - self.initial, self.initial], -1).unsqueeze(1).expand(-1, 2, 2).contiguous()
@@ -257,7 +251,8 @@ class FactorialHMM(UniqueModule):
         weight, bias = best_dictionary_and_offset(self.weight.double(), self.bias.double(), statistics)
         superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
         scale = best_scale(superposition.square_error(statistics).sum(), statistics["power"], statistics["observed"].sum())
-        first, transitions = statistics["first"] + _PSEUDO_COUNT, statistics["transitions"] + _PSEUDO_COUNT
+        # No transition becomes impossible.
+        first, transitions = statistics["first"] + 1e-3, statistics["transitions"] + 1e-3
         initial, table = first[:, 1] / first.sum(-1), transitions / transitions.sum(-1, keepdim=True)
         self._set(weight, bias, scale, initial, table)
 

@@ -32,9 +32,6 @@ from pyro_truncated.models.linear_mixture import LinearMixture, Shares
 from pyro_truncated.models.seeding import group_places
 from pyro_truncated.search import MaxInnerProductIndex
 
-# Dimensions up to which starts are in their deviations; rows on which starts of more are compared, and what is clearly likelier, in nats.
-_FEW_DIMENSIONS, _ROWS_COMPARED, _CLEAR_GAIN = 16, 1000, 0.1
-
 
 class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
@@ -177,12 +174,12 @@ class GaussianMixture(LinearMixture):
         deviation = above.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
         first = start(units).rescale(units)
-        if above.shape[1] <= _FEW_DIMENSIONS:
+        if above.shape[1] <= 16:
             return first
-        other, rows = start(torch.ones_like(units)), above[:_ROWS_COMPARED]
+        other, rows = start(torch.ones_like(units)), above[:1000]
         every = torch.arange(self.num_components, device=rows.device).expand(len(rows), -1)
         gain = (other.log_joint(rows, every).logsumexp(1) - first.log_joint(rows, every).logsumexp(1)).mean()
-        return other if bool(gain > _CLEAR_GAIN) else first
+        return other if bool(gain > 0.1) else first
 
     @names_arguments
     @torch.no_grad()

@@ -156,13 +156,9 @@ class Gaussians:
         return self.kind.is_own and value.dim() > 0
 
 
-# Chosen on data of other seeds than those of the tables.
-_SURPLUS = 2
-_NEAREST, _PARTNERS = 4, 6
-# Every cluster is seen as if it had so many data points more, spread as those of all clusters are.
+# Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
+# data of other seeds than those of the tables.
 _PRIOR = 10
-_SHARE = 3
-_SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
 _ROWS_PER_BLOCK, _MAX_ROWS_PER_BLOCK, _PAIRS = 2**14, 2**16, 2**12
 
 
@@ -199,15 +195,15 @@ class Agglomeration:
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
-        most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
+        most = max(20_000, 5 * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
         # Rows are compared within so many parts of the data, where clusters are not long.
         cells = 1 if self.kind.is_dense else 32
-        centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator, cells)].unique(dim=0)
+        centres = seeded[scattered_rows(seeded, min(2 * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
+        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).down_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -266,7 +262,7 @@ class ClusterMerger:
         owner = torch.arange(len(self._alone), device=self._alone.device)
         surplus = len(owner) - number
         while surplus > 0 and len(self._pairs):
-            merged = self._pairs[_cheapest(self._pairs, self._cost, -(-surplus // _SHARE))]
+            merged = self._pairs[_cheapest(self._pairs, self._cost, -(-surplus // 3))]
             becomes = torch.arange(len(owner), device=owner.device)
             becomes[merged[:, 1]] = merged[:, 0]
             self._merge(merged)
@@ -335,17 +331,11 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
-    return torch.cat([functions.query(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
+    return torch.cat([functions.query(_with_one(rows), min(4, len(centres))) for rows in blocks])
 
 
 def _with_one(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[:, :1]), x], 1)
-
-
-# Chosen on data of other seeds than those of the tables.
-_EM_STEPS = 8
-_MERGE_PARTNERS = 3
-_MIN_COUNT = 3
 
 
 def all_statistics(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
@@ -458,7 +448,7 @@ class MoveSearch:
 
     def pairs(self) -> Tensor:
         """Pairs ``(M, 2)`` of components that explain the same data."""
-        pairs: Tensor = partners(self.near[:, :2], len(self.components), _MERGE_PARTNERS)
+        pairs: Tensor = partners(self.near[:, :2], len(self.components), 3)
         return pairs
 
     def losses(self, pairs: Tensor) -> Tensor:
@@ -500,7 +490,7 @@ class MoveSearch:
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
-        for _ in range(_EM_STEPS):
+        for _ in range(8):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
             )
@@ -515,7 +505,7 @@ class MoveSearch:
         weight = self.weight[order, 0]
         each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
         gains = (halves.log_prior(self.prior).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
-        too_few = statistics["counts"].reshape(-1, 2).amin(1) < _MIN_COUNT
+        too_few = statistics["counts"].reshape(-1, 2).amin(1) < 3
         return gains.masked_fill(too_few, -math.inf), halves
 
     def _split_weights(self, halves: Gaussians) -> Gaussians:

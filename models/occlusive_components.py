@@ -31,9 +31,6 @@ from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
 _MARGIN = 2  # pixels around a window that shall show background
-_WINDOWS_PER_OBJECT, _MAX_WINDOWS = 60, 2000
-_CANDIDATES_PER_OBJECT, _MAX_CANDIDATES = 20, 500
-_CLUSTERS_PER_OBJECT, _KMEANS_STEPS = 2, 4
 _MAX_MISSING_SHARE = 0.3  # less of a window's energy is missing in an object that it shows
 
 
@@ -117,7 +114,7 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
     # What noise alone would show does not stand out.
     stands_out = energy > 4 * noise * math.sqrt(2 * canvas.num_entries * num_channels)
     alone = torch.where(stands_out, alone / energy.clamp(min=1e-12), -torch.inf).flatten()
-    number = min(_WINDOWS_PER_OBJECT * num_objects, _MAX_WINDOWS, max(1, int(alone.isfinite().sum())))
+    number = min(60 * num_objects, 2000, max(1, int(alone.isfinite().sum())))
     best = alone.topk(number).indices
     row, place = best // place.shape[1], place.flatten()[best]
     height, width = canvas.template_height, canvas.template_width
@@ -133,13 +130,11 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     Some of the windows are the first objects, without those that the others make up for best. Every window then belongs to the object that
     it resembles most, at the best shift, whose mean the object becomes. At the end again those go that the others make up for best.
     """
-    count = min(_CANDIDATES_PER_OBJECT * number, _MAX_CANDIDATES)
+    count = min(20 * number, 500)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = _repeat_objects(
-        found.take(prune_objects(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator
-    )
-    for _ in range(_KMEANS_STEPS):
+    found = _repeat_objects(found.take(prune_objects(missing_energy(windows, found)[0], 2 * number)), len(drawn), generator)
+    for _ in range(4):
         found = _average(windows, found)
     return found.take(prune_objects(missing_energy(windows, found)[0], number))
 
@@ -249,7 +244,6 @@ def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple
 
 
 _MIN_WEIGHT = 1e-8
-_NUM_ADDED, _NUM_MOVED = 4, 4
 
 
 class OcclusiveComponents(UniqueModule):
@@ -406,8 +400,8 @@ class OcclusiveComponents(UniqueModule):
         Returns:
             A :class:`~pyro_truncated.scenes.PlacementCompletion` with :class:`~pyro_truncated.scenes.PlacementMoves`.
         """
-        completion = PlacementCompletion(PlaceScan(self.scene_parameters, self.canvas), _NUM_ADDED)
-        return completion + PlacementMoves(self.canvas.grid, 1, _NUM_MOVED, wrap=self.canvas.wrap)
+        completion = PlacementCompletion(PlaceScan(self.scene_parameters, self.canvas))
+        return completion + PlacementMoves(self.canvas.grid, 1, 4, wrap=self.canvas.wrap)
 
     @torch.no_grad()
     @takes_arrays
@@ -489,14 +483,11 @@ class OcclusiveComponents(UniqueModule):
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
-
-        def complain() -> None:
-            raise ValueError(f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
-
+        message = f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}"
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
-            complain()
-        raise_if(~y.isfinite().all(), complain)
+            raise ValueError(message)
+        raise_if(~y.isfinite().all(), message)
         return y
 
 

@@ -11,16 +11,11 @@ from torch import Tensor
 from pyro_truncated.extend import generator_device
 from pyro_truncated.search import MaxInnerProductIndex
 
-# The search ends after so many swaps in a row that lower the cost by less than a share of what one centre accounts for.
-_PATIENCE = 10
-_MIN_GAIN = 0.02
-_MIN_TRIES = 25
 _TRIALS_PER_DRAW = 4
 # For more rows points are held in single precision.
 _MAX_DOUBLE_ROWS = 1000
-# More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
+# More scattered rows are drawn in rounds.
 _MAX_SCATTERED_AT_ONCE = 4000
-_ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
 # Of their draws so many are held against each other at a time; whole trials.
 _HELD_AT_A_TIME = 512
 
@@ -51,10 +46,11 @@ def spread_rows(points: Tensor, number: int, generator: torch.Generator | None =
     if number == 1:
         return chosen, torch.zeros(len(points), dtype=torch.int64, device=points.device)
     nearest = _TwoNearest(points, chosen)
-    failures, least = 0, _MIN_GAIN * nearest.cost / number
-    for _ in range(max(_MIN_TRIES, number)):
+    # The search ends after ten swaps in a row that lower the cost by less than a share of what one centre accounts for.
+    failures, least = 0, 0.02 * nearest.cost / number
+    for _ in range(max(25, number)):
         failures = 0 if nearest.swap(_draw_positions(nearest.distance[0], trials, generator), least) else failures + 1
-        if failures == _PATIENCE:
+        if failures == 10:
             break
     return nearest.chosen, nearest.index[0]
 
@@ -99,7 +95,8 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     while len(chosen) < number:
         if not bool(distance.any()):  # all different rows are there
             return torch.cat([chosen, _draw_positions(distance, number - len(chosen), generator)])
-        size = _TRIALS_PER_DRAW * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
+        # Rounds grow as long as all can be held against each other.
+        size = _TRIALS_PER_DRAW * min(len(chosen) // 8 + 16, 1024, number - len(chosen))
         drawn = _best_first(points, distance, power, _draw_positions(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=generator_device(generator)).to(distance)
         taken = drawn[_find_distant(points[drawn], at_most)]

@@ -21,8 +21,8 @@ Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
 _FIRST_VARIANCE = 0.5
-# So many data points, and the likeliest states of each, tell a good step from a bad one.
-_TRIAL, _LIKELIEST = 250, 4
+# So many data points tell a good step from a bad one.
+_TRIAL = 250
 
 
 class SlabPrior(Protocol):
@@ -222,10 +222,10 @@ def _per(total: Tensor, count: Tensor) -> Tensor:
 
 
 def _part(population: Population, chosen: Tensor) -> Population:
-    """The likeliest states of the chosen data points ``(N,)`` of a population."""
+    """The four likeliest states of the chosen data points ``(N,)``."""
     where = chosen.nonzero().squeeze(-1)
     indices = where if population.indices is None else population.indices[where]
-    log_joint, states = population.log_joint[where].topk(min(_LIKELIEST, population.num_states), sorted=False)
+    log_joint, states = population.log_joint[where].topk(min(4, population.num_states), sorted=False)
     words = population.words[where].gather(1, states.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))
     return Population(population.space, words, log_joint, indices)
 

@@ -161,7 +161,7 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
             trace = log_joint.call.with_program(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
-    return scores.masked_fill(log_joint.is_contradicted(words), -torch.inf) if log_joint.known is not None else scores
+    return scores if log_joint.known is None else scores.masked_fill(log_joint.known.contradicts(words), -torch.inf)
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:

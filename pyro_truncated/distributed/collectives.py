@@ -132,22 +132,25 @@ def gather(value: T) -> list[T]:
     """
     if size() == 1:
         return [value]
-    packed = _pack(value)
-    lengths = _exchange(_GATHER, len(packed), 0)[:, 1].long().tolist()
-    own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
+    own, lengths = _padded(_GATHER, value)
     messages = [torch.empty_like(own) for _ in lengths]
     with _reaching():
         dist.all_gather(messages, own)
     return [_unpack(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
+def _padded(kind: int, value: Any) -> tuple[Tensor, list[int]]:
+    """Returns a message, padded to the longest one, and all lengths."""
+    packed = _pack(value)
+    lengths = _exchange(kind, len(packed), 0)[:, 1].long().tolist()
+    return torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device()), lengths
+
+
 def collect(value: T) -> list[T] | None:
     """Gathers picklable objects on the first process; others get ``None``."""
     if size() == 1:
         return [value]
-    packed = _pack(value)
-    lengths = _exchange(_COLLECT, len(packed), 0)[:, 1].long().tolist()
-    own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
+    own, lengths = _padded(_COLLECT, value)
     messages = [torch.empty_like(own) for _ in lengths] if rank() == 0 else None
     with _reaching():
         dist.gather(own, messages)

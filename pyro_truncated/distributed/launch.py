@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, is_owned, is_spread
+from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, find_part, is_owned
 from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
@@ -132,11 +132,11 @@ class SummedELBO(ReprFromArguments, ELBO):
         """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
         with ending_together((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
-            scaled = own * (collectives.size() if is_spread(args, dict(kwargs)) else 1)
+            scaled = own if find_part(args, dict(kwargs)) is None else own * collectives.size()
             return scaled + (self._total(float(own.detach()), args, kwargs) - scaled.detach())
 
     def _total(self, own: float, args: Any, kwargs: Any) -> float:
-        return float(collectives.add([torch.tensor(own, dtype=torch.float64)])[0]) if is_spread(args, dict(kwargs)) else own
+        return own if find_part(args, dict(kwargs)) is None else float(collectives.add([torch.tensor(own, dtype=torch.float64)])[0])
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)

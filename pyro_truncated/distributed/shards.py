@@ -160,8 +160,7 @@ def let_go(y: Any) -> None:
 
 def refuse_part(y: Any, why: str) -> None:
     """Refuses shards of data of which other processes hold the rest."""
-    portion = find_portion(y)
-    if portion is not None and portion.is_part:
+    if find_part(y) is not None:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
 
 
@@ -173,10 +172,10 @@ def find_portion(arguments: Any) -> Portion | None:
     return next(iter(found), None)
 
 
-def is_spread(*arguments: Any) -> bool:
-    """Whether other processes hold more rows of shards among arguments."""
+def find_part(*arguments: Any) -> Portion | None:
+    """Returns the rows held by shards, ``None`` where no process has others."""
     portion = find_portion(arguments)
-    return portion is not None and portion.is_part
+    return portion if portion is not None and portion.is_part else None
 
 
 def total_rows(y: Any) -> int:
@@ -218,7 +217,7 @@ def shard_sum(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     Returns:
         A function from tensors to their sums over all processes; for data that are no shard, to a list of the tensors themselves.
     """
-    return collectives.add if isinstance(y, Shard) and y.portion.is_part else list
+    return list if find_part(y) is None else collectives.add
 
 
 def rows_at(y: Tensor, positions: Tensor) -> Tensor:
@@ -232,9 +231,10 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
         y: data, or a shard of them.
         positions: ``(n,)``, the same on every process.
     """
-    if not isinstance(y, Shard) or not y.portion.is_part:
+    portion = find_part(y)
+    if portion is None:
         return _rows_here(y, positions.to(y.device))
-    portion, positions = y.portion, positions.to(y.device) - y.portion.first
+    positions = positions.to(y.device) - portion.first
     is_mine = (positions >= 0) & (positions < portion.size)
     rows = y.new_zeros(len(positions), *y.shape[1:])
     rows[is_mine] = _rows_here(y, positions[is_mine])
@@ -266,7 +266,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
         generator: source of randomness, which from now on is in the same state on every process.
     """
     total = total_rows(y)
-    if isinstance(y, Shard) and y.portion.is_part:
+    if find_part(y) is not None:
         draw_alike(generator)
     if total <= number:
         return y if len(y) == total else whole(rows_at(y, torch.arange(total)))
@@ -278,7 +278,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
 
     ``generator`` is in the same state on every process from now on.
     """
-    if isinstance(y, Shard) and y.portion.is_part:
+    if find_part(y) is not None:
         draw_alike(generator)
     return whole(rows_at(y, _draw_positions(total_rows(y), number, generator)))
 
@@ -480,7 +480,7 @@ def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tenso
 
 def gather_all_rows(own: Tensor, y: Any) -> Tensor:
     """Gathers rows of all processes in order, unless data are whole."""
-    return torch.cat(collectives.gather(own.detach().clone())) if is_spread(y) else own
+    return own if find_part(y) is None else torch.cat(collectives.gather(own.detach().clone()))
 
 
 def as_shard_like(values: Tensor, y: Any) -> Tensor:
@@ -497,7 +497,7 @@ def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
 
 def ending_together(arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors end all processes, if arguments hold shards."""
-    return collectives.failing_together() if is_spread(arguments) else nullcontext()
+    return nullcontext() if find_part(arguments) is None else collectives.failing_together()
 
 
 class _OwnerRows(Function):

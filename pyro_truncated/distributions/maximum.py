@@ -550,7 +550,8 @@ class PiecewiseGaussian(TorchDistribution):
         Raises:
             ValueError: if an offer or an element is negative.
         """
-        raise_if(~((others >= 0).all() & (element >= 0).all()), _raise_negative)
+        is_valid = (others >= 0).all() & (element >= 0).all()
+        raise_if(~is_valid, "others and element must not be negative: the cause would win below a threshold instead of above it")
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )
@@ -691,7 +692,3 @@ class MaximumSlabs(TorchDistribution):
         element = self.states[..., latent, None] * self.weight[:, latent]
         mean, scale = self.slab_mean[latent], self.slab_scale[latent]
         return PiecewiseGaussian.from_maximum(self.value, others, element, self.scale, mean, scale)
-
-
-def _raise_negative() -> None:
-    raise ValueError("others and element must not be negative: the cause would win below a threshold instead of above it")

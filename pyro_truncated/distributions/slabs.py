@@ -93,6 +93,13 @@ class SlabSuperposition(GaussianSuperposition):
         gram = (weight.mT * precision.unsqueeze(-2)) @ weight
         return self._integrate(states.double(), linear, gram)
 
+    def _standard_posterior(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Posterior mean and Cholesky factor of slabs in standard units."""
+        _, factor, solution = self._collapse(self.states, self._above_bias(value))
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        return solution, torch.linalg.cholesky(inverse.mT @ inverse)
+
 
 class SpikeSlabSuperposition(SlabSuperposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
@@ -185,11 +192,9 @@ class SpikeSlabSuperposition(SlabSuperposition):
         Args:
             value: observations ``(*batch, D)``. NaN where missing.
         """
-        _, factor, solution = self._collapse(self.states, self._above_bias(value))
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        solution, spread = self._standard_posterior(value)
         deviation = self.slab_scale.double()
-        scale_tril = deviation.unsqueeze(-1) * torch.linalg.cholesky(inverse.mT @ inverse)
+        scale_tril = deviation.unsqueeze(-1) * spread
         loc = self.slab_mean.double() + deviation * solution
         return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
 
@@ -345,10 +350,6 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 
-    @property
-    def _has_plain_parameters(self) -> bool:
-        return self.weight.dim() == 2 and all(parameter.dim() <= 1 for parameter in (self.scale, self.slab_mean, self.bias))
-
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         linear = None if state_logits is None else state_logits.double().expand(len(value), self.weight.shape[-1])
@@ -367,11 +368,9 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         Args:
             value: observations ``(*batch, D)``. NaN where missing.
         """
-        _, factor, solution = self._collapse(self.states, self._above_bias(value))
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        solution, spread = self._standard_posterior(value)
         root = self.slab_scale_tril.double()
-        scale_tril = root @ torch.linalg.cholesky(inverse.mT @ inverse)
+        scale_tril = root @ spread
         loc = self.slab_mean.double() + solution @ root.mT
         return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
 

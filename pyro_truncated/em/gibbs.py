@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed.launch import start_as_first
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_portion, global_positions, is_spread, shard_sum, total_rows
+from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, global_positions, shard_sum, total_rows
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.ops import defer_checks, draw_seed, lazy_values
 from pyro_truncated.search.base import SearchBatch
@@ -209,7 +209,8 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        ops.raise_if(~(coefficients.isfinite().all() & chances.isfinite().all()), _raise_nonfinite_draws)
+        is_finite = coefficients.isfinite().all() & chances.isfinite().all()
+        ops.raise_if(~is_finite, "the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
         ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 
@@ -251,7 +252,7 @@ class GibbsGuide(PyroModule):
             self.probabilities[rows].clone(),
             is_new,
             first_position=0 if portion is None else portion.first,
-            is_spread=is_spread(y),
+            is_spread=find_part(y) is not None,
         )
 
     def _prepare(self, y: Tensor, num_selected: int, num_draws: int, is_whole: bool, generator: torch.Generator | None) -> None:
@@ -294,10 +295,6 @@ class GibbsGuide(PyroModule):
             if value is not None and (held is None or held.shape != value.shape):
                 self.register_buffer(name, torch.empty_like(value, device=module_device(self.model)))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _raise_nonfinite_draws() -> None:
-    raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
 
 
 class SingletonScore:
@@ -394,7 +391,7 @@ class GibbsEM(ELBO):
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
         with ending_together(y):
-            is_part = is_spread(y)
+            is_part = find_part(y) is not None
             if is_part and self._known_guide is not guide:
                 start_as_first(model, guide, self.search)
                 draw_alike(self.generator)

@@ -11,10 +11,8 @@ from torch import Tensor
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import load_snapshot, snapshot
 
-# L-BFGS: first steps, steps after each new unit, evaluations per step, history.
-_FIT_STEPS, _REFIT_STEPS, _EVALUATIONS_PER_STEP, _HISTORY_STEPS = 200, 60, 1.25, 20
-# Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
-_MAX_EVALUATIONS, _MAX_MULTIPLICATIONS = 4000, 1e10
+# Steps of L-BFGS after each new unit.
+_REFIT_STEPS = 60
 # Least mean square of weights, and of a unit's part that is new, for a single state.
 _MIN_MEAN_SQUARE = 1e-4
 
@@ -118,10 +116,8 @@ class FittedUnits:
 
     def fit(self, steps: int) -> float:
         """Takes steps of L-BFGS; the square error and the penalties after them."""
-        most = int(_EVALUATIONS_PER_STEP * steps)
-        optimizer = torch.optim.LBFGS(
-            self.learned, max_iter=steps, max_eval=most, history_size=_HISTORY_STEPS, line_search_fn="strong_wolfe"
-        )
+        most = int(1.25 * steps)
+        optimizer = torch.optim.LBFGS(self.learned, max_iter=steps, max_eval=most, history_size=20, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
@@ -235,12 +231,13 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     if not units.learned:
         return False
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
-    units.fit(_FIT_STEPS)
+    units.fit(200)
     units.put_last_layer()
     # Noise and weight sizes now belong to a network that fits.
     units = FittedUnits(decoder, targets)
     lowest, failed = units.fit(_REFIT_STEPS), 0
-    while failed < decoder.last.in_features and units.evaluations < min(_MAX_EVALUATIONS, _MAX_MULTIPLICATIONS / work):
+    # Evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
+    while failed < decoder.last.in_features and units.evaluations < min(4000, 1e10 / work):
         kept = snapshot(units.learned)
         units.redraw(int(units.worth().argsort()[failed]))
         reached = units.fit(_REFIT_STEPS)

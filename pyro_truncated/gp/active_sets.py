@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Kernel
@@ -376,6 +378,18 @@ class Split:
     def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
         """Weights ``(B,)`` that correct the scale of a plate, see :func:`split_weights`."""
         return split_weights(len(self.indices), self.num_active, num_data, like)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The minibatch's rows ``(B, ...)`` of all data."""
+        return x[self.indices]
+
+    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """The minibatch's rows of what is held of all data points."""
+        return [self.rows(values) for values in held]
+
+    def normal(self, loc: Tensor, scale: Tensor) -> Any:
+        """Normal distributions of its latents, with their means and deviations."""
+        return dist.Normal(loc, scale).to_event(1)
 
 
 class UniformSplits:

@@ -102,13 +102,12 @@ def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor
     return stable_cholesky(_lift(matrix, jitter * matrix.diagonal().mean()))
 
 
-def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
+def independent_cholesky(matrix: Tensor, prior: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Positions kept and factor, without rows that depend on earlier ones.
 
-    A row is left out if its variance given those kept before is below a share ``tolerance`` of its ``prior`` variance, by default the
-    diagonal.
+    A row is left out if its variance given those kept before is below a share of its ``prior`` variance, by default the diagonal.
     """
-    floor = tolerance * (matrix.diagonal() if prior is None else prior)
+    floor = DEPENDENT * (matrix.diagonal() if prior is None else prior)
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not int(info) and bool((factor.diagonal().square() > floor).all()):
         return torch.arange(len(matrix), device=matrix.device), factor

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_truncated.utils.arguments import check_count
 
-_LONGEST = 1.0
-
 # Values ``(L,)`` of points ``(L, Q)``, of which each belongs to the function at its position ``(L,)``.
 Functions = Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +60,7 @@ class _Climb:
         curvatures = torch.where(is_better[:, None, None], curvatures, here.curvatures)
         new_gradients = torch.where(is_better[:, None], gradients, here.gradients)
         new_steps = (curvatures @ new_gradients.unsqueeze(-1)).squeeze(-1)
-        new_steps = new_steps * (_LONGEST / new_steps.norm(dim=1, keepdim=True).clamp(min=_LONGEST))
+        new_steps = new_steps * (1.0 / new_steps.norm(dim=1, keepdim=True).clamp(min=1.0))
         # The maximum of the parabola through both values and the slope.
         shrink = (slope / (2 * (slope - (values - here.values)))).nan_to_num(0.5).clamp(0.1, 0.5)
         new_steps = torch.where(is_better[:, None], new_steps, shrink[:, None] * here.steps)

@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import Portion, find_portion
+from pyro_truncated.distributed.shards import Portion, find_part
 from pyro_truncated.guide.averaging import average_over_conditional_, average_over_draws, readable, rescore_over_draws
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.chain_batch import ChainBatch, ChainProgramRun, ChainReadings
@@ -148,7 +148,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
                 if portion is not None and portion.is_part:
                     refuse_other_structure(self.product)
                 if self.product is not None:
-                    self._start_product(self.product, find_portion((args, kwargs)))
+                    self._start_product(self.product, find_part(args, kwargs))
                     return
                 self.populations.start_(self.layout, self._init, self._device, portion)
         except BaseException:
@@ -167,7 +167,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """Creates the sets of all nodes, unless they have been loaded."""
         if isinstance(self.populations, PopulationStore):
             self.populations = self._product_store(len(product.groups))
-        self.populations.start_(product, self._init, self._device, portion if portion is not None and portion.is_part else None)
+        self.populations.start_(product, self._init, self._device, portion)
 
     def _product_store(self, num_groups: int) -> ProductStore:
         return ProductStore(self.num_states, num_groups, getattr(self.populations, "folder", None))
@@ -201,7 +201,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         if self.product is not None:
             lines = "".join(f"\n  {line}" for line in self.product.summary(self.num_states))
             return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
-        return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
+        return f"{type(self).__name__}({describe(None if self.prototype_trace is None else self.layout, self.num_states)})"
 
     def make_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the populations of the data points that a call selects.
@@ -239,7 +239,7 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
         """
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
-            batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
+            batch = self.batch(call, ({} if self.prototype_trace is None else recorded_values(self)) or self.other_values(call))
             return rescore_over_draws(self, batch) if isinstance(batch, Batch) else _reader([batch])
 
     def rescore(self, log_joint: LogJoint) -> Population:
@@ -465,8 +465,9 @@ class AutoTruncated(PrefixStrippingModule, WholeModelGuide):
 
         Without the model's arguments, it is that of all data points when last scored.
         """
-        is_called = bool(call.args or call.kwargs) or not self.is_set_up
-        if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):
+        is_called = bool(call.args or call.kwargs) or self.prototype_trace is None
+        stores = self.populations.stores
+        if not is_called and takes_arguments(self.model, otherwise=not any(bool(store.log_joint.isnan().any()) for store in stores)):
             return self.stored_posterior()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))

@@ -24,9 +24,6 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
-# Where a conditional's draws differ much: how many times as many are made, and when they are enough.
-_MOST_DRAWS, _HUNDREDTH = 8, 0.01
-
 
 class OneDrawWarning(UserWarning):
     """The posterior is given one draw of other latents, not averaged.
@@ -126,7 +123,8 @@ def _average_weights(guide: TruncatedGuide, batch: Batch) -> Population | None:
     if guide.is_conditional_exact:
         return None
     num_draws = 2
-    while num_draws < guide.num_draws or (num_draws < _MOST_DRAWS * guide.num_draws and _distance(one, other) > _HUNDREDTH):
+    # Where draws differ much, up to eight times as many are made.
+    while num_draws < guide.num_draws or (num_draws < 8 * guide.num_draws and _distance(one, other) > 0.01):
         one, other = (torch.logaddexp(half, batch.rescore().log_joint.double()) for half in (one, other))
         num_draws += 2
     mean = torch.logaddexp(one, other) - math.log(num_draws)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import pyro.poutine as poutine
 import torch
@@ -16,13 +16,71 @@ from pyro_truncated.distributed.shards import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.probe import Probe
 from pyro_truncated.search.base import Search, SearchBatch, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
 
+_Scorer = TypeVar("_Scorer", bound=Probe)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
+class ProgramBatch(Generic[_Scorer]):
+    """Selected populations with the scorer of the run that selects them.
+
+    Attributes:
+        populations: where the states of all data points are kept.
+        scorer: scores states of the data points of this batch.
+    """
+
+    populations: Any
+    scorer: _Scorer
+
+    def _check_device(self, device: torch.device) -> None:
+        if self.scorer.device != device:
+            raise ValueError(
+                f"the populations are on {device}, the model's states on {self.scorer.device}; call guide.to({str(self.scorer.device)!r})"
+            )
+
+    def outside(self) -> Tensor:
+        """Returns the log probability of what is observed outside of data plates.
+
+        Processes that have the rest of the data share it equally. Of new data it is without priors of parameters, which are known.
+        """
+        share = 1 / collectives.size() if self.populations.is_part else 1.0
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
+
+    def free_energy(self) -> Tensor:
+        """The scaled free energy, differentiable in whatever the model is."""
+        raise NotImplementedError
+
+    def mean_free_energy(self, particles: int) -> Tensor:
+        """Returns the free energy, averaged over draws.
+
+        The draws are of the latents that no guide covers, where there are any.
+        """
+        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
+
+    def num_draws(self, particles: int) -> int:
+        """How many draws there are: one, where guides cover all latents."""
+        return particles if self.scorer.layout.other_latents else 1
+
+    def draws(self, particles: int) -> Iterator[Self]:
+        """Yields batches of the same data, this one first.
+
+        Each has its own draws of the latents that no guide covers. Where there are none the free energy is exact, and one as good as many.
+        """
+        yield self
+        for _ in range(self.num_draws(particles) - 1):
+            yield self.redraw()
+
+    def redraw(self) -> Self:
+        """The same data in another run of the model."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch(ProgramBatch[LogJoint]):
     r"""The populations of selected data points with a scorer.
 
     One run of the model selected them and is scored.
@@ -40,7 +98,6 @@ class Batch:
     """
 
     populations: PopulationStore
-    scorer: LogJoint
     scored: Population | None = None
 
     def check(self) -> None:
@@ -55,10 +112,7 @@ class Batch:
         """
         store, scorer = self.populations, self.scorer
         refuse_other_size(len(store.words), scorer.full_size, scorer.layout.plates)
-        if scorer.device != store.words.device:
-            raise ValueError(
-                f"the populations are on {store.words.device}, the model's states on {scorer.device}; call guide.to({str(scorer.device)!r})"
-            )
+        self._check_device(store.words.device)
         store.check_indices(self.plate_indices)
         store.seen.compare(scorer)
 
@@ -93,14 +147,6 @@ class Batch:
         batch = current_batch()
         return batch is not None and batch.is_idle
 
-    def outside(self) -> Tensor:
-        """Returns this process's share of observations outside of data plates.
-
-        Of new data priors of parameters are no part: the parameters are known.
-        """
-        share = 1 / collectives.size() if self.populations.is_part else 1.0
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
-
     def population(self) -> Population:
         """Returns the stored populations with the model's observed states inserted."""
         stored = self.populations.take(self.indices)
@@ -121,10 +167,11 @@ class Batch:
 
     def rescore_(self) -> Population:
         """Stores and returns the populations with log joints in this run."""
-        return self._store_(self.rescore())
+        population = self.rescore()
+        return self._store_(population.log_joint, population.words)
 
-    def _store_(self, population: Population) -> Population:
-        return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.known is not None else None)
+    def _store_(self, log_joint: Tensor, words: Tensor) -> Population:
+        return self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:
@@ -211,26 +258,13 @@ class Batch:
         blocks = [self.scorer.score(words[rows], rows).double().logsumexp(-1).sum() for rows in self.scorer.row_blocks(words.shape[1])]
         return self.scale * torch.stack(blocks).sum() + self.outside()
 
-    def mean_free_energy(self, particles: int) -> Tensor:
-        """Returns the free energy, averaged over draws of uncovered latents.
-
-        Those are latents that no guide covers.
-        """
-        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
-
-    def draws(self, particles: int) -> Iterator[Batch]:
-        """Yields batches of the same data points, this one first.
-
-        Each has its own draws of the latents that no guide covers.
-
-        Where there are none the free energy is exact, and one as good as many.
-        """
-        yield self
-        for _ in range(self._num_draws(particles) - 1):
-            yield dataclasses.replace(self, scorer=_redraw(self.scorer), scored=None)
-
-    def _num_draws(self, particles: int) -> int:
-        return particles if self.scorer.layout.other_latents else 1
+    def redraw(self) -> Batch:
+        """The same data points in another run of the model."""
+        scorer = self.scorer
+        options = {name: getattr(scorer, name) for name in ("conditional", "memory_budget", "scoring")}
+        with torch.set_grad_enabled(scorer.takes_gradients):
+            again = LogJoint(scorer.call, scorer.layout, values=scorer.subsamples, **options)
+        return dataclasses.replace(self, scorer=again, scored=None)
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -239,7 +273,7 @@ class Batch:
             temperature: :math:`\tau`: the gradient weighs states by :math:`q \propto p^{1/\tau}`.
             particles: draws of the latents that no guide covers. Gradient and value are means over them.
         """
-        number = self._num_draws(particles)
+        number = self.num_draws(particles)
         if self.is_idle:
             _accumulate(-self.outside())
             return -float(self.outside().detach())
@@ -279,7 +313,7 @@ class Batch:
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
         """Stores new log joints and returns minus their free energy."""
         with torch.no_grad(), ops.defer_checks():
-            population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
+            population = self._store_(log_joint, words)
             return -ops.read_number(self.scale * population.free_energy().sum() + outside)
 
 
@@ -308,16 +342,3 @@ def _accumulate(loss: Tensor) -> None:
     """
     if loss.requires_grad:
         ops.on_success(lambda: loss.backward(retain_graph=True))
-
-
-def _redraw(scorer: LogJoint) -> LogJoint:
-    """A scorer of the same data points from another run."""
-    with torch.set_grad_enabled(scorer.takes_gradients):
-        return LogJoint(
-            scorer.call,
-            scorer.layout,
-            values=scorer.subsamples,
-            conditional=scorer.conditional,
-            memory_budget=scorer.memory_budget,
-            scoring=scorer.scoring,
-        )

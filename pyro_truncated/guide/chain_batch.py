@@ -35,10 +35,6 @@ from pyro_truncated.sequences import BlockSearch, ChainPosterior, LinearGaussian
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_count
 
-# Chains of a block whose joint configurations are scored by runs of the model.
-_BLOCK_CHAINS = 4
-_SWEEPS_PER_STEP = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class ChainBatch(SetBatch[ChainScorer]):
@@ -62,8 +58,8 @@ class ChainBatch(SetBatch[ChainScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_device()
         (store,) = self.populations.stores
+        self._check_device(store.words.device)
         if self.scorer.full_size * self.scorer.product.num_steps != len(store.words):
             raise ValueError(
                 f"the guide has sets for {len(store.words)} steps, the model now has {self.scorer.full_size} sequences of "
@@ -73,18 +69,13 @@ class ChainBatch(SetBatch[ChainScorer]):
 
     # --- the sets ---
 
-    def _shape(self) -> tuple[int, int]:
-        return self.scorer.num_data, self.scorer.product.num_steps
-
     def _take_populations(self) -> Population:
         return self.populations.stores[0].take(self.scorer.rows)
 
     def words(self) -> Tensor:
         """The sets ``(N, T, S, W)``."""
-        return self._take_populations().words.unflatten(0, self._shape())  # type: ignore[no-any-return]
-
-    def _unary(self, words: Tensor) -> Tensor:
-        return self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        shape = self.scorer.num_data, self.scorer.product.num_steps
+        return self._take_populations().words.unflatten(0, shape)  # type: ignore[no-any-return]
 
     def posterior(self, words: Tensor | None = None) -> ChainPosterior:
         """Returns the posterior on the stored sets, or on others.
@@ -117,7 +108,8 @@ class ChainBatch(SetBatch[ChainScorer]):
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
         words = self.words()
-        return self.scorer.scale * chains.free_energy(words, self._unary(words), self.scorer.transitions()).sum() + self.outside()
+        unary = self.scorer.log_likelihood(words).masked_fill(~distinct_places(words), -math.inf)
+        return self.scorer.scale * chains.free_energy(words, unary, self.scorer.transitions()).sum() + self.outside()
 
     def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
         r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
@@ -170,13 +162,14 @@ class ChainBatch(SetBatch[ChainScorer]):
         self.populations.seen.is_new |= is_new
         (store,) = self.populations.stores
         generator = torch.Generator().manual_seed(store.next_search_().next())
-        blocks = BlockSearch(_BLOCK_CHAINS, generator=generator)
+        # Chains whose joint configurations are scored by runs of the model.
+        blocks = BlockSearch(4, generator=generator)
         with poutine.block():
             stored = self._take_populations()
             is_scored = not bool(stored.log_joint.isnan().any())
             posterior = self.posterior() if is_scored else self._posterior(stored.num_states)
             for _ in range(steps):
-                posterior.improve_(_SWEEPS_PER_STEP).search_(blocks)
+                posterior.improve_(2).search_(blocks)
                 if not isinstance(search, AutomaticSearch):
                     posterior.search_(search)
             self.populations.store_(self._populations(posterior))

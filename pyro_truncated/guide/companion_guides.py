@@ -132,7 +132,10 @@ class Companions:
         nodes = {node["name"]: node for node in latent_nodes(prototype)}
         plates = set(layout.plates)
         local = [name for name in layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
-        fixed = [part for part in self.guide_list.modules() if _has_own_parameters(part)]
+        guides = (part for part in self.guide_list.modules() if isinstance(part, AutoGuide) and part.prototype_trace is not None)
+        # Pyro's automatic guides do not look at the model's arguments.
+        own = [part for part in guides if type(part).forward.__module__.startswith("pyro.")]
+        fixed: list[Any] = [part for part in own if not isinstance(part, (AutoGuideList, AutoCallable))]
         unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
         if unknown:
             raise ValueError(
@@ -203,13 +206,3 @@ def flatten_guides(guide_list: Any) -> Iterator[Any]:
             yield from flatten_guides(part)
         else:
             yield part
-
-
-def _has_own_parameters(part: Any) -> bool:
-    """Whether a module is an automatic guide that has been set up.
-
-    Pyro's automatic guides do not look at the model's arguments.
-    """
-    if not isinstance(part, AutoGuide) or part.prototype_trace is None or isinstance(part, (AutoGuideList, AutoCallable)):
-        return False
-    return type(part).forward.__module__.startswith("pyro.")

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_truncated.ops.streams import GOLDEN
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.observed import ObservedValues
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.program.sites import family, is_subsampled, sample_nodes
 from pyro_truncated.utils.parameter_store import spare_random_numbers
-
-_MAX_ENTRIES = 32
-_MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**64
 
 
 class ChangedDataWarning(UserWarning):
@@ -64,7 +62,12 @@ class SeenData:
 
     def knows(self, call: Call) -> bool:
         """Whether the arguments are the very tensors of last time, unchanged."""
-        return _are_same(_identities(call), self._arguments)
+        now, last = _identities(call), self._arguments
+        if now is None or last is None or len(now) != len(last):
+            return False
+        # References are compared by identity, of which a living tensor has one: equality would be that of the tensors' entries.
+        pairs = zip(now, last, strict=True)
+        return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
 
     def compare(self, log_joint: Probe) -> None:
         """Warns if data points differ from last time, and remembers them.
@@ -77,9 +80,8 @@ class SeenData:
         Raises:
             ValueError: for observed values outside the support of their distribution.
         """
-        arguments = _identities(log_joint.call)
-        if not _are_same(arguments, self._arguments):
-            self._arguments = arguments
+        if not self.knows(log_joint.call):
+            self._arguments = _identities(log_joint.call)
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
         chosen = slice(None) if log_joint.plate_indices is None else log_joint.plate_indices.cpu()
@@ -136,24 +138,15 @@ def _identities(call: Call) -> list[Any] | None:
     return identities if any(isinstance(leaf, Tensor) for leaf in leaves) else None
 
 
-def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return False
-    # References are compared by identity, of which a living tensor has one: equality would be that of the tensors' entries.
-    pairs = zip(one, other, strict=True)
-    return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
-
-
 def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Hashes ``(N,)`` of the data points by observed site, never zero."""
     found = {}
     for name, value in log_joint.observations(nodes).items():
         node = nodes[name]
         others = [frame for frame in node["cond_indep_stack"] if frame.name not in log_joint.layout.plates]
-        is_partial = any(frame.size != (frame.full_size or frame.size) for frame in others)
         # Labels of a latent are put into the populations.
         is_label = name in log_joint.layout.sites
-        if len(value) == log_joint.num_data and not is_partial and not is_label and not is_delta(node):
+        if len(value) == log_joint.num_data and not any(map(is_subsampled, others)) and not is_label and family(node["fn"]) != "Delta":
             found[name] = _hash_rows(value.detach().reshape(len(value), -1))
     return found
 
@@ -161,9 +154,9 @@ def _hash_data(log_joint: Probe, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
 def _hash_rows(rows: Tensor) -> Tensor:
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
-    rows = rows[:, :: -(-rows.shape[1] // _MAX_ENTRIES) or 1]
+    rows = rows[:, :: -(-rows.shape[1] // 32) or 1]
     # In one type, so that the same data in another precision are the same; minus zero is zero.
     bits = (rows.to(torch.float32) + 0.0).contiguous().view(torch.int32).long()
-    factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * _MULTIPLIER) | 1
+    factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * GOLDEN) | 1
     hashes = (bits * factors).sum(1)
     return torch.where(hashes == 0, 1, hashes)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Generic, Self, TypeVar
+from collections.abc import Sequence
+from typing import Self, TypeVar
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import current_batch
+from pyro_truncated.guide.batch import ProgramBatch
 from pyro_truncated.guide.product_store import ProductStore
 from pyro_truncated.guide.set_search import SetSearch
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
@@ -29,7 +29,7 @@ _Scorer = TypeVar("_Scorer", ProductScorer, ChainScorer)
 
 
 @dataclasses.dataclass(frozen=True)
-class SetBatch(Generic[_Scorer]):
+class SetBatch(ProgramBatch[_Scorer]):
     """Sets of states that a run of the model selects.
 
     They come with the scorer of this run.
@@ -40,25 +40,8 @@ class SetBatch(Generic[_Scorer]):
     """
 
     populations: ProductStore
-    scorer: _Scorer
     is_idle = False
     indices = None
-
-    def _check_device(self) -> None:
-        device = self.populations.stores[0].words.device
-        if self.scorer.device != device:
-            raise ValueError(
-                f"the populations are on {device}, the model's states on {self.scorer.device}; call guide.to({str(self.scorer.device)!r})"
-            )
-
-    def outside(self) -> Tensor:
-        """Returns the log probability of what depends on no discrete latent.
-
-        Only what is observed counts; of new data it is without priors of parameters. Processes that have the rest of the data share
-        equally what lies outside of the data plates.
-        """
-        share = 1 / collectives.size() if self.populations.is_part else 1.0
-        return self.scorer.outside(with_parameters=not self.populations.seen.is_new, share=share)
 
     def rescore(self) -> list[Population]:
         """Returns the sets, scored in this run of the model.
@@ -76,48 +59,19 @@ class SetBatch(Generic[_Scorer]):
         self.populations.store_(populations)
         return populations
 
-    def free_energy(self) -> Tensor:
-        """The scaled free energy, differentiable in whatever the model is."""
-        raise NotImplementedError
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every set of this batch holds all states.
-
-        There is then nothing to search.
-        """
-        return False
-
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
         """Improves the sets in place, and returns them with their log joints."""
         raise NotImplementedError
 
     def after_search(self, search: Search, steps: int = 1) -> Self:
         """Returns the batch with sets that a search has improved."""
-        if not self.is_full:
-            self.search_(search, steps)
+        self.search_(search, steps)
         return self
 
-    def mean_free_energy(self, particles: int) -> Tensor:
-        """Returns the free energy, averaged over draws.
-
-        The draws are of the latents that no guide covers, where there are any.
-        """
-        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
-
-    def num_draws(self, particles: int) -> int:
-        """How many draws there are: one, where guides cover all latents."""
-        return particles if self.scorer.layout.other_latents else 1
-
-    def draws(self, particles: int) -> Iterator[Self]:
-        """Yields batches of the same data, this one first.
-
-        Each has its own draws of the latents that no guide covers.
-        """
-        yield self
-        for _ in range(self.num_draws(particles) - 1):
-            again = type(self.scorer)(self.scorer.call, self.scorer.product, self.scorer.subsamples)
-            yield dataclasses.replace(self, scorer=again)
+    def redraw(self) -> Self:
+        """The same data in another run of the model."""
+        again = type(self.scorer)(self.scorer.call, self.scorer.product, self.scorer.subsamples)
+        return dataclasses.replace(self, scorer=again)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +100,7 @@ class ProductBatch(SetBatch[ProductScorer]):
         Warns:
             ChangedDataWarning: if the data are others than last time.
         """
-        self._check_device()
+        self._check_device(self.populations.stores[0].words.device)
         if self.populations.is_part and current_batch() is not None:
             raise NotImplementedError(
                 "distributed.Batches on several processes needs populations of whole states: AutoTruncated(..., whole_states=True). "
@@ -161,7 +115,7 @@ class ProductBatch(SetBatch[ProductScorer]):
                 )
             own.check_indices(self.scorer.population_rows(number))
         seen, scorer = self.populations.seen, self.scorer
-        if scorer.is_plain or seen.knows(scorer.call):
+        if scorer.first_sets is None or seen.knows(scorer.call):
             seen.compare(scorer)
         else:
             with torch.no_grad(), spare_random_numbers():
@@ -258,11 +212,11 @@ class ProductBatch(SetBatch[ProductScorer]):
             self.populations.store_(populations)
         return populations
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every set of this batch holds all states."""
-        groups = self.scorer.product.groups
-        return all(store.words.shape[1] >= group.space.size for store, group in zip(self.populations.stores, groups, strict=True))
+    def after_search(self, search: Search, steps: int = 1) -> Self:
+        """Returns the batch after a search, unless all sets hold all states."""
+        pairs = zip(self.populations.stores, self.scorer.product.groups, strict=True)
+        is_complete = all(store.words.shape[1] >= group.space.size for store, group in pairs)
+        return self if is_complete else super().after_search(search, steps)
 
     def set_search(self, *, is_new: bool = False) -> SetSearch:
         """A search of sets with random numbers of its own."""

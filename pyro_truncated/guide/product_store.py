@@ -117,11 +117,6 @@ class ProductStore(torch.nn.Module):
         """Whether there are populations."""
         return all(store.is_filled for store in self.stores)
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether all populations have been scored."""
-        return not any(bool(store.log_joint.isnan().any()) for store in self.stores)
-
     def populations(self) -> list[Population]:
         """The populations of all groups, which must have been scored.
 

@@ -28,7 +28,6 @@ from pyro_truncated.states.space import StateSpace
 _ROUNDING = 1e-9
 # The most joint values of a block of latents, which are proposed for all nodes at once.
 _BLOCK_STATES = 16
-_BLOCKS_PER_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +152,8 @@ class SetSearch:
         groups = self.scorer.product.groups
         open_ = [number for number, group in enumerate(groups) if scored.sets[number].shape[1] < group.space.size]
         spaces = {groups[number].space for number in open_}
-        # Where all states are proposed at once a second time changes nothing.
-        blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else _BLOCKS_PER_STEP
+        # Two in a step; where all states are proposed at once a second time changes nothing.
+        blocks = min(len(spaces), 1) if all(map(self._is_small, spaces)) else 2
         for _ in range(steps):
             for number in open_:
                 scored = self._search_group(search, scored, number)

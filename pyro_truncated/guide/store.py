@@ -128,6 +128,11 @@ class PopulationStore(torch.nn.Module):
     # --- populations that begin: created, or loaded ---
 
     @property
+    def stores(self) -> list[PopulationStore]:
+        """This one: whole states have one store, sets of states several."""
+        return [self]
+
+    @property
     def is_part(self) -> bool:
         """Whether other processes hold the populations of other data points."""
         return self.portion is not None and self.portion.is_part
@@ -272,11 +277,6 @@ class PopulationStore(torch.nn.Module):
             raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
         return self._space
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether the populations of all data points have been scored."""
-        return not bool(self.log_joint.isnan().any())
-
     def check_indices(self, indices: Tensor | None) -> None:
         """Checks positions of data points.
 
@@ -371,7 +371,6 @@ class PopulationStore(torch.nn.Module):
         return population
 
 
-_KEPT_IN_MEMORY = 2**27
 _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -461,12 +460,12 @@ class FileStore(PopulationStore):
             self._has_begun[rows] = True
 
     def _let_go(self, number: int) -> None:
-        """Frees the memory of earlier minibatches' populations, once they are many.
+        """Frees the memory of earlier minibatches' populations, from 128 MiB on.
 
         Files keep them.
         """
         self._num_touched += number
-        if self._num_touched * self.words[0].nbytes > _KEPT_IN_MEMORY:
+        if self._num_touched * self.words[0].nbytes > 2**27:
             self._num_touched = 0
             for memory in self._files.values():
                 release(memory)

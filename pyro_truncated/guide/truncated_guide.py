@@ -26,6 +26,7 @@ class TruncatedGuide(Protocol):
         populations: where the states of all data points are kept.
         num_draws: how many draws of the latents of other guides, or of a conditional that is not exact, are averaged over.
         is_conditional_exact: whether log joints are the same for every draw of the conditional; ``None`` if nobody has looked.
+        is_enumerable: whether Pyro's ELBOs can run the model on many states.
     """
 
     master: Any
@@ -33,6 +34,7 @@ class TruncatedGuide(Protocol):
     populations: PopulationStore
     num_draws: int
     is_conditional_exact: bool | None
+    is_enumerable: bool
 
     @property
     def layout(self) -> Layout:
@@ -49,10 +51,6 @@ class TruncatedGuide(Protocol):
     @property
     def conditional(self) -> Conditional | None:
         """The callable that samples continuous latents given the states."""
-
-    @property
-    def is_enumerable(self) -> bool:
-        """Whether Pyro's ELBOs can run the model on many states."""
 
     @property
     def index_name(self) -> str:

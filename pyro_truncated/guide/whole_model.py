@@ -54,6 +54,7 @@ class WholeModelGuide(AutoGuide):
     Attributes:
         whole_states: whether populations hold whole states even where the factor graph has several nodes.
         num_states: the states that are kept; one where nobody keeps any.
+        is_enumerable: whether Pyro's ELBOs can run the model on many states. Otherwise they enumerate them one after the other.
 
     Args:
         model: a Pyro model, whole.
@@ -90,7 +91,7 @@ class WholeModelGuide(AutoGuide):
         self._layout: Layout | None = None
         self._product: ProductLayout | ChainLayout | None = None
         self._scoring: Scoring = "together"
-        self._is_enumerable = True
+        self.is_enumerable = True
         self._inherited_companions: Companions | None = None
 
     # --- the model ---
@@ -120,11 +121,6 @@ class WholeModelGuide(AutoGuide):
         """Returns constructor arguments of a guide for other data."""
         names = ("conditional", "max_count", "vectorize", "create_plates", "memory_budget")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def is_set_up(self) -> bool:
-        """Whether the guide has met its model."""
-        return self._layout is not None
 
     @property
     def layout(self) -> Layout:
@@ -158,14 +154,6 @@ class WholeModelGuide(AutoGuide):
         frames: Mapping[str, Any] = self._prototype_frames
         return frames
 
-    @property
-    def is_enumerable(self) -> bool:
-        """Whether Pyro's ELBOs can run the model on many states.
-
-        Otherwise they enumerate them one after the other.
-        """
-        return self._is_enumerable
-
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Inspects the model; called by the first use of the guide."""
         if self.prototype_trace is None:
@@ -193,9 +181,9 @@ class WholeModelGuide(AutoGuide):
                     self._prototype_frames = latent_plates(trace)
                 self._device = without_states(self.prototype_trace, self._layout)
                 if self._product is not None:
-                    self._scoring, self._is_enumerable = "together", False
+                    self._scoring, self.is_enumerable = "together", False
                     return
-                self._scoring, self._is_enumerable = scoring_for(
+                self._scoring, self.is_enumerable = scoring_for(
                     self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
                 )
 

@@ -62,15 +62,10 @@ def check_below(component: Tensor, number: int) -> None:
     """Refuses components that are negative, or not below the number."""
     if component.numel():
         lowest, highest = component.aminmax()
-        raise_if((lowest < 0) | (highest >= number), lambda: _raise_component_range(lowest, highest, number))
+        is_outside = (lowest < 0) | (highest >= number)
+        raise_if(is_outside, lambda: f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
 
 
-def _raise_component_range(lowest: Tensor, highest: Tensor, number: int) -> None:
-    raise ValueError(f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")
-
-
-# Blocks this long keep a matrix busy; longer ones hold more padding.
-_SHORTEST, _LONGEST = 8, 256
 # What a few temporaries of so many bytes hold stays in a processor's cache.
 _CACHED = 2**22
 
@@ -107,7 +102,8 @@ class GroupBlocks:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
         size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
         order = group.argsort(stable=True)
-        length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
+        # Blocks this long keep a matrix busy; longer ones hold more padding.
+        length = min(256, max(8, len(group) // (2 * max(1, num_groups))))
         count = (size + length - 1) // length
         last_block = count.cumsum(0)
         most = int(last_block[-1]) if group.is_cpu else min(len(group), len(group) // length + num_groups)
@@ -314,7 +310,7 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
-    raise_if(~(weight >= 0).all(), _raise_negative_weights)
+    raise_if(~(weight >= 0).all(), "weight must not be negative or NaN")
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = GroupBlocks.from_groups(component.flatten(), num_components)
@@ -325,10 +321,6 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
         data = data * (root[part.entry] * part.is_own).unsqueeze(-1)
         products.index_add_(0, part.group, data.mT @ data)
     return products
-
-
-def _raise_negative_weights() -> None:
-    raise ValueError("weight must not be negative or NaN")
 
 
 def _identity(basis: Tensor) -> Tensor:

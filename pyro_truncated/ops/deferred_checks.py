@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,15 @@ from torch import Tensor
 from pyro_truncated.ops.backend import is_vectorised
 
 _Action = Callable[[], None]
+# The message of a ValueError, or a function that returns it or raises an error itself.
+_Complaint = str | Callable[[], Any]
 
 
 class _PendingChecks:
     """Deferred checks, and actions to take when they have passed."""
 
     def __init__(self) -> None:
-        self.checks: list[tuple[Tensor, _Action]] = []
+        self.checks: list[tuple[Tensor, _Complaint]] = []
         self.actions: list[_Action] = []
         self.lazy: list[_Lazy] = []
 
@@ -32,13 +35,19 @@ class _PendingChecks:
         found = torch.cat(_on_one_device(answers)).tolist() if answers else []
         for is_problem, (_, complain) in zip(found, checks, strict=False):
             if is_problem:
-                complain()
+                _raise(complain)
         start = len(checks)
         for one in lazy:
             one.known = found[start : start + len(one.values)]
             start += len(one.values)
         for act in actions:
             act()
+
+
+def _raise(complain: _Complaint) -> None:
+    message = complain if isinstance(complain, str) else complain()
+    if isinstance(message, str):
+        raise ValueError(message)
 
 
 def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
@@ -64,25 +73,23 @@ class _Lazy:
 _pending: ContextVar[_PendingChecks | None] = ContextVar("pyro_truncated_pending_checks", default=None)
 
 
-def raise_if(problem: Tensor, complain: _Action) -> None:
+def raise_if(problem: Tensor, complain: _Complaint) -> None:
     """Complains if there is a problem, now or with the deferred checks.
 
     It is deferred on a device within :func:`defer_checks`, so that a device is waited for once.
 
     Example:
-        >>> def complain():
-        ...     raise ValueError("the sum must be positive")
-        >>> raise_if(torch.ones(3).sum() <= 0, complain)
+        >>> raise_if(torch.ones(3).sum() <= 0, "the sum must be positive")
 
     Args:
         problem: a Boolean scalar.
-        complain: raises an error.
+        complain: the message of a ``ValueError``, or a function that returns it or raises an error itself.
     """
     pending = _pending.get()
     if pending is not None and is_vectorised(problem):
         pending.checks.append((problem, complain))
     elif bool(problem):
-        complain()
+        _raise(complain)
 
 
 def on_success(act: _Action) -> None:
@@ -152,9 +159,5 @@ def cholesky(matrix: Tensor) -> Tensor:
     if not is_vectorised(matrix):
         return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
     factor, info = torch.linalg.cholesky_ex(matrix)
-    raise_if((info != 0).any(), lambda: _raise_not_positive_definite(matrix))
+    raise_if((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
     return factor  # type: ignore[no-any-return]
-
-
-def _raise_not_positive_definite(matrix: Tensor) -> None:
-    torch.linalg.cholesky(matrix)

@@ -14,8 +14,6 @@ from torch import Tensor
 IMPOSSIBLE = -1e12
 # Joint states from which on a sum is a product of matrices, where it can be: below, that takes no less time.
 _MIN_MATMUL_STATES = 2**14
-# The least sum of products that has lost nothing to underflow, and the largest logarithms of the factors of a posterior.
-_MIN_PRODUCT, _MAX_LOG = 1e-200, 250.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +316,8 @@ def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
     flat = columns.flatten(1)
     top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
     product = (matrix - top).exp() @ (flat - left).exp()
-    if not bool(product.amin() > _MIN_PRODUCT):
+    # A larger sum of products has lost nothing to underflow.
+    if not bool(product.amin() > 1e-200):
         return None
     found = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
     return found.movedim(0, dim).transpose(dim, out)
@@ -339,7 +338,7 @@ def _pair_posterior(shared: Tensor, own: Tensor, down: Tensor, shape: torch.Size
     members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
     left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
     tops = [part.amax(0) for part in (left, right)]
-    if not bool((tops[0] + tops[1]).abs().amax() < _MAX_LOG) or not bool(shared.amax() < _MAX_LOG):
+    if not bool((tops[0] + tops[1]).abs().amax() < 250.0) or not bool(shared.amax() < 250.0):
         return None
     product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
     return shared.exp() * (product if first < second else product.mT).reshape(shape)

@@ -23,7 +23,6 @@ from pyro_truncated.ops.deferred_checks import raise_if
 from pyro_truncated.ops.packed_states import check_likelihood, check_weights
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
-_NARROW = 1e-5
 _LOG_HALF = -math.log(2)
 
 
@@ -128,7 +127,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
     width = (high - low).clamp(min=torch.finfo(low.dtype).tiny)
     narrow = _log_phi(0.5 * (low + high)) + width.log()
     result = torch.where(high > 0, middle, tail)
-    result = torch.where(width * low.abs().clamp(min=1.0) < _NARROW, narrow, result)
+    result = torch.where(width * low.abs().clamp(min=1.0) < 1e-5, narrow, result)
     return result.masked_fill(is_empty, -math.inf)
 
 
@@ -408,25 +407,18 @@ def _check_slabs(value: Tensor, weight: Tensor, selected: Tensor) -> None:
         raise ValueError(f"value (N, D) and weight (D, H) must share D; got {tuple(value.shape)} and {tuple(weight.shape)}")
     if selected.dim() != 2 or len(selected) != len(value):
         raise ValueError(f"selected must have shape (N, K) with N = {len(value)}; got {tuple(selected.shape)}")
-    raise_if(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _raise_selected_range(selected, weight))
-    raise_if(~(weight >= 0).all(), _raise_negative_weight)
-
-
-def _raise_selected_range(selected: Tensor, weight: Tensor) -> None:
-    raise ValueError(f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}")
-
-
-def _raise_negative_weight() -> None:
-    raise ValueError("weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients")
-
-
-def _raise_repeated_cause() -> None:
-    raise ValueError("selected must not hold a cause twice for a data point")
+    raise_if(
+        ((selected < 0) | (selected >= weight.shape[1])).any(),
+        lambda: f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}",
+    )
+    raise_if(
+        ~(weight >= 0).all(), "weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients"
+    )
 
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
     ordered = selected.sort(1).values
-    raise_if((ordered[:, 1:] == ordered[:, :-1]).any(), _raise_repeated_cause)
+    raise_if((ordered[:, 1:] == ordered[:, :-1]).any(), "selected must not hold a cause twice for a data point")
     if coefficients.shape != (len(value), weight.shape[1]):
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:

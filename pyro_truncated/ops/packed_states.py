@@ -145,7 +145,7 @@ def pack(values: Tensor, fields: Fields) -> Tensor:
     size = rows_per_block(32 * fields.num_latents)
     for start in range(0, len(rows), size):
         block = rows[start : start + size].long()
-        raise_if(((block < 0) | (block >= cardinality)).any(), _raise_values_range)
+        raise_if(((block < 0) | (block >= cardinality)).any(), "values must lie in 0 .. cardinality - 1 of their latent")
         # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
         words[start : start + size].index_add_(1, word, block << shift)
     return words.view(*values.shape[:-1], fields.num_words)
@@ -172,10 +172,6 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
     words = torch.zeros(len(latent), fields.num_words, dtype=torch.int64, device="cpu")
     # A field never straddles words, so a single one is its value, shifted.
     return latent, value, words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))
-
-
-def _raise_values_range() -> None:
-    raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
 
 
 def gather_states(words: Tensor, positions: Tensor) -> Tensor:
@@ -262,8 +258,6 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
 
 
 _MAX_STATES = 2**20
-# Values that torch unpacks as quickly as a kernel does.
-_MAX_TORCH_VALUES = 2**12
 
 
 def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
@@ -309,7 +303,8 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     """
     if words.shape[-1:] != (fields.num_words,) or words.dtype != torch.int64:
         raise ValueError(f"words must be int64 and end in a dimension of {fields.num_words}; got {tuple(words.shape)} of {words.dtype}")
-    is_small = words.numel() * fields.num_latents <= _MAX_TORCH_VALUES
+    # So many values torch unpacks as quickly as a kernel does.
+    is_small = words.numel() * fields.num_latents <= 2**12
     return backend("latent_values", words, is_small=is_small).unpack(words, fields, dtype)  # type: ignore[no-any-return]
 
 
@@ -353,7 +348,10 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     _check_weights(words, weights, fields)
     out, num_invalid = backend("latent_values", words).value_probabilities(words, weights, fields)
-    raise_if(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
+    raise_if(
+        torch.as_tensor(num_invalid > 0, device=words.device),
+        lambda: f"the states hold {int(num_invalid)} values outside of 0 .. cardinality - 1; they belong to another state space",
+    )
     return out  # type: ignore[no-any-return]
 
 
@@ -381,10 +379,6 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     # drawn. Sums along the first axis: along a last one this short they are slow on a GPU.
     tails = probabilities.detach().double()[..., 1:].movedim(-1, 0).flip(0).cumsum(0).flip(0).movedim(0, -1).contiguous()
     return backend("latent_values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
-
-
-def _refuse_others(number: int) -> None:
-    raise ValueError(f"the states hold {number} values outside of 0 .. cardinality - 1; they belong to another state space")
 
 
 def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:

@@ -136,11 +136,8 @@ def _check(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canva
         raise ValueError(f"rank must have the shape of places, {tuple(places.shape)}; got {tuple(rank.shape)}")
     if len(features) > MAX_OBJECTS:
         raise ValueError(f"there may be at most {MAX_OBJECTS} objects; got {len(features)}")
-    raise_if(((places < -1) | (places >= canvas.num_places)).any(), lambda: _raise_places_range(places, canvas))
-
-
-def _raise_places_range(places: Tensor, canvas: Canvas) -> None:
-    raise ValueError(f"places must lie in -1 .. {canvas.num_places - 1}; got {int(places.min())} .. {int(places.max())}")
+    is_outside = ((places < -1) | (places >= canvas.num_places)).any()
+    raise_if(is_outside, lambda: f"places must lie in -1 .. {canvas.num_places - 1}; got {int(places.min())} .. {int(places.max())}")
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.utils.budget import rows_per_block
 
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Odd numbers with well spread bits, as signed 64-bit integers: the golden ratio, and one of a published 64-bit finaliser.
+GOLDEN, FINALISER = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB
 _WORD = 2**64 - 1
 
 
@@ -107,12 +109,12 @@ def mix_bits(*numbers: int) -> int:
     """Hashes integers to 63 bits; all bits and their order count."""
     state = 0
     for number in numbers:
-        state = _mix((state + _mix(((number + 1) * _STEP) & _WORD)) & _WORD)
+        state = _mix((state + _mix(((number + 1) * GOLDEN) & _WORD)) & _WORD)
     return state >> 1
 
 
 def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _FIRST) & _WORD
+    x = ((x ^ (x >> 30)) * FINALISER) & _WORD
     x = ((x ^ (x >> 27)) * _SECOND) & _WORD
     return x ^ (x >> 31)
 

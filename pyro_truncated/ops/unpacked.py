@@ -47,21 +47,19 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
     """
     amplitude, spread = states * mean, states * deviation
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
-    identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = cholesky(identity + spread.unsqueeze(-1) * gram * spread.unsqueeze(-2))
-    target = spread * field
-    solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
-    energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return energy, factor, solution
+    return _integrate(amplitude, linear, field, spread.unsqueeze(-1) * gram * spread.unsqueeze(-2), spread * field)
 
 
 def collapse_correlated_slabs(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Does as :func:`collapse` for slabs :math:`z = \mu + T e`, ``root`` :math:`T` ``(*batch, H, H)``."""
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
-    identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = cholesky(identity + spread.mT @ gram @ spread)
-    target = (spread.mT @ field.unsqueeze(-1)).squeeze(-1)
+    return _integrate(amplitude, linear, field, spread.mT @ gram @ spread, (spread.mT @ field.unsqueeze(-1)).squeeze(-1))
+
+
+def _integrate(amplitude: Tensor, linear: Tensor, field: Tensor, gram: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Does as :func:`collapse`, with the Gram matrix of standardised slabs."""
+    factor = cholesky(torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + gram)
     solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
     energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return energy, factor, solution

@@ -24,7 +24,6 @@ from pyro_truncated.program.supports import elementwise, value_bounds
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 _MAX_JOINT_VALUES = 16
-_RUNS_BY_CHANCE = 4
 
 
 class ChangingSitesError(NotImplementedError):
@@ -73,7 +72,7 @@ def changing_sites(call: Call, trace: poutine.Trace, values: Collection[Mapping[
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and name not in sample_nodes(trace)}
     found = [_names(trace)]
     with torch.no_grad(), spare_random_numbers(), pyro.validation_enabled(False):
-        for seed, chosen in enumerate([*values, *({} for _ in range(_RUNS_BY_CHANCE))]):
+        for seed, chosen in enumerate([*values, *({} for _ in range(4))]):
             torch.manual_seed(seed)
             # What the model raises for some values, the first use of the guide shall say.
             with contextlib.suppress(Exception):

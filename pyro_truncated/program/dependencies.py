@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.sites import is_delta
+from pyro_truncated.program.sites import family
 from pyro_truncated.program.supports import elementwise, get_support, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -140,7 +140,7 @@ def _scopes(trace: Any) -> dict[str, frozenset[str]]:
     for name, node in trace.nodes.items():
         if node["type"] != "sample" or site_is_subsample(node):
             continue
-        if is_delta(node) and not node["is_observed"]:
+        if family(node["fn"]) == "Delta" and not node["is_observed"]:
             places[name] = _through(get_provenance(_point(node["fn"])), places)
         with PythonReads() as reader:
             found = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))

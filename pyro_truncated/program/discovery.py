@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.sites import DiscreteSite, family, is_delta, is_subsampled
+from pyro_truncated.program.sites import DiscreteSite, family, is_subsampled
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, elementwise, get_support, possible_values, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
@@ -74,7 +74,7 @@ def refuse_unplated_dims(nodes: Iterable[Mapping[str, Any]], names: set[str], de
     """
     below: set[str] | None = None
     for node in nodes:
-        if is_delta(node):
+        if family(node["fn"]) == "Delta":
             continue
         fn, value = node["fn"], node["value"]
         shape, given = tuple(fn.batch_shape), tuple(value.shape[: value.dim() - fn.event_dim])
@@ -231,11 +231,6 @@ def _limit_bounds(node: Any, dependencies: Dependencies, limit: int | None) -> B
     return value_bounds(node["fn"])[0].min(), torch.tensor(limit)
 
 
-_MAX_COMBINATIONS = 4096
-_MAX_SINGLE_RUNS = 64
-_VERIFIED_RUNS = 8
-
-
 def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tensor], dependencies: Dependencies) -> Bounds | None:
     """Returns a site's widest support over other sites' joint values.
 
@@ -251,12 +246,12 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
         NotImplementedError: if for some of them the site is not sampled, or has another shape.
     """
     joint = _JointValues(node, parents)
-    if joint.number > _MAX_COMBINATIONS:
+    if joint.number > 4096:
         return None
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
-        at_once = runs.joint_bounds() if joint.number > _MAX_SINGLE_RUNS and not leaked else None
+        at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
         low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)
     return _last(low, dims), _last(high, dims)
@@ -280,7 +275,7 @@ class _Runs:
             found = self._run_to_node(joint.joint_values()).bounds(joint.depth)
         except (RuntimeError, IndexError, ValueError):
             return None
-        for number in range(0, joint.number, math.ceil(joint.number / _VERIFIED_RUNS)):
+        for number in range(0, joint.number, math.ceil(joint.number / 8)):
             single = self.singly([number])
             for one, many in zip(single, found, strict=True):
                 if not torch.equal(*torch.broadcast_tensors(one, many[min(number, len(many) - 1)])):

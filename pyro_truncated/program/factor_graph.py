@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pyro_truncated.program.sites import DiscreteSite, is_delta, sample_nodes
+from pyro_truncated.program.sites import DiscreteSite, family, sample_nodes
 from pyro_truncated.utils.console import readable_count, shorten_names
 
 # A plate as a program opens it: its name, dimension and size.
@@ -102,7 +102,7 @@ def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping
     plates = {
         name: _node_plates(node)
         for name, node in sample_nodes(trace).items()
-        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or not is_delta(node))
+        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or family(node["fn"]) != "Delta")
     }
     scopes = {name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates}
     scopes = {name: scope for name, scope in scopes.items() if scope}
@@ -349,7 +349,6 @@ def eliminate(
     cliques: Iterable[Collection[Any]],
     site_plates: Callable[[Any], frozenset[Plate]],
     size: Callable[[Any], int],
-    limit: int = CLIQUE_LIMIT,
 ) -> dict[Any, set[Any]] | None:
     """Returns an elimination order by the fewest new edges.
 
@@ -378,7 +377,7 @@ def eliminate(
         if node in found or rank != priority(node):
             continue
         around = neighbours.pop(node)
-        if rank[0] or math.prod(map(size, [node, *around])) > limit:
+        if rank[0] or math.prod(map(size, [node, *around])) > CLIQUE_LIMIT:
             return None
         found[node] = around
         for other in around:

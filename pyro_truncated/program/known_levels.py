@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated.ops import find_duplicates, gather_states
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout, SiteLayout
-from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.program.sites import family, sample_nodes
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
 
@@ -92,7 +92,7 @@ def find_idle(call: Call, trace: Any, layout: Layout) -> frozenset[str]:
     masked = {name for name in layout.sites if nodes[name]["mask"] is not None}
     if not masked:
         return frozenset()
-    values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"] and not is_delta(node)}
+    values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"] and family(node["fn"]) != "Delta"}
     values |= {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample" and site_is_subsample(node)}
     changed = dict(values)
     for name in masked:

@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated_dims
 from pyro_truncated.program.inspection import plates_around
-from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
+from pyro_truncated.program.sites import DiscreteSite, family, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_count
 
@@ -226,7 +226,8 @@ class Layout(SiteLayout):
         super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
         self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
-        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
+        rest = (node for node in latent_nodes(trace) if node["name"] not in self.sites)
+        self.other_latents = [node["name"] for node in rest if family(node["fn"]) != "Delta"]
         self.idle_where_masked: frozenset[str] = frozenset()
         self.clamped: frozenset[str] = frozenset()
         self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)

@@ -125,7 +125,7 @@ class LogJoint(Probe):
         with memory_budget(self.memory_budget):
             log_joint = self.packed_model.score(words, rows) if self.packed_model is not None else self._score_dense(words)
         if self.known is not None:
-            log_joint = log_joint.masked_fill(self.is_contradicted(words), -math.inf)
+            log_joint = log_joint.masked_fill(self.known.contradicts(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
 

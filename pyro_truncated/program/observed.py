@@ -12,9 +12,7 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent
 from torch.nn import Module
 
 from pyro_truncated.distributed.shards import let_go
@@ -22,7 +20,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import is_delta
+from pyro_truncated.program.sites import family, unwrap
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import check_dense_real, module_number, warn_if_rounded
@@ -55,7 +53,7 @@ class ObservedValues:
         """
         for name, node in probe.nodes.items():
             value = node["value"]
-            if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or is_delta(node):
+            if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or family(node["fn"]) == "Delta":
                 continue
             checked = self._checked_values.get(name)
             if checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version:
@@ -124,7 +122,7 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
     told.
     """
     fn, value = node["fn"], node["value"]
-    inner, masks = _unwrap(fn)
+    inner, masks = unwrap(fn)
     try:
         support = fn.support
     except NotImplementedError:
@@ -148,21 +146,8 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
     return invalid
 
 
-def _unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
-    """Returns a distribution without wrappers, and its masks.
-
-    Masks come with the event dimensions of what they mask.
-    """
-    masks = []
-    while isinstance(fn, (Independent, ExpandedDistribution, MaskedDistribution)):
-        if isinstance(fn, MaskedDistribution):
-            masks.append((fn._mask, fn.event_dim))
-        fn = fn.base_dist
-    return fn, masks
-
-
 def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
-    inner = _unwrap(node["fn"])[0]
+    inner, _ = unwrap(node["fn"])
     support = elementwise(node["fn"].support)
     first = tuple(int(position) for position in invalid.nonzero()[0])
     value = node["value"].expand((*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :]))[first]

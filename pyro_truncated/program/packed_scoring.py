@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.program.probe import Probe
+from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.zero_probabilities import certain_values
 from pyro_truncated.states.space import StateSpace
 
@@ -171,18 +172,12 @@ def _is_packed(node: Any, state: Any) -> bool:
     )
 
 
-def _inner(fn: Any) -> Any:
-    while type(fn).__name__ in ("Independent", "ExpandedDistribution") and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
-
-
 def _certain(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
     """Returns which latents cannot be on and which cannot be off.
 
     They have the shape of the logits, or are ``None`` if there are none.
     """
-    found = certain_values(_inner(fn))
+    found = certain_values(fn)
     if found is None:
         return None
     # Where all data points share the logits, both have one row at most.
@@ -195,8 +190,8 @@ def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None
 
     ``None`` stands for any other distribution.
     """
-    fn = _inner(fn)
-    if not isinstance(fn, torch.distributions.Bernoulli):
+    fn, masks = unwrap(fn)
+    if masks or not isinstance(fn, torch.distributions.Bernoulli):
         return None
     is_given = "logits" in fn.__dict__
     parameter: Tensor = fn.logits if is_given else fn.probs

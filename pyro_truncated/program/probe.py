@@ -19,7 +19,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
 from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.layout import Layout
-from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
+from pyro_truncated.program.sites import family, log_density, sample_nodes
 
 
 class AllObservedError(ValueError):
@@ -74,11 +74,12 @@ class Probe:
         trace = self.first_run(given)
         self.nodes = sample_nodes(trace)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
+        observed = {name for name, node in self.nodes.items() if node["is_observed"]}
+        self.observed = [name for name in layout.sites if name in observed]
         self._check_structure()
         drawn = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
         self.values: dict[str, Any] = given | self.subsamples | drawn
-        self.uncovered = {name for name in layout.other_latents if name not in given and not self._is_observed(name)}
-        self.observed = [name for name in layout.sites if self._is_observed(name)]
+        self.uncovered = set(layout.other_latents) - given.keys() - observed
         first = self.nodes[next(iter(layout.sites))]
         self._stack = first["cond_indep_stack"]
         self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
@@ -94,7 +95,8 @@ class Probe:
         masks = self._masks()
         self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
         self.hidden = [name for name in masks if name not in self.idle]
-        self.known = self._known_levels()
+        labels = {name: self.nodes[name]["value"] for name in self.observed}
+        self.known = KnownLevels.from_run(layout, self.sizes, labels, self.idle, self.device)
 
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects and observes."""
@@ -131,7 +133,7 @@ class Probe:
                 f"the model must sample the discrete sites {missing}, as when the guide was set up. Make a new guide for another model."
             )
         known = {*self.layout.sites, *self.layout.other_latents}
-        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
+        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and family(node["fn"]) != "Delta"]
         if new and self._changing():
             raise ChangingSitesError(self._changing(), [])
         if new:
@@ -140,7 +142,7 @@ class Probe:
                 "guide.setup(*args) with arguments for which the model observes no latent; for draws of data use "
                 "Predictive(poutine.uncondition(model), guide=guide)"
             )
-        if all(self._is_observed(name) for name in self.layout.sites):
+        if len(self.observed) == len(self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
 
     def _masks(self) -> dict[str, Tensor]:
@@ -152,9 +154,6 @@ class Probe:
     def _changing(self) -> set[str]:
         """The sites that are not sampled in every run with these arguments."""
         return changing_sites(self.call, self.run(self.subsamples))
-
-    def _is_observed(self, name: str) -> bool:
-        return name in self.nodes and bool(self.nodes[name]["is_observed"])
 
     def is_inside(self, node: Any) -> bool:
         """Whether a site lies in all data plates."""
@@ -241,26 +240,12 @@ class Probe:
             share: of what has no row for each member of the left-most data plate, where several processes have the rest of the data.
         """
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
-        nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))]
+        nodes = [node for node in nodes if not self.is_inside(node) and (node["is_observed"] or family(node["fn"]) == "Delta")]
         if share == 1.0:
             return log_density(nodes, self.device)
         has_rows = [self.layout.plates[0] in {frame.name for frame in node["cond_indep_stack"]} for node in nodes]
         parts = [[node for node, has_own in zip(nodes, has_rows, strict=True) if has_own is wanted] for wanted in (True, False)]
         return log_density(parts[0], self.device) + share * log_density(parts[1], self.device)
-
-    def _known_levels(self) -> KnownLevels | None:
-        """What this call says of the states."""
-        observed = {name: self.nodes[name]["value"] for name in self.observed}
-        return KnownLevels.from_run(self.layout, self.sizes, observed, self.idle, self.device)
-
-    def is_contradicted(self, words: Tensor) -> Tensor:
-        """Returns which states contradict the model's observations of them.
-
-        States are ``(N, C, num_words)``, the result is ``(N, C)``.
-        """
-        if self.known is None:
-            return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
-        return self.known.contradicts(words)
 
     def insert_observed_values(self, words: Tensor) -> Tensor:
         """Returns distinct states ``(N, S, num_words)`` with observed values inserted.

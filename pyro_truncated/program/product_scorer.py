@@ -100,6 +100,10 @@ class ProductScorer(Probe):
         values: fixed, by site name: other latents, subsamples.
         sets: those of all rows.
 
+    Attributes:
+        product: the nodes of its factor graph.
+        first_sets: the sets of the first run, ``None`` where it drew one value of each latent.
+
     Raises:
         NotImplementedError: if a plate is subsampled whose members share a latent of the same component.
         ValueError: if latents of one component have different scales.
@@ -107,7 +111,7 @@ class ProductScorer(Probe):
 
     def __init__(self, call: Call, product: ProductLayout, values: Mapping[str, Any] | None = None, sets: Sets | None = None) -> None:
         self.product = product
-        self._first_sets = None if sets is None else [words.clone() for words in sets]
+        self.first_sets = None if sets is None else [words.clone() for words in sets]
         self._first_tables: Tables | None = None
         super().__init__(call, product.layout, values)
         self._frames = {f.name: f for name in product.layout.sites for f in self.nodes[name]["cond_indep_stack"] if f.vectorized}
@@ -120,7 +124,7 @@ class ProductScorer(Probe):
                 "parallel=True of Predictive, or make the guide with AutoTruncated(..., whole_states=True)."
             )
 
-        if self._first_sets is not None:
+        if self.first_sets is not None:
             self._has_graph = torch.is_grad_enabled()
             self._first_tables = self._build_tables(self.nodes)
 
@@ -131,7 +135,7 @@ class ProductScorer(Probe):
         The sets are read if the model may select all rows. Where it does not, the scorer is that of a plain run.
         """
         frames = [frame for site in product.layout.sites.values() for frame in site.frames]
-        if not any(is_subsampled(frame) for frame in frames):
+        if not any(map(is_subsampled, frames)):
             sets = read()
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 scorer = cls(call, product, values, sets)
@@ -139,17 +143,12 @@ class ProductScorer(Probe):
                     return scorer
         return cls(call, product, values)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the first run drew one value of each latent."""
-        return self._first_sets is None
-
     def first_run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """The run that says what the model selects, on any given sets."""
-        if self._first_sets is None:
+        if self.first_sets is None:
             return self.run(values)
         sizes = [group.layouts[0].full_sizes for group in self.product.groups]
-        states = self._values(self._first_sets, sizes, self.product.dtypes)
+        states = self._values(self.first_sets, sizes, self.product.dtypes)
         with pyro.validation_enabled(False):
             return self.run({**values, **states})
 
@@ -166,8 +165,7 @@ class ProductScorer(Probe):
             own = self.product.node_layouts[root].plates
             for node in component:
                 for plate in self.product.node_layouts[node].plates:
-                    frame = self._frames[plate]
-                    if plate not in own and is_subsampled(frame):
+                    if plate not in own and is_subsampled(self._frames[plate]):
                         raise NotImplementedError(
                             f"the latents {list(graph.nodes[node].sites)} lie in the subsampled plate '{plate}', but share the latents "
                             f"{list(graph.nodes[root].sites)}, whose posterior needs all members of it. Take all of '{plate}'."
@@ -285,7 +283,7 @@ class ProductScorer(Probe):
 
         It does so once, as a gradient goes through a run once.
         """
-        known, tables = self._first_sets, self._first_tables
+        known, tables = self.first_sets, self._first_tables
         if known is None or tables is None or not all(map(torch.equal, known, sets)):
             return None
         if torch.is_grad_enabled():

@@ -6,15 +6,18 @@ It also lists the sites of a trace.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import Independent
+
+WRAPPERS = (MaskedDistribution, ExpandedDistribution, Independent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +159,6 @@ def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
     return value
 
 
-def is_delta(node: Mapping[str, Any]) -> bool:
-    """Whether a site's distribution is a point mass."""
-    return family(node["fn"]) == "Delta"
-
-
 def is_subsampled(frame: Any) -> bool:
     """Whether a run takes some members of a plate only."""
     return bool(frame.full_size is not None and frame.full_size != frame.size)
@@ -169,6 +167,19 @@ def is_subsampled(frame: Any) -> bool:
 def is_masked(fn: Any) -> bool:
     """Whether there is a mask inside a distribution."""
     return fn is not None and (isinstance(fn, MaskedDistribution) or is_masked(getattr(fn, "base_dist", None)))
+
+
+def unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """Returns a distribution without wrappers, and its masks.
+
+    Masks come with the event dimensions of what they mask.
+    """
+    masks = []
+    while isinstance(fn, WRAPPERS):
+        if isinstance(fn, MaskedDistribution):
+            masks.append((fn._mask, fn.event_dim))
+        fn = fn.base_dist
+    return fn, masks
 
 
 def family(fn: Any) -> str:

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from pyro_truncated.distributed.shards import current_batch
 
-_MIN_ROWS_PER_DRAW = 32
-_MIN_ROWS = 2**14
-
 
 class SparseSubsamples(Messenger):
     """Effect handler for small subsamples of large plates.
@@ -40,7 +37,7 @@ class SparseSubsamples(Messenger):
                     "rows itself; leave subsample_size out"
                 )
             msg["value"] = batch.rows.to(fn.device)
-        elif fn.subsample_size is not None and fn.size >= max(_MIN_ROWS, _MIN_ROWS_PER_DRAW * fn.subsample_size):
+        elif fn.subsample_size is not None and fn.size >= max(2**14, 32 * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
 
 

@@ -29,7 +29,7 @@ from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
-from pyro_truncated.program.zero_probabilities import impossible_entries, is_certain_somewhere
+from pyro_truncated.program.zero_probabilities import certain_values, impossible_entries
 from pyro_truncated.utils.budget import memory_budget as within_budget
 from pyro_truncated.utils.parameter_store import isolate, spare_random_numbers
 
@@ -313,7 +313,8 @@ def _clamped_priors(log_joint: LogJoint) -> frozenset[str]:
     They are looked for on a device.
     """
     names = () if log_joint.device.type == "cpu" else log_joint.layout.sites
-    return frozenset(name for name in names if is_certain_somewhere(log_joint.nodes[name]["fn"]))
+    certain = {name: certain_values(log_joint.nodes[name]["fn"]) for name in names}
+    return frozenset(name for name, found in certain.items() if found is not None and bool((found[0] | found[1]).any()))
 
 
 def _clamped_sites(log_joint: LogJoint) -> frozenset[str]:

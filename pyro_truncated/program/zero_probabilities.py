@@ -19,6 +19,7 @@ from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from pyro_truncated.program.densities import once
+from pyro_truncated.program.sites import WRAPPERS, unwrap
 
 _Formula = Callable[[Any, Tensor], Tensor | None]
 
@@ -30,10 +31,7 @@ def exact_log_prob(fn: Any, value: Tensor, usual: Callable[[], Tensor]) -> Tenso
 
     Where no single value is as improbable as the least that torch knows, none is impossible, and parameters need no look.
     """
-    innermost = fn
-    while isinstance(innermost, _WRAPPERS):
-        innermost = innermost.base_dist
-    if value.device.type != "cpu" or not isinstance(innermost, _OF_ONE_TRIAL):
+    if value.device.type != "cpu" or not isinstance(unwrap(fn)[0], _OF_ONE_TRIAL):
         exact = log_prob_with_zeros(fn, value)
         return usual() if exact is None else exact
     log_prob = usual()
@@ -66,21 +64,16 @@ def log_prob_with_zeros(fn: Any, value: Tensor) -> Tensor | None:
 
 def _entry_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     formula = next((formula for kind, formula in _FORMULAS.items() if isinstance(fn, kind)), None)
-    return None if formula is None or _has_own_density(fn) else formula(fn, value)
-
-
-def _has_own_density(fn: Any) -> bool:
-    """Whether a class has a density of its own, which knows best."""
-    return not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
+    return None if formula is None else formula(fn, value)
 
 
 def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor | None:
     """Returns what is said of single entries in the batch's shape.
 
-    It is summed over events, without masked entries.
+    It is summed over events, without masked entries. Of classes with a density of their own nothing is said: it knows best.
     """
-    if not isinstance(fn, _WRAPPERS):
-        return entry_formula(fn, value)
+    if not isinstance(fn, WRAPPERS):
+        return entry_formula(fn, value) if type(fn).log_prob.__module__.startswith(("torch.", "pyro.")) else None
     found = _through_wrappers(fn.base_dist, value, entry_formula)
     if found is None:
         return None
@@ -92,27 +85,18 @@ def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor
     return found.flatten(-fn.reinterpreted_batch_ndims).sum(-1) if fn.reinterpreted_batch_ndims else found
 
 
-def is_certain_somewhere(fn: Any) -> bool:
-    """Whether a distribution has probabilities of exactly zero or one.
+def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
+    """Returns where a distribution has probabilities of zero and of one.
 
-    Its parameters may be on any device.
+    Of a Bernoulli distribution they tell where it cannot be one, and where it cannot be zero. It is ``None`` if nowhere, as far as a CPU
+    can tell.
     """
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
+    fn, _ = unwrap(fn)
     fn = vars(fn)["_categorical"] if isinstance(fn, distributions.OneHotCategorical) else fn
     if not isinstance(fn, tuple(_FORMULAS)) or not {"probs", "logits"} & vars(fn).keys():
-        return False
-    probability = _Probability.from_distribution(fn)
-    return bool((probability.is_zero | probability.is_one).any())
-
-
-def certain_values(fn: Any) -> tuple[Tensor, Tensor] | None:
-    """Returns where a Bernoulli distribution is certain.
-
-    The first tells where it cannot be one, the second where it cannot be zero. It is ``None`` if nowhere, as far as a CPU can tell.
-    """
+        return None
     parameter = _Probability.from_distribution(fn)
-    return (parameter.is_zero, parameter.is_one) if parameter.may_be_certain else None
+    return parameter.certain if parameter.may_be_certain else None
 
 
 def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
@@ -124,20 +108,19 @@ def impossible_entries(fn: Any, value: Tensor) -> Tensor | None:
 
 
 def _impossible(fn: Any, value: Tensor) -> Tensor | None:
-    if not isinstance(fn, _OBSERVED) or _has_own_density(fn):
+    if not isinstance(fn, _OBSERVED):
         return None
     if isinstance(fn, _WITH_FORMULA):
         exact = _entry_log_prob(fn, value)
         return torch.zeros((), dtype=torch.int64, device=value.device) if exact is None else (exact == -math.inf).long()
     if isinstance(fn, (distributions.OneHotCategorical, distributions.Multinomial)):
-        return (_Probability.from_distribution(vars(fn)["_categorical"]).is_zero & (value > 0)).sum(-1)
-    probability = _Probability.from_distribution(fn)
+        return (_Probability.from_distribution(vars(fn)["_categorical"]).certain[0] & (value > 0)).sum(-1)
+    is_zero, is_one = _Probability.from_distribution(fn).certain
     if isinstance(fn, distributions.Categorical):
         shape = torch.broadcast_shapes(value.shape, fn.batch_shape)
-        is_zero = probability.is_zero.expand(*shape, fn.param_shape[-1])
-        return is_zero.gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()
+        return is_zero.expand(*shape, fn.param_shape[-1]).gather(-1, value.long().unsqueeze(-1).expand(*shape, 1)).squeeze(-1).long()
     total = getattr(fn, "total_count", 1) if not isinstance(fn, distributions.NegativeBinomial) else math.inf
-    return ((probability.is_zero & (value > 0)) | (probability.is_one & (value < total))).long()
+    return ((is_zero & (value > 0)) | (is_one & (value < total))).long()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,33 +143,34 @@ class _Probability:
         """
         known = [name for name in vars(fn) if name in (probs, logits)]
         given = next((name for name in known if vars(fn).get("_param") is vars(fn)[name]), known[0])
-        if len(known) == 2 and given == logits and _is_clamped(vars(fn)[logits]):
-            # Expanded after both were known, which makes torch forget which was given.
-            given = probs
+        if len(known) == 2 and given == logits:
+            # Expanded after both were known, which makes torch forget which was given: it clamps logits that it computes.
+            most = 0.01 - math.log(torch.finfo(vars(fn)[logits].dtype).eps)
+            given = probs if _is_within(vars(fn)[logits], -most, most) else logits
         return cls(once(vars(fn)[given]), "probs" if given == probs else "logits")
 
     @property
-    def is_zero(self) -> Tensor:
-        """Where it is exactly zero."""
-        return self.value == (0.0 if self.name == "probs" else -math.inf)
+    def _ends(self) -> tuple[float, float]:
+        return (0.0, 1.0) if self.name == "probs" else (-math.inf, math.inf)
 
     @property
-    def is_one(self) -> Tensor:
-        """Where it is exactly one."""
-        return self.value == (1.0 if self.name == "probs" else math.inf)
+    def certain(self) -> tuple[Tensor, Tensor]:
+        """Where it is exactly zero, and where exactly one."""
+        low, high = self._ends
+        return self.value == low, self.value == high
 
     @property
     def may_be_certain(self) -> bool:
         """Whether it may be zero or one somewhere."""
-        return _may_reach(self.value, *((0.0, 1.0) if self.name == "probs" else (-math.inf, math.inf)))
+        return _may_reach(self.value, *self._ends)
 
     @property
     def logs(self) -> tuple[Tensor, Tensor]:
         """Logarithms of it and of one minus it."""
         if self.name == "logits":
             return logsigmoid(self.value), logsigmoid(-self.value)
-        clamped = clamp_probs(self.value)
-        return clamped.log().masked_fill(self.is_zero, -math.inf), (-clamped).log1p().masked_fill(self.is_one, -math.inf)
+        clamped, (is_zero, is_one) = clamp_probs(self.value), self.certain
+        return clamped.log().masked_fill(is_zero, -math.inf), (-clamped).log1p().masked_fill(is_one, -math.inf)
 
 
 def _may_reach(parameter: Tensor, low: float, high: float) -> bool:
@@ -213,12 +197,6 @@ def _is_within(values: Tensor, low: float, high: float) -> bool:
         return False
 
 
-def _is_clamped(logits: Tensor) -> bool:
-    """Whether logits may have been computed from probabilities, which torch clamps."""
-    most = 0.01 - math.log(torch.finfo(logits.dtype).eps)
-    return _is_within(logits, -most, most)
-
-
 def _bernoulli(fn: Any, value: Tensor) -> Tensor | None:
     parameter = _Probability.from_distribution(fn)
     return torch.where(value.bool(), *parameter.logs) if parameter.may_be_certain else None
@@ -229,7 +207,7 @@ def _log_masses(fn: Any) -> Tensor | None:
     parameter = _Probability.from_distribution(fn)
     if parameter.name == "logits" or not _may_reach(parameter.value, 0.0, math.inf):
         return None
-    return probs_to_logits(parameter.value).masked_fill(parameter.is_zero, -math.inf)
+    return probs_to_logits(parameter.value).masked_fill(parameter.value == 0.0, -math.inf)
 
 
 def _categorical(fn: Any, value: Tensor) -> Tensor | None:
@@ -253,10 +231,11 @@ def _with_certain(fn: Any, value: Tensor, low: Tensor | float | None, high: Tens
     parameter = _Probability.from_distribution(fn)
     if not parameter.may_be_certain:
         return None
-    usual = parameter.value.masked_fill(parameter.is_zero | parameter.is_one, 0.5)
+    is_zero, is_one = parameter.certain
+    usual = parameter.value.masked_fill(is_zero | is_one, 0.5)
     counts = {"total_count": fn.total_count} if hasattr(fn, "total_count") else {}
     log_prob: Tensor = type(fn)(**counts, **{parameter.name: usual}, validate_args=False).log_prob(value)
-    for is_certain, only in ((parameter.is_zero, low), (parameter.is_one, high)):
+    for is_certain, only in ((is_zero, low), (is_one, high)):
         if only is not None:
             certain = torch.where(value == only, 0.0, -math.inf).to(log_prob)
             log_prob = torch.where(is_certain & (log_prob.detach() > -math.inf), certain, log_prob)
@@ -290,7 +269,6 @@ def _either(fn: Any, value: Tensor) -> Tensor | None:
     return torch.where(fn.mask, known[1], known[0])
 
 
-_WRAPPERS = (MaskedDistribution, ExpandedDistribution, distributions.Independent)
 # Counts have more than one way to come about, so that their least probabilities are larger.
 _OF_ONE_TRIAL = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
 # Of these an observation is impossible where the formula says so.

@@ -110,8 +110,6 @@ def _fading(span: slice) -> Tensor:
 _LEAST_DARKNESS, _LEAST_DARKNESS_IF_LOSSY, _LOSSY = 1 / 50, 1 / 8, ("JPEG", "WEBP")
 # Black and white of masks of eight bits differ by more than this, but for masks of zeros and ones.
 _MOST_BLACK = 16
-# Steps of two clusters, and deviations of the paper of a scan that are no ink.
-_CLUSTER_STEPS, _NUM_SPREADS = 10, 4.0
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -323,7 +321,7 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     if not len(known):
         return np.ones(values.shape, bool)
     middle = (known.min() + known.max()) / 2
-    for _ in range(_CLUSTER_STEPS if known.min() < known.max() else 0):
+    for _ in range(10 if known.min() < known.max() else 0):
         middle = (known[known <= middle].mean() + known[known > middle].mean()) / 2
     is_white = known > middle
     levels = [float(np.median(some)) if len(some) else float(middle) for some in (known[~is_white], known[is_white])]
@@ -334,7 +332,8 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     seen, other = levels if is_inverted else levels[::-1]
     spread = 1.4826 * float(np.median(np.abs(known[is_white != is_inverted] - seen)))
     distance = (values - seen) * np.sign(other - seen)
-    hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), _NUM_SPREADS * spread))
+    # The paper of a scan varies.
+    hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), 4.0 * spread))
     return hidden
 
 

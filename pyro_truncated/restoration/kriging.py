@@ -16,16 +16,13 @@ from pyro_truncated.ops.components import posterior_means
 from pyro_truncated.restoration.noise import fill_missing, smooth_image
 from pyro_truncated.restoration.windows import Patches
 
-# Sides of the windows that predict, by the number of dimensions without channels.
-_SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
-# Of images of which most is seen: the larger ones follow what is near less closely, and are for seeing anything at all.
-_MOST_IS_SEEN, _SIDE_IF_SEEN = 2 / 3, 5
-# Nor more than this part of the array's, so that covariances are not those of what is seen by chance, but at least of this side.
-_PART_OF_ALL, _LEAST_SIDE = 1 / 16, 3
-# Entries around a place whose pairs say what covariances are there, and how many pairs of the whole array count beside them.
-_NEIGHBOURS, _PAIRS_OF_ALL = 628, 30
-# Places are so many spreads of a neighbourhood apart, and along a dimension there are so many at most: of longer ones spreads are larger.
-_DISTANCE, _MOST_PLACES = 1.6, 64
+# Of images of which more than the first part is seen windows are small; large ones are for seeing anything at all. Windows are no larger
+# part of the array than the second, so that covariances are not those of what is seen by chance.
+_MOST_IS_SEEN, _PART_OF_ALL = 2 / 3, 1 / 16
+# Entries around a place whose pairs say what covariances are there.
+_NEIGHBOURS = 628
+# Places are so many spreads of a neighbourhood apart.
+_DISTANCE = 1.6
 # Directions whose variance is below this part of the noise's change nothing.
 _LEAST_VARIANCE = 0.05
 
@@ -61,9 +58,9 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
     # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
-    most = min(108 / (channels or 1), max(_LEAST_SIDE**num_dims, _PART_OF_ALL * math.prod(shape)))
+    most = min(108 / (channels or 1), max(3**num_dims, _PART_OF_ALL * math.prod(shape)))
     is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
-    usual = _SIDE_IF_SEEN if is_seen_mostly else _SIDES.get(num_dims, _SIDE_OF_VOLUMES)
+    usual = 5 if is_seen_mostly else {1: 32, 2: 8}.get(num_dims, 3)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
         return fill_missing(image, num_dims)
@@ -118,7 +115,8 @@ def _by_place(values: Tensor, is_seen: Tensor, distance: tuple[int, ...], weight
     dims, back = tuple(range(len(distance))), tuple(-along for along in distance)
     sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_seen))
     of_all = sums.sum(0) / numbers.sum(0).clamp(min=1e-9)
-    return (sums + _PAIRS_OF_ALL * of_all) / (numbers + _PAIRS_OF_ALL)
+    # So many pairs of the whole array count beside those near the place.
+    return (sums + 30 * of_all) / (numbers + 30)
 
 
 def _products(first: Tensor, second: Tensor, weights: list[Tensor]) -> Tensor:
@@ -164,4 +162,5 @@ def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
     """
     spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
     sizes = zip(patches.shape, patches.size, strict=True)
-    return [(size, side, max(spread, size / (_DISTANCE * _MOST_PLACES))) for size, side in sizes]
+    # Of long dimensions spreads are larger: there are 64 places at most.
+    return [(size, side, max(spread, size / (_DISTANCE * 64))) for size, side in sizes]

@@ -18,14 +18,10 @@ from torch.nn import functional as F
 
 from pyro_truncated.utils.arrays import as_data, as_tensors
 
-# Entries of a window of which noise is estimated, about; and the windows for each of them from which the estimate is sure.
-_ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
+# Windows for each entry of a window from which the estimate of the noise is sure.
+_WINDOWS_PER_ENTRY = 100
 # Of larger arrays every second window or less is looked at, along all dimensions.
 _MOST_WINDOWS = 2**19
-# What arrays without noise have for mixtures, see :func:`nearly_no_noise`; of photographs the first is the least. Less than the last is
-# no texture, but rounding.
-_NO_NOISE, _PART_OF_TEXTURE, _TIMES_LEVEL, _LEAST_TEXTURE = 0.04, 0.25, 2.25, 1e-4
-_SMOOTHING = 16
 # Differences of which the median says something, and windows that are left beside constant ones.
 _ENOUGH = 100
 
@@ -103,8 +99,8 @@ def whole_windows(image: Tensor, num_dims: int) -> Tensor:
 
 
 def _side(num_dims: int) -> int:
-    """Of a window."""
-    side: int = round(_ENTRIES ** (1 / num_dims))
+    """Of a window of about 36 entries."""
+    side: int = round(36 ** (1 / num_dims))
     return side
 
 
@@ -218,7 +214,7 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
 
     It is the least of three levels:
 
-    * 4 % of the deviation of the entries that are seen;
+    * 4 % of the deviation of the entries that are seen, which of photographs is the least;
     * where trends or steps exceed the texture, a quarter of what differs from a smooth array;
     * 2.25 times :func:`noise_level`.
     """
@@ -227,15 +223,15 @@ def nearly_no_noise(image: Tensor, num_dims: int) -> float:
     # The mean absolute value of standard normal numbers.
     texture = float(rest.nanmean()) / math.sqrt(2 / math.pi)
     all_of_it = float(deviation(image))
-    if texture <= _LEAST_TEXTURE * all_of_it:
-        return _NO_NOISE * all_of_it or 1.0  # of a constant array any level is right but zero
-    return min(_NO_NOISE * all_of_it, _PART_OF_TEXTURE * texture, _TIMES_LEVEL * noise_level(image, num_dims))
+    if texture <= 1e-4 * all_of_it:  # no texture, but rounding
+        return 0.04 * all_of_it or 1.0  # of a constant array any level is right but zero
+    return min(0.04 * all_of_it, 0.25 * texture, 2.25 * noise_level(image, num_dims))
 
 
 def smooth_image(image: Tensor, num_dims: int) -> Tensor:
     """Smooths an array by repeated means over windows of side three."""
     numbers = _neighbours(torch.ones_like(image), num_dims)
-    for _ in range(_SMOOTHING):
+    for _ in range(16):
         image = _neighbours(image, num_dims) / numbers
     return image
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE, _SIDE_OF_COLOURS, _STRIDE, _MEMBERS, _REACH = 4, 3, 3, 24, 12
-_LEAST_ERROR = 0.03
+_MEMBERS, _REACH = 24, 12
 
 
 def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
@@ -60,11 +59,11 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
         Recognition 43, 2010.
     """
     shape = image.shape[:2]
-    side = min(_SIDE if channels is None else _SIDE_OF_COLOURS, *shape)
+    side = min(4 if channels is None else 3, *shape)
     windows = Patches(shape, side, channels=channels)
     y, x = windows.extract(image), windows.extract(estimate)
     total, expected, share = torch.zeros_like(y), y.new_zeros(len(y), 1), y.new_zeros(len(y), 1)
-    centres = Patches(shape, side, min(_STRIDE, side), channels=channels).places().to(y.device)
+    centres = Patches(shape, side, min(3, side), channels=channels).places().to(y.device)
     # Windows whose groups are looked for at once.
     for block in centres.split(4096):
         members = similar(x, block, [size - side + 1 for size in shape])
@@ -72,7 +71,7 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
         mean = groups.mean(1, keepdim=True)
         restored, errors = shrunk(groups - mean, noise)
         errors = (errors + noise**2 / members.shape[1])[:, None, None].expand(-1, members.shape[1], 1)
-        weights = 1 / (errors + _LEAST_ERROR * noise**2)
+        weights = 1 / (errors + 0.03 * noise**2)
         for sums, what in ((total, weights * (restored + mean)), (expected, weights * errors), (share, weights)):
             sums.index_add_(0, members.flatten(), what.flatten(0, 1))
     whole = share.where(share > 0, 1.0)
@@ -145,8 +144,8 @@ def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE_IF_MISSING, _STRIDE_IF_MISSING, _STRIDE_OF_COLOURS_IF_MISSING, _MEMBERS_IF_MISSING = 8, 4, 6, 60
-_BREGMAN_STEPS, _STRENGTH, _WEIGHT = 8, 4.0, 0.4
+_SIDE_IF_MISSING, _MEMBERS_IF_MISSING = 8, 60
+_BREGMAN_STEPS, _STRENGTH = 8, 4.0
 # Groups whose singular values are found at once.
 _GROUPS_PER_BLOCK = 1024
 
@@ -189,7 +188,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     for _ in range(_BREGMAN_STEPS):
         found = _low_rank_mean(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
         lost = lost + torch.where(is_seen, image - found, 0.0)
-    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, _WEIGHT))
+    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, 0.4))
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
@@ -203,7 +202,7 @@ def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
 
 def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
     """Numbers of the windows of all groups, ``(G, K)``."""
-    stride = min((_STRIDE_IF_MISSING if patches.channels is None else _STRIDE_OF_COLOURS_IF_MISSING) * stride, _SIDE_IF_MISSING)
+    stride = min((4 if patches.channels is None else 6) * stride, _SIDE_IF_MISSING)
     windows, counts = patches.extract(image), [size - _SIDE_IF_MISSING + 1 for size in patches.shape]
     centres = Patches(patches.shape, _SIDE_IF_MISSING, stride).places().to(windows.device)
     return torch.cat([similar(windows, block, counts, _MEMBERS_IF_MISSING) for block in centres.split(_GROUPS_PER_BLOCK)])

@@ -208,11 +208,9 @@ def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, T
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_ITERATIONS, _CANDIDATES, _NEAREST = 4, 12, 32
-# Steps in which patches agree: how many, the share of the noisy array in what is cut, and the noise of that, as a part of the noise.
-_AGREEMENTS, _SHARE, _PART = 2, 0.3, 0.5
-# In the first round; of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
-_PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
+_ITERATIONS, _CANDIDATES = 4, 12
+# Steps in which patches agree.
+_AGREEMENTS = 2
 # How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
 _GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
 _GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
@@ -302,8 +300,8 @@ def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
     """Components of the mixture of a round."""
     usual = _GROWTH if patches.channels is None else _GROWTH_OF_COLOURS
     growth = _GROWTH_IF_CLEAN if is_clean else usual
-    roots = _PATCHES_PER_ROOT * math.sqrt(patches.num_observed)
-    first = len(patches) / (_PATCHES_PER_COMPONENT if patches.channels is None else roots)
+    # Of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
+    first = len(patches) / (120 if patches.channels is None else 20 * math.sqrt(patches.num_observed))
     return math.ceil(growth[min(number, len(growth) - 1)] * first)
 
 
@@ -379,9 +377,9 @@ def find_consensus(image: Tensor, learned: Sequence[MixtureFit], weights: Tensor
     estimate = weighted_mean([of_side.array for of_side in learned], weights)
     sharper = [copy.deepcopy(of_side.mixture) for of_side in learned]
     for mixture in sharper:
-        mixture.scale = _PART * mixture.scale
+        mixture.scale = 0.5 * mixture.scale
     for _ in range(_AGREEMENTS):
-        between = torch.lerp(estimate, image, _SHARE)
+        between = torch.lerp(estimate, image, 0.3)
         pairs = zip(learned, sharper, strict=True)
         estimate = weighted_mean([_apply_mixture(between, of_side, mixture) for of_side, mixture in pairs], weights)
     return estimate
@@ -397,7 +395,7 @@ def _apply_mixture(image: Tensor, learned: MixtureFit, mixture: PatchMixture) ->
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
     chosen = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
-    return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), _NEAREST)
+    return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), 32)
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:

@@ -73,8 +73,7 @@ class Pursuit(Search):
         return torch.stack(path[1:], 1)
 
 
-_START_TEMPERATURE, _ANNEALED = 3.0, 0.25
-_PATIENCE, _TOLERANCE = 3, 2e-4
+_ANNEALED, _PATIENCE = 0.25, 3
 
 ModelOfPatches = torch.nn.Module | Callable[[int], Any]
 
@@ -123,7 +122,7 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
     per_pass = max(1, round(len(y) / batch_size))
     guide = AutoTruncated(model, num_states=num_states)
     optimizer: Any = ClosedForm(model, minibatch="online") if isinstance(model, ClosedFormModel) else ClippedAdam({"lr": 0.01})
-    elbo = Truncated_ELBO(_search(model), temperature=cooling(_START_TEMPERATURE, passes * per_pass, _ANNEALED))
+    elbo = Truncated_ELBO(_search(model), temperature=cooling(3.0, passes * per_pass, _ANNEALED))
     svi = SVI(model, guide, optimizer, elbo)
     free_energies: list[float] = []
     with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
@@ -135,9 +134,9 @@ def train(model: Any, y: Tensor, passes: int, num_states: int, batch_size: int, 
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}")
             if number >= _ANNEALED * passes + 2 * _PATIENCE:
-                # The last passes gained less than some 0.0001 nats per entry.
+                # The last passes gained less than 0.0002 nats per entry.
                 now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
-                if sum(now) - sum(before) < _TOLERANCE * _PATIENCE * y.shape[1]:
+                if sum(now) - sum(before) < 2e-4 * _PATIENCE * y.shape[1]:
                     break
     return guide, free_energies
 
@@ -163,8 +162,6 @@ def posterior_means(model: Any, guide: AutoTruncated, y: Tensor) -> Tensor:
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
 _LEAST_EXTENT = 100
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
-# Of colours where entries are missing: as good as the four, in a fourth of the time, as every window has a covariance of its own.
-_SIDES_OF_COLOURS_IF_MISSING = (4, 5)
 # If of so few pixels anything is seen, windows have to be larger to show any stripes: of grey images and of colours.
 _FEW_PIXELS, _SIDES_IF_FEW, _SIDES_OF_COLOURS_IF_FEW = 1 / 3, (6, 10), (5, 7)
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
@@ -178,7 +175,8 @@ def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_chan
     elif _pixel_share(image, has_channels) < _FEW_PIXELS:
         wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
-        wanted = _SIDES_OF_COLOURS_IF_MISSING if bool(image.isnan().any()) else _SIDES_OF_COLOURS
+        # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
+        wanted = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
     else:
         wanted = _by_noise(_SIDES, image, noise)
     return sorted({min(side, *shape) for side in wanted})

@@ -51,7 +51,6 @@ from pyro_truncated.utils.arrays import ArrayResult, as_data
 
 # Of the last round, of which it is found out which of them suit the image.
 _CANDIDATES = (4, 5, 6, 8, 10, 12)
-_ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,7 @@ def denoise(
     """
     image = check_image(image)
     if rounds is None:
-        rounds = _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
+        rounds = 8 if bool(image.isnan().any()) else 3
     side = None if side is None else check_count("side", side)
     rounds, passes, num_states, batch_size = check_counts(rounds=rounds, passes=passes, num_states=num_states, batch_size=batch_size)
     if num_components is not None:

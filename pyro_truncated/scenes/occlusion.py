@@ -341,15 +341,12 @@ class OccludedScene(TorchDistribution):
     def _rank(self) -> Tensor:
         """Ranks of the present objects; impossible codes are scored, too."""
         assert self.order is not None
-        raise_if(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._raise_order)
-        return depth_rank(self.order.long(), self.presence)
-
-    def _raise_order(self) -> None:
-        assert self.order is not None
-        raise ValueError(
-            f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "
-            f"got {int(self.order.min())} .. {int(self.order.max())}"
+        order, size = self.order, self.presence.shape[-1]
+        raise_if(
+            ((order < 0) | (order >= size)).any(),
+            lambda: f"codes of a depth order of {size} objects must lie in 0 .. {size - 1}; got {int(order.min())} .. {int(order.max())}",
         )
+        return depth_rank(order.long(), self.presence)
 
     def _by_image(self, states: Tensor, batch: torch.Size, image_dims: int) -> Tensor:
         """States ``(images, states of each, H)``."""

@@ -279,6 +279,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         ValueError: if an argument is out of range.
     """
 
+    _takes_minibatches = False
+
     def __init__(
         self,
         canvas: Canvas,
@@ -307,16 +309,12 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
-        self._visits = self._first_position = 0
-        self._is_spread = self._has_drawn = False
+        self._visits, self._has_drawn = 0, False
 
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         return batch.observations[self.site]
-
-    def _can_learn_from(self, batch: SearchBatch) -> bool:
-        return batch.population.indices is None
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))
@@ -334,12 +332,10 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _memory_state(self) -> dict[str, Any]:
         assert self._targets is not None
         targets = {"entries": self._targets.indices(), "values": self._targets.values(), "shape": list(self._targets.shape)}
-        where = {"first_position": self._first_position, "is_spread": self._is_spread}
-        return {"rows": {"images": self._images}, **where, "visits": self._visits, "targets": targets}
+        return {"rows": {"images": self._images}, "visits": self._visits, "targets": targets}
 
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         self._images, self._visits = memory["rows"]["images"], memory["visits"]
-        self._first_position, self._is_spread = memory["first_position"], memory["is_spread"]
         self._targets = _sparse(*memory["targets"].values())
         found = self._new_regression()
         found.load_state_dict(regression)

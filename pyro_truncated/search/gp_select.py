@@ -45,6 +45,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     """
 
     learns: ClassVar[bool] = True
+    # Whether it learns from minibatches, too, rather than predict them.
+    _takes_minibatches: ClassVar[bool] = True
 
     regression: LeaveOneOutRegression | None
     _is_of_new_data: bool
@@ -65,7 +67,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         if batch.is_met:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
-        if (batch.is_new and knows) or not self._can_learn_from(batch):
+        if (batch.is_new and knows) or not (self._takes_minibatches or batch.population.indices is None):
             return self._predict_new(data)
         if self.regression is not None and not self._knows(data, batch):
             self.forget()
@@ -84,14 +86,16 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
             self.forget()
         self._is_of_new_data = batch.is_new
-        self._has_met = all(everyone(self._can_learn_from(batch)))
+        self._has_met = all(everyone(self._takes_minibatches or batch.population.indices is None))
         if self._has_met:
             self._take_in(data, batch)
 
     def forget(self) -> None:
         """Forgets all data and fits; a given kernel keeps its parameters."""
         self.regression = None
-        self._is_of_new_data = self._has_met = False
+        self._is_of_new_data = self._has_met = self._is_spread = False
+        # Where the rows of this process are among those remembered by all.
+        self._first_position = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that was learned, the remembered data included.
@@ -100,8 +104,9 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """
         if self.regression is None:
             return super().state_dict()
-        learned = {"is_of_new_data": self._is_of_new_data, "memory": self._memory_state(), "regression": self.regression.state_dict()}
-        return {**super().state_dict(), **learned}
+        where = {"first_position": self._first_position, "is_spread": self._is_spread}
+        memory, regression = {**self._memory_state(), **where}, self.regression.state_dict()
+        return {**super().state_dict(), "is_of_new_data": self._is_of_new_data, "memory": memory, "regression": regression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores an affinity with the same arguments.
@@ -111,16 +116,13 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
-            self._is_of_new_data = bool(state["is_of_new_data"])
-            self.regression = self._remember(state["memory"], state["regression"])
+            memory, self._is_of_new_data = state["memory"], bool(state["is_of_new_data"])
+            self._first_position, self._is_spread = memory["first_position"], memory["is_spread"]
+            self.regression = self._remember(memory, state["regression"])
 
     @abc.abstractmethod
     def _regression_data(self, batch: SearchBatch) -> Tensor:
         """What the batch shows to regress on, checked."""
-
-    def _can_learn_from(self, batch: SearchBatch) -> bool:
-        """Whether to learn from a batch of training data; others are predicted."""
-        return True
 
     @abc.abstractmethod
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
@@ -363,7 +365,6 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._memory = None
         self._trained_on = torch.zeros(0, dtype=torch.int64)
         self._num_trained = self._last_fit = self._seed = 0
-        self._first_position, self._is_spread = 0, False
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         options = space_options(batch.space, batch.population.words.device)
@@ -390,15 +391,14 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         is_trained_on = torch.zeros_like(self._memory.visits, dtype=torch.bool)
         is_trained_on[self._trained_on] = True
         rows = {"inputs": self._memory.inputs, "marginals": self._memory.marginals, "visits": self._memory.visits}
-        where = {"first_position": self._first_position, "is_spread": self._is_spread}
         fitted = {"centre": self._centre, "num_trained": self._num_trained, "last_fit": self._last_fit, "seed": self._seed}
-        return {"rows": {**rows, "is_trained_on": is_trained_on}, **where, **fitted}
+        return {"rows": {**rows, "is_trained_on": is_trained_on}, **fitted}
 
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
         rows = memory["rows"]
         self._memory = ReplayMemory(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
         self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
-        for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
+        for name in ("centre", "num_trained", "last_fit", "seed"):
             setattr(self, f"_{name}", memory[name])
         inputs = _fill(self._gather_training(self._memory.inputs, self._trained_on), self._centre)
         found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)

@@ -324,12 +324,11 @@ class Preselection(AffinitySearch):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the affinity must return a tensor of shape {expected}, data points by latents (or values); got {got}")
-        ops.raise_if(scores.isnan().any(), lambda: _raise_nan_affinity(scores))
+        ops.raise_if(
+            scores.isnan().any(),
+            lambda: f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points: check its inputs",
+        )
         return scores.detach()
-
-
-def _raise_nan_affinity(scores: Tensor) -> None:
-    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points: check its inputs")
 
 
 def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:

@@ -24,8 +24,6 @@ from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
-# Training steps of a start, and starts of complete data.
-_SHORT, _STARTS = 60, 4
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
 _NOMINAL = 1000
 
@@ -276,9 +274,9 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """Trains the model; what each start reached, and how many steps followed."""
         ridge = self._ridge(rows)
-        n_init = (1 if ridge else _STARTS) if self.n_init is None else self.n_init
+        n_init = (1 if ridge else 4) if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
-        short, progress = min(max_iter, _SHORT), None if self.verbose else False
+        short, progress = min(max_iter, 60), None if self.verbose else False
         steps = 1 if ridge else max_iter
         guide = learn(
             model,

@@ -124,9 +124,6 @@ def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
         yield torch.Generator().manual_seed(seed)
 
 
-_MIN_GAIN_NATS = 1e-6
-
-
 class SteepestAscent(Search):
     """Scores all changes of one latent of the best states.
 
@@ -160,7 +157,7 @@ class SteepestAscent(Search):
             if not bool(moving.any()):
                 break
             found = self.step(dataclasses.replace(batch, population=population))
-            moving = moving & (found.free_energy() > population.free_energy() + _MIN_GAIN_NATS)
+            moving = moving & (found.free_energy() > population.free_energy() + 1e-6)
             words = torch.where(moving[:, None, None], found.words, population.words)
             log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
             population = dataclasses.replace(population, words=words, log_joint=log_joint)

@@ -119,10 +119,6 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         return tags
 
 
-# The most steps towards the latents of a data point, and the gain expected of a step, in nats, at which they end.
-_MAX_STEPS, _TOLERANCE = 1000, 1e-10
-
-
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """What transformers to a latent space have in common.
 
@@ -276,7 +272,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         with apart():
-            return self._posterior.infer(self._units.standardise(rows), steps=_MAX_STEPS, tolerance=_TOLERANCE)
+            return self._posterior.infer(self._units.standardise(rows), steps=1000, tolerance=1e-10)
 
     def _select_used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)

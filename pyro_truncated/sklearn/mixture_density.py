@@ -28,10 +28,6 @@ from pyro_truncated.utils.arrays import find_package
 
 _FAMILIES = ("gaussian", "poisson", "categorical")
 _COVARIANCE_TYPES = ("full", "diag", "spherical", "tied")
-# Training steps of a start, and the most rows that it looks at. 60 steps ended where 12 do, on five sets of data.
-_SHORT, _SOME_ROWS = 12, 5000
-# Starts of up to so many components, and of more.
-_STARTS, _MANY_COMPONENTS, _STARTS_OF_MANY = 10, 10, 2
 
 
 class TruncatedMixture(DensityMixin, BaseEstimator):
@@ -279,7 +275,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     def _train(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """Runs EM from the best start; returns what starts reached, and steps."""
-        starts = _STARTS if self.n_components <= _MANY_COMPONENTS else _STARTS_OF_MANY
+        starts = 10 if self.n_components <= 10 else 2
         n_init = starts if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
         tol: Any = self.tol
@@ -287,8 +283,9 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             raise ValueError(f"tol must be a number of at least 0; got {tol!r}")
         search = ExhaustiveSearch()
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
-        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, _SHORT), "num_states": n_states}
-        reached = best_start(model, rows, search, num_data=_SOME_ROWS, generator=generator, **options)
+        # Starts of 60 steps ended where those of 12 do, on five sets of data.
+        options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, 12), "num_states": n_states}
+        reached = best_start(model, rows, search, num_data=5000, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
         # Steps over which the growth of the log density is averaged.

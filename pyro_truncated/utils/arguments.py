@@ -46,6 +46,15 @@ def naming_empty_plates() -> Iterator[None]:
         ) from error
 
 
+def check_learning_rate(learning_rate: float) -> None:
+    """Refuses what is no learning rate of Adam.
+
+    Its steps are about as long, in latents of unit variance and in logarithms.
+    """
+    if not 0 < learning_rate <= 10:
+        raise ValueError(f"learning_rate must be a positive number of at most 10; got {learning_rate!r}")
+
+
 def check_counts(**counts: Any) -> tuple[int, ...]:
     """Positive counts by the names of their arguments, see :func:`check_count`.
 

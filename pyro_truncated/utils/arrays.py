@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 _FILL_VALUES = ("_FillValue", "missing_value")
-# Rows that are looked at for rounding, and the largest share of a column's deviation that it may take.
-_ROUNDED_ROWS, _MOST_ROUNDED = 256, 0.01
 _UNNAMED = re.compile(r"dim_\d+")
 
 
@@ -204,13 +202,13 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
     """
     if not data.numel() or not data.dim() or data.dtype.itemsize <= dtype.itemsize:
         return
-    rows = data[:: max(1, len(data) // _ROUNDED_ROWS)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
+    rows = data[:: max(1, len(data) // 256)].flatten(1) if data.dim() > 1 else data.unsqueeze(-1)
     exact = rows.detach().double()
     center = exact.nanmean(0)
     deviation = (exact - center).abs().nanmean(0)
     error = (rows.detach().to(dtype).double() - exact).abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
     # But for columns that are constant but for rounding.
-    is_lost = (deviation > 4 * torch.finfo(torch.float64).eps * center.abs()) & (error > _MOST_ROUNDED * deviation)
+    is_lost = (deviation > 4 * torch.finfo(torch.float64).eps * center.abs()) & (error > 0.01 * deviation)
     if bool(is_lost.any()):
         column = int(is_lost.nonzero()[0, 0])
         warnings.warn(

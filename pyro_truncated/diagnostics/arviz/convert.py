@@ -29,7 +29,7 @@ from pyro_truncated.diagnostics.arviz.draws import (
 )
 from pyro_truncated.diagnostics.truncation.coverage import gather_guide
 from pyro_truncated.distributed import collectives
-from pyro_truncated.distributed.shards import is_spread
+from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.program.sites import DiscreteSite
 from pyro_truncated.utils.arguments import check_count
 from pyro_truncated.utils.arrays import Axis, as_tensors, find_package, labelled_axes, module_number
@@ -563,7 +563,7 @@ def to_arviz(
     settings = _Settings(
         num_samples, num_chains, num_predictive, dims, coords, seed, training, checks, stores, conditional_log_likelihood, memory_budget
     )
-    if not is_spread(args, kwargs):
+    if find_part(args, kwargs) is None:
         return _convert(model, guide, args, kwargs, settings)
     # The other processes draw nothing meanwhile.
     with spare_random_numbers():

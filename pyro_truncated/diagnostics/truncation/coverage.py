@@ -37,32 +37,29 @@ def find_truncated_guide(guide: Any) -> AutoTruncated:
     return parts[0]
 
 
-def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a guide has a set of states for each node."""
+def set_up_part(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated:
+    """Returns the truncated part of a guide, which has met its model."""
     part = find_truncated_guide(guide)
     if part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
             guide(*args, **kwargs)
-    return part.product is not None
+    return part
 
 
 @torch.no_grad()
-def score_populations(
-    guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
-) -> tuple[AutoTruncated, LogJoint, Population]:
+def score_populations(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AutoTruncated, LogJoint, Population]:
     """The truncated part, scorer, and populations scored under the current model.
 
-    Latents of other guides take ``values`` where given, else the medians of their guides. Every result is then about the posterior of the
-    states given these.
+    Latents of other guides take the medians of their guides. Every result is then about the posterior of the states given these.
     """
-    part = find_truncated_guide(guide)
-    if is_on_product(guide, args, kwargs):
+    part = set_up_part(guide, args, kwargs)
+    if part.product is not None:
         raise NotImplementedError(
             "the guide has a set of states for each node of the model's factor graph, not a list of whole states. Call "
             "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)."
         )
     call = Call(part.model, args, kwargs)
-    others = {**part.other_values(call, median=True), **(values or {})}
+    others = part.other_values(call, median=True)
     with poutine.block():
         batch = part.batch(call, others)
         return part, batch.scorer, rescore_over_draws(part, batch)

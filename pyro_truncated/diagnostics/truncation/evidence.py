@@ -18,7 +18,7 @@ from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.coverage import broadcast_answer, plain, score_populations
 from pyro_truncated.diagnostics.truncation.thresholds import PARETO_LIMIT, RELEVANT_NATS, TruncationWarning, judge_estimate
 from pyro_truncated.distributed import collectives
-from pyro_truncated.distributed.shards import is_spread
+from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.states.population import Population
@@ -301,7 +301,7 @@ def estimate_evidence(
     check_kinds(estimate_evidence, confidence=confidence)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
-    if is_spread(args, kwargs):
+    if find_part(args, kwargs) is not None:
         settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
         settings["exact_states"] = _gather_states(exact_states)
         return broadcast_answer(functools.partial(estimate_evidence, **settings), guide, args, kwargs)

@@ -21,14 +21,14 @@ from pyro_truncated.diagnostics.truncation.coverage import (
     broadcast_answer,
     certificate,
     find_truncated_guide,
-    is_on_product,
     plain,
     population_growth,
     score_populations,
+    set_up_part,
 )
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, ExactComparison, compare_with_enumeration, estimate_evidence
 from pyro_truncated.diagnostics.truncation.thresholds import Finding, warn_findings
-from pyro_truncated.distributed.shards import is_spread
+from pyro_truncated.distributed.shards import find_part
 from pyro_truncated.guide.chain_batch import ChainBatch
 from pyro_truncated.guide.product_batch import ProductBatch
 from pyro_truncated.guide.product_posterior import product_evidence
@@ -409,10 +409,10 @@ def check_truncation(
         TruncationWarning: saying what is wrong and what to change.
     """
     num_parents = None if num_parents is None else check_count("num_parents", num_parents)
-    if is_spread(args, kwargs):
+    if find_part(args, kwargs) is not None:
         settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
         return broadcast_answer(functools.partial(check_truncation, **settings), guide, args, kwargs)
-    if is_on_product(guide, args, kwargs):
+    if set_up_part(guide, args, kwargs).product is not None:
         return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
     _, log_joint, population = score_populations(guide, args, kwargs)
     report = TruncationReport(

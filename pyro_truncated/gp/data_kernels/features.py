@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+from pyro_truncated.ops.streams import FINALISER, GOLDEN
 from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
@@ -214,15 +215,10 @@ def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> flo
         raise TypeError(f"function must return a number for two objects; got {type(value).__name__}: {error}") from error
 
 
-# Two odd constants with well spread bits (of the golden ratio, and of a published 64-bit finaliser), as signed 64-bit integers.
-_GOLDEN = -7046029254386353131
-_FINALISER = -4658895280553007687
-
-
 def mix(words: Tensor) -> Tensor:
     """Scrambles 64-bit words one-to-one; sums are hashes of multisets."""
-    words = (words ^ _logical_shift(words, 32)) * _GOLDEN
-    words = (words ^ _logical_shift(words, 29)) * _FINALISER
+    words = (words ^ _logical_shift(words, 32)) * GOLDEN
+    words = (words ^ _logical_shift(words, 29)) * FINALISER
     return words ^ _logical_shift(words, 32)
 
 
@@ -230,7 +226,7 @@ def combine(*parts: Tensor | int) -> Tensor:
     """A hash of several words, in their order."""
     total = torch.zeros((), dtype=torch.int64)
     for part in parts:
-        total = mix(total * _GOLDEN + part + 1)
+        total = mix(total * GOLDEN + part + 1)
     return total
 
 
@@ -348,7 +344,7 @@ class HashedCounts:
             raise ValueError(f"counts must be integers; got {float(self.counts[repeats != self.counts][0]):g}")
         start = torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
         level = torch.arange(int(repeats.sum()), device=self.rows.device) - start
-        keys = mix(torch.repeat_interleave(self.keys, repeats) + level * _GOLDEN)
+        keys = mix(torch.repeat_interleave(self.keys, repeats) + level * GOLDEN)
         return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
 
     def matrix(self, vocabulary: Tensor) -> Tensor:

@@ -357,11 +357,11 @@ class CandidatePool:
         return chosen, torch.stack(gains) if gains else block.new_zeros(0)
 
 
-def approximate_gains(factors: ExchangeFactors, pivots: Tensor, diagonal: bool = True) -> Tensor:
+def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     r"""Approximate decreases of the objective by every input alone, ``(n,)``, for ranking.
 
-    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots ``(z,)``;
-    ``diagonal`` adds what it misses there. Minus infinity for members and inputs that depend on them.
+    Residual columns are taken from a partial Cholesky factor :math:`L_z` of :math:`K - \hat K` on the information pivots ``(z,)``, and what
+    it misses on the diagonal is added. Minus infinity for members and inputs that depend on them.
     """
     noise = factors.problem.noise
     residuals = factors.residual_columns(pivots)
@@ -374,13 +374,11 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor, diagonal: bool =
     aligned = half.mT @ factors.problem.targets - along.mT @ torch.cholesky_solve(factors.moment, factors.cholesky)
     known = half.square().sum(1)
     squared, weighted, alignment = ((half @ M1) * half).sum(1), ((half @ M2) * half).sum(1), half @ (aligned / noise)
-    if diagonal:
-        missing = (factors.residual - known).clamp(min=0.0)
-        squared = squared + missing * (2 * known + missing)
-        weighted = weighted + missing * (2 * known + missing) / noise
-        alignment = alignment + missing[:, None] * factors.weights()
-    variance = factors.residual if diagonal else known
-    gains = _gain(factors.problem, variance.clamp(min=1e-300), squared, weighted, alignment)
+    missing = (factors.residual - known).clamp(min=0.0)
+    squared = squared + missing * (2 * known + missing)
+    weighted = weighted + missing * (2 * known + missing) / noise
+    alignment = alignment + missing[:, None] * factors.weights()
+    gains = _gain(factors.problem, factors.residual.clamp(min=1e-300), squared, weighted, alignment)
     return torch.where(factors.candidates(), gains, -torch.inf)
 
 

@@ -216,11 +216,6 @@ class OwnLatents:
         return -(terms.sum(1) + self.latents.square().sum(1)) / 2
 
 
-# Intervals of 95 % hold this share of training points' hidden entries. Latents were learned with these entries, and others are
-# covered by a hundredth less: chosen on digits.
-_COVERED = 0.965
-# Patterns of hidden entries whose scale is kept.
-_MOST_SCALES = 100
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 
 
@@ -390,7 +385,7 @@ class CandidateLatents:
         masks = masks[turn * len(masks) // len(turn) if len(masks) > len(turn) else turn % len(masks)]
         key = np.packbits(masks.cpu().numpy()).tobytes()
         if key not in self._scales:
-            if len(self._scales) == _MOST_SCALES:
+            if len(self._scales) == 100:
                 del self._scales[next(iter(self._scales))]
             self._scales[key] = self._scale(masks, self._without_themselves(masks))
         return self._scales[key]
@@ -406,7 +401,8 @@ class CandidateLatents:
             return 1.0
         mean, spread = self._with_own(self._log_joint_without_own(visible, self.own_noise), visible, own)
         squares = ((x - mean).square() / (spread + self.own_noise))[hidden]
-        rank = min(math.ceil(_COVERED * (len(squares) + 1)), len(squares))
+        # Latents were learned with these entries, and others are covered by a hundredth less: chosen on digits.
+        rank = min(math.ceil(0.965 * (len(squares) + 1)), len(squares))
         return float(squares.kthvalue(rank).values) / 1.96**2
 
     def _mix(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,9 @@ from pyro_truncated.gp.active_sets import (
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
-from pyro_truncated.gplvm.decoders.sharded_latents import RowNormal, SharedSplit, gather_latents, join_latents
+from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
@@ -61,10 +61,6 @@ _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
 _JUMPING_SHARE = 0.6
-
-
-# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
-_MAX_LEARNING_RATE = 10.0
 
 
 class SASDecoder(UniqueModule):
@@ -316,7 +312,7 @@ class SASDecoder(UniqueModule):
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
-        pyro.sample("x", likelihood, obs=_rows(x, split))
+        pyro.sample("x", likelihood, obs=split.rows(x))
 
     @pyro_method
     @takes_arrays
@@ -330,15 +326,15 @@ class SASDecoder(UniqueModule):
     def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Means and deviations of a minibatch's latents, before its plate opens."""
         if self.encoder is not None:
-            shown = _rows(x, split)
+            shown = split.rows(x)
             return self._encode(shown, shown[: split.num_active])
         held = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
         # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
-        rows = split.latents(held) if isinstance(split, SharedSplit) else [values[split.indices] for values in held]
+        rows = split.latents(held)
         return rows[0], rows[1] if self.bayesian else None
 
     def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
-        z: Tensor = pyro.sample("z", _posterior(loc, scale, split))
+        z: Tensor = pyro.sample("z", dist.Delta(loc, event_dim=1) if scale is None else split.normal(loc, scale))
         return z
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -422,8 +418,7 @@ class SASDecoder(UniqueModule):
     ) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
-        if not 0 < learning_rate <= _MAX_LEARNING_RATE:
-            raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
+        check_learning_rate(learning_rate)
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)
@@ -694,19 +689,6 @@ class SASDecoder(UniqueModule):
         """Restores the data points that :meth:`condition_` conditions on."""
         self._conditioning = KeptPoints(**state) if state else None
         self._training_data = self._candidates = None
-
-
-def _rows(x: Tensor, split: Split) -> Tensor:
-    """The data of a minibatch, or what a process has of them."""
-    return split.rows(x) if isinstance(split, SharedSplit) else x[split.indices]
-
-
-def _posterior(loc: Tensor, scale: Tensor | None, split: Split) -> Any:
-    if scale is None:
-        return dist.Delta(loc, event_dim=1)
-    if isinstance(split, SharedSplit):
-        return dist.Independent(RowNormal(loc, scale, split.within, split.batch_size), 1)
-    return dist.Normal(loc, scale).to_event(1)
 
 
 def _with_decay(rates: Callable[[str], dict[str, float]], decay: float, name: str) -> dict[str, float]:

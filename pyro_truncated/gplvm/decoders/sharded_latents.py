@@ -14,7 +14,7 @@ from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import (
     Portion,
     draw_alike,
-    find_portion,
+    find_part,
     gather_owned_rows,
     leave_to_owners,
     rows_at,
@@ -33,8 +33,7 @@ def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Po
 
     On the first call the latents of others are dropped, and all processes start like the first.
     """
-    portion = find_portion(x)
-    portion = None if portion is None or not portion.is_part else portion
+    portion = find_part(x)
     if held is None and portion is not None:
         _begin(module, portion)
     elif portion != held:
@@ -110,6 +109,10 @@ class SharedSplit(Split):
         every = torch.cat(list(held), -1)
         rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
         return list(rows.split([values.shape[-1] for values in held], -1))
+
+    def normal(self, loc: Tensor, scale: Tensor) -> Any:
+        """Those that draw for all of the minibatch, alike on all processes."""
+        return dist.Independent(RowNormal(loc, scale, self.within, self.batch_size), 1)
 
 
 class RowNormal(dist.Normal):

@@ -21,9 +21,6 @@ from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
 
-# The deviation that latents start with, and the length of the first step.
-_FIRST_SCALE, _FIRST_STEP = 0.1, 0.1
-
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
@@ -225,8 +222,8 @@ class Posterior:
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             return self._contribution(here, used, points[:, :num], points[:, num:], near)
 
-        starts = torch.cat([loc, torch.full_like(loc, _FIRST_SCALE).log()], 1)
-        found = maximize_batched(contribution, starts.unsqueeze(0), steps, _FIRST_STEP, tolerance)
+        starts = torch.cat([loc, torch.full_like(loc, 0.1).log()], 1)
+        found = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
         with torch.no_grad():
             return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
 

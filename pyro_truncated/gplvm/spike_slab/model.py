@@ -453,9 +453,9 @@ class SpikeSlabMRD(UniqueModule):
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
-    def latent_divergence(self, index: Tensor | slice = slice(None)) -> Tensor:
+    def latent_divergence(self) -> Tensor:
         r"""Divergence of each dimension's slabs, ``(Q,)``: :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, or see :class:`TimePrior`."""
-        return self.latents(index).divergence
+        return self.latents().divergence
 
     @takes_arrays
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:

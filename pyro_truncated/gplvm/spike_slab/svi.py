@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_portion, is_spread, shard_sum
+from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, shard_sum
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, check_learning_rate, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.devices import generator_device
 
@@ -48,10 +48,10 @@ class Minibatch:
 
 def draw_minibatch(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
     """A random minibatch, the same for any number of processes."""
-    portion = find_portion(views)
+    portion = find_part(views)
     index = torch.randperm(model.num_data, generator=generator, device=generator_device(generator))[:size].to(model.loc.device)
     scale = model.num_data / len(index)
-    if portion is None or not portion.is_part:
+    if portion is None:
         return Minibatch(index, index, scale)
     own = index[(index >= portion.first) & (index < portion.first + portion.size)]
     return Minibatch(own, own - portion.first, scale, 1 / collectives.size(), shard_sum(views[0]))
@@ -80,8 +80,6 @@ def gather_latent_marginals(model: torch.nn.Module, views: Sequence[Tensor]) -> 
 
 
 _INDUCING = (".mean", ".scale_tril")
-# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
-_MAX_LEARNING_RATE = 10.0
 
 
 @names_arguments
@@ -187,14 +185,13 @@ def fit_minibatches(
         ValueError: if the model is collapsed, or a number is out of range.
     """
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
-    if not 0 < learning_rate <= _MAX_LEARNING_RATE:
-        raise ValueError(f"learning_rate must be a positive number of at most {_MAX_LEARNING_RATE:g}; got {learning_rate!r}")
+    check_learning_rate(learning_rate)
     check_kinds(fit_minibatches, switches_from=switches_from)
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []
     with ending_together(views):
-        if is_spread(views):
+        if find_part(views) is not None:
             model.load_state_dict(agree(model.state_dict()))
             draw_alike(generator)
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
@@ -211,7 +208,7 @@ def fit_minibatches(
                 estimates.append(_step(model, batch, views, rate * decay, optimizer))
             if callback is not None:
                 callback(step, estimates[-1])
-        if is_spread(views):
+        if find_part(views) is not None:
             gather_latent_marginals(model, views)
     return estimates
 

@@ -10,16 +10,14 @@ from torch import Tensor
 from pyro_truncated.ops.fused.bits import lowest_bit, on_device
 from pyro_truncated.ops.vectorised import noisy_or as vectorised
 
-# A program holds all dimensions of a state.
-_MOST_OBSERVED = 2**14
-
 
 @on_device
 def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.noisy_or_log_prob`."""
     num_data, num_candidates, num_words = words.shape
     num_observed = len(log_complement)
-    if num_observed > _MOST_OBSERVED:
+    # A program holds all dimensions of a state.
+    if num_observed > 2**14:
         return vectorised.noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
     out = linear.new_empty(num_data, num_candidates, dtype=torch.float64)
     causes, linear, value = log_complement.mT.double().contiguous(), linear.double(), value.contiguous()

@@ -118,7 +118,7 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
         halves = off.contiguous().view(torch.int32)
         # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
         threshold = flips.switch_off.to(device, non_blocking=True)[active].unsqueeze(-1) - 2**31
-        below = torch.nn.functional.pad((halves ^ _SIGN) < threshold, (0, 64 * fields.num_words - halves.shape[-1]))
+        below = torch.nn.functional.pad((halves ^ -(2**31)) < threshold, (0, 64 * fields.num_words - halves.shape[-1]))
         changed = changed | (_pack(below) & words & bits)
     if flips.num_other:
         changed = changed | _move(words, fields, flips.log_stay_other, moves)
@@ -130,9 +130,6 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
 def _ones(device: torch.device) -> Tensor:
     """How many bits of a byte are set, for all bytes."""
     return torch.tensor([byte.bit_count() for byte in range(256)], device=device)
-
-
-_SIGN = -(2**31)
 
 
 def _pack(bits: Tensor) -> Tensor:
