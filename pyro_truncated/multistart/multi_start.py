@@ -315,7 +315,7 @@ class StopRule:
         self._are_by_gradients = profile.is_by_gradients and not profile.is_resizable
 
     def min_restarts(self, pool: SolutionPool) -> int:
-        """The least number of restarts, where these easily agree on a poor optimum, and are cheap."""
+        """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
         if profile.space is None or profile.is_product:
             is_doubtful = profile.has_companion

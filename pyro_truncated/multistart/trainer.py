@@ -253,7 +253,7 @@ def mean_gain(values: Sequence[float], window: int) -> float:
 
 
 def remaining_gain(values: Sequence[float], window: int, errors: float = -1.0) -> float:
-    r"""Returns what noisy free energies will still gain, plus so many standard errors.
+    r"""Returns what noisy free energies will gain, plus some standard errors.
 
     A window is the last quarter of the steps, or larger. A free energy that approaches its limit as :math:`1 / t` will still gain twice
     what this window has gained beside the one before; one that approaches it exponentially will gain less.
@@ -261,11 +261,12 @@ def remaining_gain(values: Sequence[float], window: int, errors: float = -1.0) -
     number = max(window, int(_WINDOW_SHARE * len(values)))
     if len(values) < 2 * number:
         return math.inf
-    return 2 * _noisy_gain(*(estimate_on_trend(some) for some in (values[-2 * number : -number], values[-number:])), errors)
+    before, after = estimate_on_trend(values[-2 * number : -number]), estimate_on_trend(values[-number:])
+    return 2 * _noisy_gain(before, after, errors)
 
 
 def _noisy_gain(before: FreeEnergyEstimate, after: FreeEnergyEstimate, errors: float) -> float:
-    """Returns the gain of noisy free energies plus so many standard errors, or zero."""
+    """Returns a gain of noisy free energies plus some standard errors."""
     return max(0.0, after.free_energy - before.free_energy + errors * math.hypot(before.noise, after.noise) / STANDARD_ERRORS)
 
 
