@@ -15,7 +15,8 @@ from pyro_truncated import StateSpace, ops
 from pyro_truncated.ops.compiled import background, latent_values, quadratic
 
 space = StateSpace([2] * 5)
-words = space.pack(torch.arange(64).reshape(2, 32, 1) >> torch.arange(5) & 1)
+# More states than torch unpacks as fast.
+words = space.pack(torch.arange(8192).reshape(2, 4096, 1) >> torch.arange(5) & 1)
 linear, pairwise = torch.rand(2, 5, dtype=torch.float64), torch.rand(5, 5, dtype=torch.float64)
 
 def compute():

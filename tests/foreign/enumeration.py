@@ -197,13 +197,28 @@ def _log_probs(nodes: Sequence[Any], plates: Sequence[str], scale: float) -> tup
 
 
 def _log_prob(node: Any) -> Tensor:
-    """Log probability of a value; minus infinity where a count lies outside of its support."""
+    """Log probability of a value; minus infinity if impossible, and where a count lies outside of its support."""
     fn, value = node["fn"], node["value"]
     log_prob: Tensor = fn.log_prob(value, *node["args"], **node["kwargs"])
     support = fn.support
+    if support.is_discrete:
+        log_prob = torch.where(_is_impossible(fn, value), -math.inf, log_prob)
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     if isinstance(support, constraints.integer_interval):
         valid = fn.support.check(value)
         return torch.where(valid, log_prob, -math.inf)
     return log_prob
+
+
+def _is_impossible(fn: Any, value: Tensor) -> Tensor:
+    """Whether the probability is exactly zero, which torch replaces by the smallest step from one."""
+    if isinstance(fn, torch.distributions.Independent):
+        found, size = _is_impossible(fn.base_dist, value), fn.reinterpreted_batch_ndims
+        return found.flatten(-size).any(-1) if size else found
+    if isinstance(fn, torch.distributions.Bernoulli) and fn._param is fn.__dict__.get("probs"):
+        return torch.where(value > 0, fn.probs, 1 - fn.probs) == 0
+    if isinstance(fn, torch.distributions.Categorical) and fn._param is fn.__dict__.get("probs"):
+        index, probs = torch.broadcast_tensors(value.long().unsqueeze(-1), fn.probs)
+        return probs.gather(-1, index[..., :1]).squeeze(-1) == 0
+    return torch.zeros_like(fn.log_prob(value), dtype=torch.bool)

@@ -55,6 +55,26 @@ def factors(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight + x.unsqueeze(-1) * load, noise).to_event(1), obs=y)
 
 
+def buffet(y: Tensor) -> None:
+    """A truncated Indian buffet of ten latents with 36 weights each."""
+    share = pyro.sample("v", dist.Beta(2.0, 1.0).expand([10]).to_event(1))
+    weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([10, 36]).to_event(2))
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(share.cumprod(-1)).to_event(1))
+        pyro.sample("y", dist.Normal(z @ weight, noise).to_event(1), obs=y)
+
+
+def pictures() -> Tensor:
+    """Four pictures in a corner each of 6 x 6 pixels, each in half of the images."""
+    basis, draws = torch.zeros(4, 6, 6), generator()
+    basis[0, :3, :3] = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 1, 0]])
+    basis[1, :3, 3:] = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 1]])
+    basis[2, 3:, :3] = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    basis[3, 3:, 3:] = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 1, 0]])
+    return torch.bernoulli(torch.full((100, 4), 0.5), generator=draws) @ basis.flatten(1) + 0.5 * torch.randn(100, 36, generator=draws)
+
+
 def clusters() -> Tensor:
     return torch.cat(
         [centre + spread * torch.randn(20, generator=generator(k)) for k, (centre, spread) in enumerate([(-6, 0.3), (0, 0.6), (2, 0.2)])]
@@ -75,7 +95,7 @@ def bound(model: Any, guide: Any, y: Tensor) -> tuple[float, float]:
 
 def plain(model: Any, y: Tensor, discrete: str) -> Any:
     guide = AutoGuideList(model)
-    guide.append(AutoNormal(poutine.block(model, hide=[discrete])))
+    guide.append(AutoNormal(poutine.block(model, hide=[discrete]), init_scale=0.01))
     guide.append(AutoTruncated(model))
     svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.998}), Truncated_ELBO())
     for _ in range(1000):
@@ -84,7 +104,9 @@ def plain(model: Any, y: Tensor, discrete: str) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("model", "make", "discrete"), [(sticks, clusters, "z"), (shares, clusters, "z"), (factors, rows, "s")])
+@pytest.mark.parametrize(
+    ("model", "make", "discrete"), [(sticks, clusters, "z"), (shares, clusters, "z"), (factors, rows, "s"), (buffet, pictures, "z")]
+)
 def test_learn_ends_no_lower_than_a_plain_run_or_warns(model, make, discrete):
     """By at most the tolerance, 0.5 nats or 0.01 for each data point, and three standard errors of both bounds."""
     y = make()
