@@ -284,8 +284,8 @@ def test_what_killed_runs_left_is_removed(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from pyro_truncated.training.checkpoint_file import claimed
-with claimed(Path(sys.argv[1])):
+from pyro_truncated.training.checkpoint_file import claim_path
+with claim_path(Path(sys.argv[1])):
     print("claimed", flush=True)
     sys.stdin.read()
 """
