@@ -174,6 +174,7 @@ class GaussianMixture(LinearMixture):
         deviation = above.square().mean(0).sqrt()
         units = torch.where(deviation > 0, deviation, 1.0)
         first = start(units).rescale(units)
+        # In few dimensions deviations are the better unit; in more, the one that is likelier by a tenth of a nat on some rows.
         if above.shape[1] <= 16:
             return first
         other, rows = start(torch.ones_like(units)), above[:1000]

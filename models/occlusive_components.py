@@ -114,6 +114,7 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
     # What noise alone would show does not stand out.
     stands_out = energy > 4 * noise * math.sqrt(2 * canvas.num_entries * num_channels)
     alone = torch.where(stands_out, alone / energy.clamp(min=1e-12), -torch.inf).flatten()
+    # At most sixty windows for each object.
     number = min(60 * num_objects, 2000, max(1, int(alone.isfinite().sum())))
     best = alone.topk(number).indices
     row, place = best // place.shape[1], place.flatten()[best]
@@ -130,6 +131,7 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     Some of the windows are the first objects, without those that the others make up for best. Every window then belongs to the object that
     it resembles most, at the best shift, whose mean the object becomes. At the end again those go that the others make up for best.
     """
+    # Twenty candidates for each object, of which two remain for the steps of k-means.
     count = min(20 * number, 500)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])

@@ -124,7 +124,8 @@ class Superposition(TorchDistribution):
     @property
     def _has_plain_parameters(self) -> bool:
         others = ((name, constraint) for name, constraint in self.arg_constraints.items() if name not in ("states", "weight"))
-        return self.weight.dim() == 2 and all(getattr(self, name).dim() <= max(1, constraint.event_dim) for name, constraint in others)
+        most_dims = ((name, 1 if constraints.is_dependent(constraint) else max(1, constraint.event_dim)) for name, constraint in others)
+        return self.weight.dim() == 2 and all(getattr(self, name).dim() <= most for name, most in most_dims)
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.

@@ -171,8 +171,8 @@ class PopulationStore(torch.nn.Module):
         size = min(self.num_states, layout.space.size)
         words, log_joint = self.first_states(layout, init, size, device)
         if size < self.num_states:
-            states = "the only state" if size == 1 else f"all {size} joint states"
-            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than num_states={self.num_states}): nothing is truncated")
+            states, asked = "the only state" if size == 1 else f"all {size} joint states", f"num_states={self.num_states}"
+            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than {asked}): nothing is truncated")
             self.num_states = size
         self.register_buffer("words", words)
         self.register_buffer("log_joint", log_joint)

@@ -314,18 +314,16 @@ class StopRule:
         self._profile, self._config = profile, profile.config
         self._are_by_gradients = profile.is_by_gradients and not profile.is_resizable
 
-    def min_restarts(self, pool: SolutionPool) -> int:
+    @property
+    def min_restarts(self) -> int:
         """The least number of restarts: more where these easily agree by chance."""
         profile, config = self._profile, self._config
-        if profile.space is None or profile.is_product:
-            is_doubtful = profile.has_companion
-        elif profile.is_mixture:
-            is_doubtful = profile.y.numel() * profile.space.size <= config.small_mixture
-        else:
-            is_doubtful = self._are_by_gradients and profile.num_data < config.few_rows_per_latent * profile.space.num_latents
-            # Beside continuous latents free energies are equal by chance; latents that two restarts have found are not.
-            is_doubtful |= profile.has_companion and not pool.groups
-        return config.min_restarts if is_doubtful or profile.is_shared else 1
+        is_doubtful = profile.is_shared or profile.has_companion
+        if profile.space is not None and profile.is_mixture:
+            is_doubtful |= profile.y.numel() * profile.space.size <= config.small_mixture
+        elif profile.space is not None and self._are_by_gradients and not profile.is_product:
+            is_doubtful |= profile.num_data < config.few_rows_per_latent * profile.space.num_latents
+        return config.min_restarts if is_doubtful else 1
 
     def max_restarts(self, pool: SolutionPool) -> int:
         """The largest number of restarts."""
@@ -337,13 +335,14 @@ class StopRule:
 
     def reason(self, pool: SolutionPool) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
-        number = len(pool.energies)
-        if number >= self.min_restarts(pool):
+        number, has_companion = len(pool.energies), self._profile.has_companion
+        # Beside continuous latents free energies may be equal by chance; latents that two restarts have found are not.
+        if pool.groups and (has_companion or number >= self.min_restarts) and pool.is_complete():
+            return "each latent of the best was found by two restarts"
+        if number >= self.min_restarts:
             is_early = pool.decoded is not None and number < self._config.min_warm_restarts
             if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
-            if pool.groups and pool.is_complete():
-                return "each latent of the best was found by two restarts"
             if self._have_agreed(pool) and not pool.use_redundant_latents():
                 return "two restarts agree"
         if number < self.max_restarts(pool):

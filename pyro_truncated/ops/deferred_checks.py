@@ -33,9 +33,9 @@ class _PendingChecks:
         if lazy:
             answers = [answer.double() for answer in (*answers, *(one.values for one in lazy))]
         found = torch.cat(_on_one_device(answers)).tolist() if answers else []
-        for is_problem, (_, complain) in zip(found, checks, strict=False):
+        for is_problem, (_, complaint) in zip(found, checks, strict=False):
             if is_problem:
-                _raise(complain)
+                _raise(complaint)
         start = len(checks)
         for one in lazy:
             one.known = found[start : start + len(one.values)]
@@ -44,8 +44,8 @@ class _PendingChecks:
             act()
 
 
-def _raise(complain: _Complaint) -> None:
-    message = complain if isinstance(complain, str) else complain()
+def _raise(complaint: _Complaint) -> None:
+    message = complaint if isinstance(complaint, str) else complaint()
     if isinstance(message, str):
         raise ValueError(message)
 
@@ -73,7 +73,7 @@ class _Lazy:
 _pending: ContextVar[_PendingChecks | None] = ContextVar("pyro_truncated_pending_checks", default=None)
 
 
-def raise_if(problem: Tensor, complain: _Complaint) -> None:
+def raise_if(problem: Tensor, complaint: _Complaint) -> None:
     """Complains if there is a problem, now or with the deferred checks.
 
     It is deferred on a device within :func:`defer_checks`, so that a device is waited for once.
@@ -83,13 +83,13 @@ def raise_if(problem: Tensor, complain: _Complaint) -> None:
 
     Args:
         problem: a Boolean scalar.
-        complain: the message of a ``ValueError``, or a function that returns it or raises an error itself.
+        complaint: the message of a ``ValueError``, or a function that returns it or raises an error itself.
     """
     pending = _pending.get()
     if pending is not None and is_vectorised(problem):
-        pending.checks.append((problem, complain))
+        pending.checks.append((problem, complaint))
     elif bool(problem):
-        _raise(complain)
+        _raise(complaint)
 
 
 def on_success(act: _Action) -> None:

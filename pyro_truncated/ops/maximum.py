@@ -127,6 +127,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
     width = (high - low).clamp(min=torch.finfo(low.dtype).tiny)
     narrow = _log_phi(0.5 * (low + high)) + width.log()
     result = torch.where(high > 0, middle, tail)
+    # In narrow intervals differences cancel.
     result = torch.where(width * low.abs().clamp(min=1.0) < 1e-5, narrow, result)
     return result.masked_fill(is_empty, -math.inf)
 

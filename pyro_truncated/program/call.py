@@ -14,7 +14,6 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 
-from pyro_truncated.program.sites import unwrap
 from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.utils.arguments import naming_empty_plates
 from pyro_truncated.utils.parameter_store import Assign, isolate
@@ -41,9 +40,15 @@ class _ObservesTensors(Messenger):
             )
         if value.layout != torch.strided:
             raise TypeError(f"site '{msg['name']}' observes a tensor of layout {value.layout}: call its to_dense()")
-        # Torch and Pyro have no distribution of complex numbers.
-        if value.is_complex() and type(unwrap(msg["fn"])[0]).__module__.startswith(("torch.", "pyro.")):
+        if value.is_complex() and _is_real_valued(msg["fn"]):
             raise TypeError(f"site '{msg['name']}' must observe real numbers, as its distribution says; got {value.dtype}")
+
+
+def _is_real_valued(fn: Any) -> bool:
+    """Whether a distribution is torch's or Pyro's: none is of complex numbers."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return type(fn).__module__.startswith(("torch.", "pyro."))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

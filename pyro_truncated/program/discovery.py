@@ -251,6 +251,7 @@ def widest_support(node: Mapping[str, Any], parents: Mapping[DiscreteSite, Tenso
     runs = _Runs(dependencies.call, node, joint)
     leaked = dependencies.leaked[node["name"]] & {site.name for site in parents}
     with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False):
+        # Few values are run singly; the runs of many at once are verified by eight single ones.
         at_once = runs.joint_bounds() if joint.number > 64 and not leaked else None
         low, high = at_once or runs.singly(range(joint.number))
     dims = len(node["fn"].batch_shape) + len(node["fn"].event_shape)

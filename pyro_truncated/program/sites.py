@@ -169,13 +169,18 @@ def is_masked(fn: Any) -> bool:
     return fn is not None and (isinstance(fn, MaskedDistribution) or is_masked(getattr(fn, "base_dist", None)))
 
 
+def has_stock_density(fn: Any) -> bool:
+    """Whether the density is torch's or Pyro's, not that of a user's class."""
+    return str(type(fn).log_prob.__module__).startswith(("torch.", "pyro."))
+
+
 def unwrap(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """Returns a distribution without wrappers, and its masks.
 
-    Masks come with the event dimensions of what they mask.
+    Masks come with the event dimensions of what they mask. A user's wrapper with a density of its own stays.
     """
     masks = []
-    while isinstance(fn, WRAPPERS):
+    while isinstance(fn, WRAPPERS) and has_stock_density(fn):
         if isinstance(fn, MaskedDistribution):
             masks.append((fn._mask, fn.event_dim))
         fn = fn.base_dist

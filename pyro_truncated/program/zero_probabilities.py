@@ -19,7 +19,7 @@ from torch.distributions.utils import clamp_probs, probs_to_logits
 from torch.nn.functional import logsigmoid
 
 from pyro_truncated.program.densities import once
-from pyro_truncated.program.sites import WRAPPERS, unwrap
+from pyro_truncated.program.sites import WRAPPERS, has_stock_density, unwrap
 
 _Formula = Callable[[Any, Tensor], Tensor | None]
 
@@ -72,8 +72,10 @@ def _through_wrappers(fn: Any, value: Tensor, entry_formula: _Formula) -> Tensor
 
     It is summed over events, without masked entries. Of classes with a density of their own nothing is said: it knows best.
     """
+    if not has_stock_density(fn):
+        return None
     if not isinstance(fn, WRAPPERS):
-        return entry_formula(fn, value) if type(fn).log_prob.__module__.startswith(("torch.", "pyro.")) else None
+        return entry_formula(fn, value)
     found = _through_wrappers(fn.base_dist, value, entry_formula)
     if found is None:
         return None

@@ -332,7 +332,7 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     seen, other = levels if is_inverted else levels[::-1]
     spread = 1.4826 * float(np.median(np.abs(known[is_white != is_inverted] - seen)))
     distance = (values - seen) * np.sign(other - seen)
-    # The paper of a scan varies.
+    # Up to four deviations of a scan's paper are no ink.
     hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), 4.0 * spread))
     return hidden
 

@@ -376,6 +376,7 @@ def find_consensus(image: Tensor, learned: Sequence[MixtureFit], weights: Tensor
     """
     estimate = weighted_mean([of_side.array for of_side in learned], weights)
     sharper = [copy.deepcopy(of_side.mixture) for of_side in learned]
+    # Patches that agree have half the noise, and three tenths of the noisy array.
     for mixture in sharper:
         mixture.scale = 0.5 * mixture.scale
     for _ in range(_AGREEMENTS):

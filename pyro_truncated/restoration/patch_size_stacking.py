@@ -66,6 +66,7 @@ def restore_with_stacked_sides(
     usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
     found, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
     weights = array_weights(torch.stack([of_side.array for of_side in found]), held_out, noise)
+    # A side of less weight is not worth its time.
     kept = (weights >= 0.05).nonzero().flatten().tolist()
     found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
     weights = weights[kept] / weights[kept].sum()

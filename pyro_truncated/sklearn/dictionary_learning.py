@@ -274,6 +274,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
     def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """Trains the model; what each start reached, and how many steps followed."""
         ridge = self._ridge(rows)
+        # Complete data have several starts.
         n_init = (1 if ridge else 4) if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
         short, progress = min(max_iter, 60), None if self.verbose else False

@@ -157,6 +157,7 @@ class SteepestAscent(Search):
             if not bool(moving.any()):
                 break
             found = self.step(dataclasses.replace(batch, population=population))
+            # Less than a millionth of a nat is rounding.
             moving = moving & (found.free_energy() > population.free_energy() + 1e-6)
             words = torch.where(moving[:, None, None], found.words, population.words)
             log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)

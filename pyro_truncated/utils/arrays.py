@@ -207,7 +207,7 @@ def warn_if_rounded(data: Tensor, dtype: torch.dtype) -> None:
     center = exact.nanmean(0)
     deviation = (exact - center).abs().nanmean(0)
     error = (rows.detach().to(dtype).double() - exact).abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
-    # But for columns that are constant but for rounding.
+    # A hundredth of the deviation is lost, but for columns that are constant but for rounding.
     is_lost = (deviation > 4 * torch.finfo(torch.float64).eps * center.abs()) & (error > 0.01 * deviation)
     if bool(is_lost.any()):
         column = int(is_lost.nonzero()[0, 0])

@@ -203,3 +203,16 @@ def test_wrong_inputs_are_refused() -> None:
         LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), -1.0)
     with pytest.raises(ValueError, match="right-most size"):
         LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), 1.0).log_prob(torch.zeros(2, 4))
+
+
+class AnyScale(LinearSuperposition):
+    """A class of one's own whose scale depends on something else."""
+
+    arg_constraints = LinearSuperposition.arg_constraints | {"scale": dist.constraints.dependent}  # noqa: RUF012
+
+
+def test_parameters_of_subclasses_may_depend_on_something_else() -> None:
+    states, (weight, scale, bias), value = draw(torch.float64)
+    found = AnyScale(states, weight, scale, bias)
+    assert found.has_packed_log_prob
+    torch.testing.assert_close(found.log_prob(value), naive(states, weight, scale, bias, value))

@@ -9,7 +9,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from torch.distributions import constraints
+from torch.distributions import AffineTransform, constraints
 
 from pyro_truncated import AutoTruncated, Truncated_ELBO
 from pyro_truncated.program.call import Call
@@ -187,6 +187,17 @@ def test_tensors_that_no_distribution_takes_are_named():
     y = torch.ones(3, 2)
     with pytest.raises(TypeError, match=r"site 'y' must observe real numbers, as its distribution says; got torch.complex64"):
         Truncated_ELBO().loss(model, AutoTruncated(model), y + 0j)
+
+    class Shifted(dist.TransformedDistribution):
+        """A class of one's own, of real numbers as its base is."""
+
+    def shifted(y):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", Shifted(dist.Normal(z, 1.0), [AffineTransform(1.0, 2.0)]), obs=y)
+
+    with pytest.raises(TypeError, match=r"site 'y' must observe real numbers, as its distribution says; got torch.complex64"):
+        Truncated_ELBO().loss(shifted, AutoTruncated(shifted), torch.ones(3) + 0j)
     with pytest.raises(TypeError, match=r"site 'y' observes a tensor of layout torch.sparse_coo: call its to_dense\(\)"):
         Truncated_ELBO().loss(model, AutoTruncated(model), y.to_sparse())
     with pytest.raises(TypeError, match=r"site 'y' observes a numpy.ma.*data\.filled\(0\), and the site under poutine\.mask"):

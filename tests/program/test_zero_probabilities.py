@@ -139,6 +139,35 @@ def off_by_another(q):
         pyro.sample("y", dist.Normal(a + 2 * b, 0.5), obs=Y)
 
 
+class Tempered(dist.Independent):
+    """A wrapper with a density of its own."""
+
+    def log_prob(self, value):
+        return 3 * super().log_prob(value)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_wrappers_with_a_density_of_their_own_keep_it(is_packed):
+    """Against the sum over the states that torch, which clamps, gives a density."""
+    probs, weight = zeros(0.2, 0.7, 0.0), zeros(1.0, 2.0, 4.0)
+    y = Y.double()
+
+    def model(y):
+        with pyro.plate("data", 3):
+            s = pyro.sample("s", Tempered(dist.Bernoulli(probs.expand(3, 3)), 1))
+            fn = (
+                LinearSuperposition(s, weight.unsqueeze(0), zeros(1.0))
+                if is_packed
+                else dist.Normal((s * weight).sum(-1, True), 1.0).to_event(1)
+            )
+            pyro.sample("y", fn, obs=y.unsqueeze(-1))
+
+    states = torch.cartesian_prod(*[zeros(0.0, 1.0)] * 3)
+    log_joint = 3 * dist.Bernoulli(probs).log_prob(states).sum(-1) + dist.Normal(states @ weight, 1.0).log_prob(y.unsqueeze(-1))
+    expected = -log_joint.logsumexp(-1).sum()
+    assert Truncated_ELBO().loss(model, AutoTruncated(model), y) == pytest.approx(float(expected), rel=1e-9)
+
+
 def test_gradients_of_possible_states_are_finite():
     q = pyro.param("q", torch.tensor(0.3), constraint=constraints.unit_interval)
     guide = AutoTruncated(off_by_another)

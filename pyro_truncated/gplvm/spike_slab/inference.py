@@ -222,6 +222,7 @@ class Posterior:
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
             return self._contribution(here, used, points[:, :num], points[:, num:], near)
 
+        # Latents start with a deviation of 0.1, and the first step has a length of 0.1.
         starts = torch.cat([loc, torch.full_like(loc, 0.1).log()], 1)
         found = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
         with torch.no_grad():
