@@ -170,7 +170,7 @@ def is_masked(fn: Any) -> bool:
 
 
 def has_stock_density(fn: Any) -> bool:
-    """Whether the density is torch's or Pyro's, not that of a user's class."""
+    """Whether the density is torch's or Pyro's, not of a user's class."""
     return str(type(fn).log_prob.__module__).startswith(("torch.", "pyro."))
 
 

@@ -208,7 +208,7 @@ def test_wrong_inputs_are_refused() -> None:
 class AnyScale(LinearSuperposition):
     """A class of one's own whose scale depends on something else."""
 
-    arg_constraints = LinearSuperposition.arg_constraints | {"scale": dist.constraints.dependent}  # noqa: RUF012
+    arg_constraints = LinearSuperposition.arg_constraints | {"scale": dist.constraints.dependent}
 
 
 def test_parameters_of_subclasses_may_depend_on_something_else() -> None:
