@@ -281,7 +281,7 @@ class Schedule:
         steps: least number of steps.
         max_steps: largest number, without those at a falling rate.
         tol: gain in nats per data point at convergence.
-        gain: measures it, given free energies per data point and the window.
+        gain: measures it, given free energies per data point and the window; of plateaus it is :func:`remaining_gain`.
         window: steps of which the gain is measured.
         stride: steps between two measurements.
         is_relative: whether the gain is divided by that of all steps.
