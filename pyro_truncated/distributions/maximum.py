@@ -551,7 +551,12 @@ class PiecewiseGaussian(TorchDistribution):
             ValueError: if an offer or an element is negative.
         """
         is_valid = (others >= 0).all() & (element >= 0).all()
-        raise_if(~is_valid, "others and element must not be negative: the cause would win below a threshold instead of above it")
+        raise_if(
+            ~is_valid,
+            lambda: (
+                f"others and element must not be negative, so that the cause wins above a threshold; got {others.min()} and {element.min()}"
+            ),
+        )
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )

@@ -310,7 +310,7 @@ def component_products(rows: Tensor, component: Tensor, weight: Tensor, num_comp
     size = rows.shape[1]
     if around is not None and around.shape != (num_components, size):
         raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
-    raise_if(~(weight >= 0).all(), "weight must not be negative or NaN")
+    raise_if(~(weight >= 0).all(), lambda: f"weight must not be negative or NaN; got {weight.min()}")
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = GroupBlocks.from_groups(component.flatten(), num_components)

@@ -413,13 +413,15 @@ def _check_slabs(value: Tensor, weight: Tensor, selected: Tensor) -> None:
         lambda: f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}",
     )
     raise_if(
-        ~(weight >= 0).all(), "weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients"
+        ~(weight >= 0).all(),
+        lambda: f"weight must not be negative or NaN, as causes would win at negative coefficients; got {weight.min()}",
     )
 
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
     ordered = selected.sort(1).values
-    raise_if((ordered[:, 1:] == ordered[:, :-1]).any(), "selected must not hold a cause twice for a data point")
+    is_repeated = ordered[:, 1:] == ordered[:, :-1]
+    raise_if(is_repeated.any(), lambda: f"selected must not hold a cause twice; got {selected[is_repeated.any(1)][0].tolist()}")
     if coefficients.shape != (len(value), weight.shape[1]):
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:

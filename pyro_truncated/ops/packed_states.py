@@ -145,10 +145,15 @@ def pack(values: Tensor, fields: Fields) -> Tensor:
     size = rows_per_block(32 * fields.num_latents)
     for start in range(0, len(rows), size):
         block = rows[start : start + size].long()
-        raise_if(((block < 0) | (block >= cardinality)).any(), "values must lie in 0 .. cardinality - 1 of their latent")
+        is_outside = (block < 0) | (block >= cardinality)
+        raise_if(is_outside.any(), functools.partial(_outside_message, block, is_outside))
         # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
         words[start : start + size].index_add_(1, word, block << shift)
     return words.view(*values.shape[:-1], fields.num_words)
+
+
+def _outside_message(values: Tensor, is_outside: Tensor) -> str:
+    return f"values must lie in 0 .. cardinality - 1 of their latent; got {int(values[is_outside][0])}"
 
 
 def enumerate_states(fields: Fields, device: torch.device | str | None = None) -> Tensor:
