@@ -61,7 +61,7 @@ class LearnConfig:
         max_exchanging_restarts: the same where restarts exchange latents.
         max_large_restarts: the same for more than 256 binary latents.
         min_restarts: least number for problems in which two restarts often agree on a poor optimum: shared or continuous latents, few
-            rows, small mixtures. Beside continuous latents fewer where two have found each latent of the best.
+            rows, small mixtures.
         min_warm_restarts: least number of restarts from a linear model before the expected gain counts.
         few_rows_per_latent: rows of data for each latent below which, by gradients, ``min_restarts`` are made.
         small_mixture: data values times components up to which ``min_restarts`` are made.

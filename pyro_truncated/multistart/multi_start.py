@@ -335,14 +335,13 @@ class StopRule:
 
     def reason(self, pool: SolutionPool) -> str | None:
         """Why no further restart is made, ``None`` if one is."""
-        number, has_companion = len(pool.energies), self._profile.has_companion
-        # Beside continuous latents free energies may be equal by chance; latents that two restarts have found are not.
-        if pool.groups and (has_companion or number >= self.min_restarts) and pool.is_complete():
-            return "each latent of the best was found by two restarts"
+        number = len(pool.energies)
         if number >= self.min_restarts:
             is_early = pool.decoded is not None and number < self._config.min_warm_restarts
             if (self._profile.is_matched or pool.is_network) and not is_early and is_gain_below_error(pool.estimates):
                 return "another restart is expected to gain less than chance or more steps"
+            if pool.groups and pool.is_complete():
+                return "each latent of the best was found by two restarts"
             if self._have_agreed(pool) and not pool.use_redundant_latents():
                 return "two restarts agree"
         if number < self.max_restarts(pool):

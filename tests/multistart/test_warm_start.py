@@ -271,7 +271,7 @@ def test_the_states_of_a_later_restart_are_those_that_a_linear_model_finds(monke
 def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     """The first one, from the network's own weights, ends more than three nats below the truth, and `learn` warns.
 
-    The second one has found all latents or all but one of six, by the machine's rounding: what it found is what is kept.
+    Of two from a linear model the better one has found all latents or all but one of six: what it found is what is kept.
     """
     pyro.clear_param_store()
     pyro.set_rng_seed(20)
@@ -289,7 +289,7 @@ def test_a_later_restart_of_a_network_of_ones_own_beats_the_first():
     for layer in (network[0], network[2]):
         torch.nn.init.normal_(layer.weight)
     with pytest.warns(DisagreeingStartsWarning):  # the first start, from where the program is, has found something else
-        guide = learn(behind(network, rate=0.25), y, restarts=2, progress=False)
+        guide = learn(behind(network, rate=0.25), y, restarts=3, progress=False)
     assert guide.starts[0] < truth - 3.0
-    assert guide.starts[1] > guide.starts[0] + 2.0
-    assert float(guide.population().free_energy().mean()) > guide.starts[1] - 0.05
+    assert max(guide.starts[1:]) > guide.starts[0] + 2.0
+    assert float(guide.population().free_energy().mean()) > max(guide.starts[1:]) - 0.05
