@@ -14,7 +14,8 @@ from pyro_truncated import AutoTruncated, Population, StateSpace
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture
 from pyro_truncated.search import LearnedFlips, Search, SearchBatch, SurrogateSearch
-from pyro_truncated.search.surrogate import Effects, EffectsPosterior, LogJointRegression, ScoredBatch, ScoredStates
+from pyro_truncated.search.surrogate.log_joint_regression import Effects, EffectsPosterior, LogJointRegression, ScoredBatch
+from pyro_truncated.search.surrogate.surrogate_search import ScoredStates
 
 
 def generator(seed: int = 0) -> torch.Generator:
