@@ -48,6 +48,7 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
     Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. The part is the mean over the
     data points that have most of it, but for the first, as the element may come from it.
     """
+    # About a thousand rows tell the part, of which a tenth at least is kept.
     rows = rows[:: -(-len(rows) // 1000)].to(elements)
     number = min(max(1, round(share * len(rows))), len(rows) - 1)
     if not number:

@@ -195,6 +195,7 @@ class Agglomeration:
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The data points' clusters ``(N,)``, numbered from 0, at most so many."""
+        # Seeds are drawn from at least five rows for each, two of them for each cluster; a cluster has six partners.
         most = max(20_000, 5 * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
         # Rows are compared within so many parts of the data, where clusters are not long.
@@ -262,6 +263,7 @@ class ClusterMerger:
         owner = torch.arange(len(self._alone), device=self._alone.device)
         surplus = len(owner) - number
         while surplus > 0 and len(self._pairs):
+            # A third of the surplus is merged at once.
             merged = self._pairs[_cheapest(self._pairs, self._cost, -(-surplus // 3))]
             becomes = torch.arange(len(owner), device=owner.device)
             becomes[merged[:, 1]] = merged[:, 0]
@@ -331,6 +333,7 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         linear, _with_one(centres), lambda: group_places(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1)
     )
     blocks = x.split(_ROWS_PER_BLOCK if functions.are_few else _MAX_ROWS_PER_BLOCK)
+    # The four nearest: clusters of the others are not its partners.
     return torch.cat([functions.query(_with_one(rows), min(4, len(centres))) for rows in blocks])
 
 
@@ -490,6 +493,7 @@ class MoveSearch:
         blocks = list(zip(x.split(_MAX_ROWS_PER_BLOCK), torch.stack([2 * owner, 2 * owner + 1], 1).split(_MAX_ROWS_PER_BLOCK), strict=True))
         halves = self.components.select(torch.arange(2 * number, device=owner.device) // 2)
         log_joints = _sides(x, owner, number, generator).split(_MAX_ROWS_PER_BLOCK)
+        # Eight EM steps of the halves.
         for _ in range(8):
             populations = (
                 Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
@@ -505,6 +509,7 @@ class MoveSearch:
         weight = self.weight[order, 0]
         each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
         gains = (halves.log_prior(self.prior).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
+        # Halves of less than three data points have no covariance.
         too_few = statistics["counts"].reshape(-1, 2).amin(1) < 3
         return gains.masked_fill(too_few, -math.inf), halves
 

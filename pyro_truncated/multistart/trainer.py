@@ -413,8 +413,8 @@ def finish(trainer: Trainer, max_steps: int, tol: float) -> FreeEnergyEstimate:
     """
     profile, window = trainer.profile, trainer.profile.config.window
     if profile.has_companion:
-        # Gains that take hundreds of steps do not show in the first tens.
-        window = max(2, max_steps // 40)
+        # Gains that take hundreds of steps do not show in the first tens, and a few steps do not show their noise.
+        window = max(min(_COMPANION_WINDOW_STEPS, max(2, max_steps // 8)), max_steps // 40)
         options: dict[str, Any] = {"first_rate": _RATE_FACTOR, "errors": 1.0, "is_thorough": True}
         return train(trainer, Schedule(0, max_steps, profile.tolerance, window=window, stride=window, **options))
     values = _until_convergence(trainer, Schedule(0, max_steps - max_steps // 10, tol, window=window))

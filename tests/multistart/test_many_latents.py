@@ -327,6 +327,21 @@ def test_the_last_training_beside_continuous_latents_sees_gains_that_short_windo
     assert reached.remaining <= 0.01
 
 
+class Constant(Slow):
+    """Nothing but noise."""
+
+    def step(self):
+        self.steps += 1
+        return float(self.noise[self.steps])
+
+
+def test_a_short_last_training_knows_the_noise_of_its_steps():
+    """A line through less than four values has little noise or none: of windows of two steps the first would have converged by chance."""
+    run = Constant()
+    finish(run, 100, 0.0)
+    assert run.steps >= 48
+
+
 def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_converged():
     done: list[str] = []
     run = run_of([0.0] * 60)
