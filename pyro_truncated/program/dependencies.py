@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer.inspect import TrackProvenance
-from pyro.ops.provenance import extract_provenance, get_provenance, track_provenance
+from pyro.ops.provenance import detach_provenance, extract_provenance, get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import constraints
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import family
-from pyro_truncated.program.supports import elementwise, get_support, value_bounds
+from pyro_truncated.program.supports import HUGE, elementwise, get_support, value_bounds
 from pyro_truncated.utils.parameter_store import Assign, isolate, spare_random_numbers
 
 _LOG = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__inde
 _LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
 # Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
 _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
+# Operators that write into their first argument; methods that do end with an underscore.
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = {"__setitem__"} | {f"__i{name}__" for name in _OPERATORS}
 
 
 class Dependencies:
@@ -55,7 +59,7 @@ class Dependencies:
             with torch.no_grad(), spare_random_numbers(), isolate(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
                 trace = call.with_program(TrackProvenance()(call.model)).trace()
             with torch.no_grad(), pyro.validation_enabled(False):
-                scopes = _scopes(trace)
+                scopes = _scopes(trace, reader)
         except Exception:
             # Code that cannot follow tensors that carry their provenance.
             _LOG.debug("dependencies of the model cannot be followed, so runs are compared", exc_info=True)
@@ -64,15 +68,55 @@ class Dependencies:
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
         latents = {name for name, node in sites.items() if not node["is_observed"]}
         self.read = reader.read & latents
-        self.scopes = {name: scope & latents for name, scope in scopes.items()}
+        # Whatever Python code has read may be anywhere in what comes after it.
+        self.scopes = {name: (scope | marks.read.get(name, frozenset())) & latents for name, scope in scopes.items()}
+        self._add_lost(trace, latents)
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
-            self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
+            self.observed[name] = reader.sources(node["value"]) & latents if node["is_observed"] else frozenset()
             support = get_support(node["fn"])
             self.parents[name] = constraint_sites(support) & latents
             self.leaked[name] = leaked & latents
             if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
                 self.lower_varies.add(name)
+
+    def _add_lost(self, trace: Any, latents: set[str]) -> None:
+        """Adds all earlier latents to scopes that lack one.
+
+        Functions that torch does not show, such as compiled ones and ``vmap``, lose the provenance. So runs are compared that differ in
+        latents outside of a scope: that of no latents, and those of two sites.
+
+        Args:
+            trace: a run.
+            latents: its latents.
+        """
+        assert self.scopes is not None
+        scopes = {name: scope | latents & {name} for name, scope in self.scopes.items()}
+        others = list(dict.fromkeys(scope for scope in scopes.values() if scope and scope < latents))
+        compared = {
+            scope: {name for name, own in scopes.items() if own <= scope} for scope in [frozenset(), *others[:: 1 + len(others) // 2]]
+        }
+        compared = {scope: names for scope, names in compared.items() if names and scope < latents}
+        if not compared:
+            return
+        nodes = [node for node in trace.nodes.values() if node["type"] == "sample" and not node["is_observed"]]
+        values = {node["name"]: detach_provenance(node["value"]) for node in nodes}
+        try:
+            with torch.no_grad(), pyro.validation_enabled(False), spare_random_numbers():
+                # All sites have values, so that a model draws its own random numbers alike, as those of dropout.
+                first = self._run(values)
+                other = {name: _another_value(first[name]) for name in latents & values.keys()}
+                for scope, names in compared.items():
+                    again = self._run(values | {name: other[name] for name in other.keys() - scope})
+                    for name in names:
+                        if not torch.allclose(_log_prob(first[name]), _log_prob(again[name]), rtol=1e-5, equal_nan=True):
+                            self.scopes[name] |= latents.intersection(itertools.takewhile(name.__ne__, scopes))
+        except Exception:
+            _LOG.debug("runs with other values of the latents cannot be compared", exc_info=True)
+
+    def _run(self, values: Mapping[str, Any]) -> Any:
+        torch.manual_seed(0)
+        return self.call.run(values).nodes
 
     def _compare_runs(self) -> None:
         """Makes supports that differ between runs depend on all earlier latents."""
@@ -130,10 +174,14 @@ class Dependencies:
         return {name for name, parents in self.parents.items() if (parents | self.leaked[name]) & discrete}
 
 
-def _scopes(trace: Any) -> dict[str, frozenset[str]]:
+def _scopes(trace: Any, reader: PythonReads) -> dict[str, frozenset[str]]:
     """Returns the sites that each sample site's log density depends on.
 
     For a point mass they are those that its value depends on.
+
+    Args:
+        trace: a run of the model.
+        reader: what was read and written in it.
     """
     scopes: dict[str, frozenset[str]] = {}
     places: dict[str, frozenset[str]] = {}
@@ -141,11 +189,29 @@ def _scopes(trace: Any) -> dict[str, frozenset[str]]:
         if node["type"] != "sample" or site_is_subsample(node):
             continue
         if family(node["fn"]) == "Delta" and not node["is_observed"]:
-            places[name] = _through(get_provenance(_point(node["fn"])), places)
-        with PythonReads() as reader:
+            places[name] = _through(reader.sources(_point(node["fn"])), places)
+        with PythonReads(reader.written) as density:
             found = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
-        scopes[name] = _through(found | reader.names, places)
+        scopes[name] = _through(found | density.names, places)
     return scopes
+
+
+def _log_prob(node: Mapping[str, Any]) -> torch.Tensor:
+    log_prob: torch.Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+    return log_prob
+
+
+def _another_value(node: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the next value of finite supports, else a draw."""
+    fn, value = node["fn"], torch.as_tensor(node["value"])
+    if elementwise(fn.support) is constraints.one_hot:
+        return value.roll(1, -1)
+    if fn.support.is_discrete:
+        low, high = value_bounds(fn)
+        if bool((high < HUGE).all()):
+            return (low + (value - low + 1) % (high - low + 1)).to(value.dtype)
+    draw: torch.Tensor = fn.sample()
+    return draw
 
 
 def _point(fn: Any) -> Any:
@@ -162,16 +228,21 @@ def _through(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> fro
 class PythonReads(TorchFunctionMode):
     """Records latents whose values leave tensors, where provenance ends.
 
-    It also keeps the provenance correct there.
+    It also keeps the provenance correct there, and in tensors that are written into (``x[..., 0] = z``).
 
     Attributes:
         names: the latents that have left it so far.
         read: those of them whose values Python code has looked at.
         stack: where that was so first; empty if nowhere.
+        written: by address, memory that latents were written into, and their names. While it is held nothing else gets its address.
+
+    Args:
+        written: what another one has noted of writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: Mapping[int, tuple[torch.UntypedStorage, frozenset[str]]] | None = None) -> None:
         super().__init__()
+        self.written = dict(written or {})
         self.names: frozenset[str] = frozenset()
         self.read: frozenset[str] = frozenset()
         self.stack: Sequence[traceback.FrameSummary] = ()
@@ -179,10 +250,14 @@ class PythonReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         sources: set[str] = set()
-        plain, named = _without_provenance(args, sources), _without_provenance(kwargs or {}, sources)
+        plain, named = self._without_provenance(args, sources), self._without_provenance(kwargs or {}, sources)
         if name in _LEAKS:
             self._note(frozenset(sources), name in _READS)
         results = func(*plain, **named)
+        if sources and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            self._note_write(plain[0], frozenset(sources))
+        elif sources and named.get("out") is not None:
+            self._note_write(named["out"], frozenset(sources))
         if name == "new":
             return results
         if name not in _KEEP_OWN_VALUES:
@@ -198,20 +273,32 @@ class PythonReads(TorchFunctionMode):
             self.stack = self.stack or traceback.extract_stack()
             self.read |= names
 
+    def _note_write(self, target: Any, names: frozenset[str]) -> None:
+        for tensor in target if isinstance(target, (tuple, list)) else [target]:
+            storage = tensor.untyped_storage()
+            self.written[storage.data_ptr()] = (storage, names)
 
-def _without_provenance(value: Any, found: set[str]) -> Any:
-    """Returns arguments without their provenance, which is added to a set."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_without_provenance(part, found) for part in value])
-    if kind is dict:
-        return {key: _without_provenance(part, found) for key, part in value.items()}
-    # A shape stays one: torch takes a tuple in its place for numbers.
-    if kind in (torch.Tensor, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
-        return value
-    plain, names = extract_provenance(value)
-    found |= names
-    return plain
+    def sources(self, value: Any) -> frozenset[str]:
+        """Returns the sites that a value is computed from."""
+        found: set[str] = set()
+        self._without_provenance(value, found)
+        return frozenset(found)
+
+    def _without_provenance(self, value: Any, found: set[str]) -> Any:
+        """Returns arguments without their provenance, which is added to a set."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self._without_provenance(part, found) for part in value])
+        if kind is dict:
+            return {key: self._without_provenance(part, found) for key, part in value.items()}
+        # A shape stays one: torch takes a tuple in its place for numbers.
+        if kind is torch.Size or not isinstance(value, (torch.Tensor, tuple, list, dict, set, frozenset)):
+            return value
+        plain, names = (value, frozenset()) if kind is torch.Tensor else extract_provenance(value)
+        found |= names
+        if self.written and isinstance(plain, torch.Tensor):
+            found |= self.written.get(plain.untyped_storage().data_ptr(), (None, frozenset()))[1]
+        return plain
 
 
 class _Marks(Messenger):
@@ -221,10 +308,11 @@ class _Marks(Messenger):
         super().__init__()
         self.reader = reader
         self.seen: dict[str, frozenset[str]] = {}
+        self.read: dict[str, frozenset[str]] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
-            self.seen[msg["name"]] = self.reader.names
+            self.seen[msg["name"]], self.read[msg["name"]] = self.reader.names, self.reader.read
 
 
 def constraint_sites(constraint: Any) -> frozenset[str]:

@@ -1,0 +1,123 @@
+"""Programs in which a density depends on latents by ways that torch does not show: full sums stay exact.
+
+What is computed is always 2 z: by writes into other tensors, by NumPy and numbers of Python, by compiled functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, Truncated_ELBO
+
+PROBS = torch.tensor([0.3, 0.6, 0.4, 0.7])
+Y = torch.tensor([0.3, 1.8, 2.4, -0.5])
+
+
+def by_item(z: Tensor) -> Tensor:
+    x = torch.zeros(z.shape)
+    x[...] = 2 * z
+    return x
+
+
+def by_view(z: Tensor) -> Tensor:
+    x = torch.zeros(*z.shape, 1)
+    x[..., 0].copy_(2 * z)
+    return x.squeeze(-1)
+
+
+def by_alias(z: Tensor) -> Tensor:
+    x = torch.zeros(z.shape)
+    other = x
+    other += 2 * z
+    return x
+
+
+def by_out(z: Tensor) -> Tensor:
+    x = torch.zeros(z.shape)
+    torch.mul(z, 2, out=x)
+    return x
+
+
+def by_mask(z: Tensor) -> Tensor:
+    x = torch.zeros(z.shape)
+    x[z == 1] = 2.0
+    return x
+
+
+def by_index(z: Tensor) -> Tensor:
+    return torch.zeros(z.shape).index_add_(-1, torch.arange(z.shape[-1]), 2 * z)
+
+
+def by_numpy(z: Tensor) -> Tensor:
+    x = np.zeros(z.shape, np.float32)
+    x[...] = 2 * z.numpy()
+    return torch.from_numpy(x)
+
+
+def by_numbers(z: Tensor) -> Tensor:
+    return torch.tensor([2 * value for value in z.flatten().tolist()]).reshape(z.shape)
+
+
+@torch.jit.script
+def by_script(z):  # a script has no annotations of ours
+    return 2 * z
+
+
+def by_vmap(z: Tensor) -> Tensor:
+    doubled: Tensor = torch.func.vmap(lambda value: 2 * value)(z)
+    return doubled
+
+
+WAYS = [by_item, by_view, by_alias, by_out, by_mask, by_index, by_numpy, by_numbers, by_script, by_vmap]
+
+
+def evidence(loc: Callable[[Tensor], Tensor], scale: Tensor) -> float:
+    """By the sum over all values of four binary latents."""
+    z = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 4)
+    joint = dist.Bernoulli(PROBS).log_prob(z) + dist.Normal(loc(z), scale).log_prob(Y)
+    return float(joint.sum(-1).logsumexp(0))
+
+
+@pytest.mark.filterwarnings("ignore:the model does not take many states at once")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_density_beyond_the_plate(way):
+    """One observation of all members: they are one decision."""
+
+    def program(y):
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Bernoulli(PROBS))
+        pyro.sample("y", dist.Normal(way(z), 1.0).to_event(1), obs=y)
+
+    guide = AutoTruncated(program)
+    loss = Truncated_ELBO().loss(program, guide, Y)
+    assert loss == pytest.approx(-evidence(lambda z: 2 * z, torch.tensor(1.0)), rel=1e-6)
+    posterior = 1 / (1 + (1 - PROBS) / PROBS * ((2 * (1 - Y)).exp()))
+    assert torch.allclose(guide.marginals()["z"].reshape(-1), posterior, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the model does not take many states at once")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_one_latent_shown_and_one_lost(way):
+    """A flag above a plate, of whose densities torch shows the flag alone; sets of two states are full."""
+
+    def program(y):
+        flag = pyro.sample("flag", dist.Bernoulli(0.4))
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Bernoulli(PROBS))
+            pyro.sample("y", dist.Normal(way(z), 1.0 + flag), obs=y)
+
+    exact = torch.tensor([evidence(lambda z: 2 * z, torch.tensor(1.0 + flag)) for flag in (0.0, 1.0)])
+    exact = (exact + torch.tensor([0.6, 0.4]).log()).logsumexp(0)
+    # Models whose Python code reads values have whole states.
+    num_states = 32 if way in (by_numpy, by_numbers) else 2
+    loss = Truncated_ELBO().loss(program, AutoTruncated(program, num_states=num_states), Y)
+    assert loss == pytest.approx(-float(exact), rel=1e-6)
