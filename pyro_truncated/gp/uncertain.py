@@ -340,14 +340,14 @@ def _value(kernel: kernels.Kernel, name: str) -> Tensor:
     return value
 
 
-def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
+def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, sum_rows: bool) -> Tensor:
     """Expected products of ``order`` squared exponentials around ``point (Q, P)``."""
     is_off = _find_zero_dimensions(inputs)
     if bool(is_off.any()):
         # Where no data point moves the spikes alone are left, which no data point has a part in.
         spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
         rest = (~is_off).nonzero().flatten()
-        kept = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, summed)
+        kept = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, sum_rows)
         return kept * spikes
     spread = order * inputs.variance + square
     slab = inputs.slab
@@ -360,7 +360,7 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
         base = (1 - share) * base + share * bump
     height = slab * (square / spread).sqrt()
     rate = order / (2 * spread)
-    return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, summed=summed)
+    return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, sum_rows=sum_rows)
 
 
 def _find_zero_dimensions(inputs: SpikeSlabInputs) -> Tensor:
@@ -480,8 +480,8 @@ def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 
-def _join(found: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
-    if len(found) == 1:
-        return found[0]
-    psi0, psi1, psi2 = zip(*found, strict=True)
+def _join(blocks: list[PsiStatistics], per_datum: bool) -> PsiStatistics:
+    if len(blocks) == 1:
+        return blocks[0]
+    psi0, psi1, psi2 = zip(*blocks, strict=True)
     return PsiStatistics(torch.cat(psi0), torch.cat(psi1), torch.cat(psi2) if per_datum else torch.stack(psi2).sum(0))

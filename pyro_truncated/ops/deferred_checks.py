@@ -59,10 +59,10 @@ def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
 class _Lazy:
     """Numbers on a device, which are read with the next checks."""
 
-    def __init__(self, value: Tensor, pending: _PendingChecks) -> None:
-        self.values, self._pending = value.detach().flatten(), pending
+    def __init__(self, value: Tensor, checks: _PendingChecks) -> None:
+        self.values, self._pending = value.detach().flatten(), checks
         self.known: list[float] = []
-        pending.lazy.append(self)
+        checks.lazy.append(self)
 
     def __call__(self) -> list[float]:
         if self in self._pending.lazy:

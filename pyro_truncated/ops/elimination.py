@@ -84,13 +84,13 @@ class BucketTree:
             maximum: whether to maximise over states in place of summing, for the most probable joint state.
         """
         sums: list[Tensor | None] = [None] * len(self.separators)
-        shared: list[Tensor | None] = [None] * len(self.separators)
+        pair_tables: list[Tensor | None] = [None] * len(self.separators)
         for nodes, table in tables:
             bucket = self.find_bucket(nodes)
-            into = shared if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
-            held, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
-            into[bucket] = table if held is None else held + table
-        messages = Messages(self, sums, shared, dict(weights), maximum)
+            into = pair_tables if len(nodes) == 2 and math.prod(table.shape[table.dim() - self.depth :]) == 1 else sums
+            previous, table = into[bucket], table.double().clamp(min=IMPOSSIBLE)
+            into[bucket] = table if previous is None else previous + table
+        messages = Messages(self, sums, pair_tables, dict(weights), maximum)
         for node in self.order:
             messages.send(node)
         return messages
@@ -106,11 +106,16 @@ class Messages:
     """
 
     def __init__(
-        self, tree: BucketTree, sums: list[Tensor | None], shared: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False
+        self,
+        tree: BucketTree,
+        sums: list[Tensor | None],
+        pair_tables: list[Tensor | None],
+        weights: dict[int, Tensor],
+        maximum: bool = False,
     ) -> None:
         self.tree, self.weights = tree, weights
         # Tables of two variables that are the same for all members of the plates lie apart: sums over them are products of matrices.
-        self._sums, self._shared = sums, shared
+        self._sums, self._pair_tables = sums, pair_tables
         self._messages: list[Tensor | None] = [None] * len(sums)
         # How many of the messages in a bucket are impossible, and which entries of a message are. They are counted and not added up:
         # a message is taken out of a sum again, and what is left would be rounded as numbers of that size are.
@@ -119,35 +124,35 @@ class Messages:
         self._joints: dict[int, Tensor] = {}
         self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
         different = {id(own): own for own in weights.values()}.values()
-        parts = [part.detach().amin() for part in [*sums, *shared, *different] if part is not None]
+        parts = [part.detach().amin() for part in [*sums, *pair_tables, *different] if part is not None]
         self.may_be_impossible = bool(torch.stack(parts).amin() < IMPOSSIBLE / 2)
 
     def _sum(self, node: int) -> Tensor:
-        return _add(self._shared[node], self._own(node))
+        return _add(self._pair_tables[node], self._own(node))
 
     def _own(self, node: int) -> Tensor:
         return self._with_impossible(self._finite(node), self._counts[node])
 
     def _finite(self, node: int) -> Tensor:
-        held = self._sums[node]
-        return torch.zeros_like(self.weights[node]) if held is None else held
+        total = self._sums[node]
+        return torch.zeros_like(self.weights[node]) if total is None else total
 
     @staticmethod
-    def _with_impossible(held: Tensor, count: Tensor | None) -> Tensor:
-        return held if count is None else torch.where(count > 0, IMPOSSIBLE, held)
+    def _with_impossible(total: Tensor, count: Tensor | None) -> Tensor:
+        return total if count is None else torch.where(count > 0, IMPOSSIBLE, total)
 
-    def _sum_out(self, shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> Tensor:
+    def _sum_out(self, table: Tensor | None, other: Tensor, dims: Sequence[int]) -> Tensor:
         """Sums (or maximises) some dimensions of two tables' product out."""
-        if shared is not None and len(dims) == 1 and self._reduce is torch.logsumexp:
-            found = _log_matmul(shared, other, dims[0])
-            if found is not None:
-                return found
-        return self._reduce(_add(shared, other), dims, keepdim=True)
+        if table is not None and len(dims) == 1 and self._reduce is torch.logsumexp:
+            product = _log_matmul(table, other, dims[0])
+            if product is not None:
+                return product
+        return self._reduce(_add(table, other), dims, keepdim=True)
 
     def send(self, node: int) -> None:
         """Sums a variable out, and sends the rest to its parent's bucket."""
         tree, parent = self.tree, self.tree.parents[node]
-        message = self._sum_out(self._shared[node], self._own(node) + self.weights[node], [tree.dim(node)])
+        message = self._sum_out(self._pair_tables[node], self._own(node) + self.weights[node], [tree.dim(node)])
         if parent is None:
             self._messages[node] = message
             return
@@ -184,20 +189,20 @@ class Messages:
         rest = self._with_impossible(self._finite(parent) - sent, others_count) + self.weights[parent]
         gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
         if not gone:
-            return _add(self._shared[parent], rest) + above[parent]
-        if _is_apart(self._shared[parent], rest, gone):
+            return _add(self._pair_tables[parent], rest) + above[parent]
+        if _is_apart(self._pair_tables[parent], rest, gone):
             # The parent's states stay: only those above it are summed out.
-            return rest + self._sum_out(self._shared[parent], above[parent], gone)
-        return self._sum_out(self._shared[parent], rest + above[parent], gone)
+            return rest + self._sum_out(self._pair_tables[parent], above[parent], gone)
+        return self._sum_out(self._pair_tables[parent], rest + above[parent], gone)
 
     def _belief(self, node: int, down: Tensor) -> Tensor:
         others = [self.tree.dim(other) for other in self.tree.separators[node]]
         own = self._own(node)
         if not others:
             return own
-        if _is_apart(self._shared[node], own, others):
-            return own + self._sum_out(self._shared[node], down, others)
-        return self._reduce(_add(self._shared[node], own + down), others, keepdim=True)
+        if _is_apart(self._pair_tables[node], own, others):
+            return own + self._sum_out(self._pair_tables[node], down, others)
+        return self._reduce(_add(self._pair_tables[node], own + down), others, keepdim=True)
 
     @functools.cached_property
     def above(self) -> dict[int, Tensor]:
@@ -217,7 +222,7 @@ class Messages:
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
         found = self._joints.get(node)
         if found is None:
-            shared, evidence = self._shared[node], self.evidence(self.tree.roots[node])
+            shared, evidence = self._pair_tables[node], self.evidence(self.tree.roots[node])
             own, down = self._own(node) + self.weights[node], self.above[node] - evidence
             others = [self.tree.dim(other) for other in self.tree.separators[node]]
             pair = None if shared is None else _pair_posterior(shared, own, down, shape)
@@ -289,29 +294,29 @@ def _add(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
 
-def _is_apart(shared: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
+def _is_apart(table: Tensor | None, other: Tensor, dims: Sequence[int]) -> bool:
     """Whether only the first table depends on the states in some dimensions."""
-    return shared is not None and all(other.shape[dim] == 1 for dim in dims)
+    return table is not None and all(other.shape[dim] == 1 for dim in dims)
 
 
-def _other_dim(shared: Tensor, dim: int) -> int | None:
+def _other_dim(table: Tensor, dim: int) -> int | None:
     """The second dimension of a table of two variables."""
-    found = [other for other in range(-shared.dim(), 0) if shared.shape[other] > 1]
-    return sum(found) - dim if len(found) == 2 and dim in found else None
+    dims = [other for other in range(-table.dim(), 0) if table.shape[other] > 1]
+    return sum(dims) - dim if len(dims) == 2 and dim in dims else None
 
 
-def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
+def _log_matmul(table: Tensor, other: Tensor, dim: int) -> Tensor | None:
     r"""Returns :math:`\log \sum_v e^{A(v, u) + B(v, n)}`, a product of matrices.
 
     It is ``None`` where it would be rounded, and where it would save nothing.
     """
-    out = _other_dim(shared, dim)
+    out = _other_dim(table, dim)
     if out is None or other.shape[out] > 1 or other.shape[dim] == 1:
         return None
     # On a device the check for underflow would wait.
-    if shared.device.type != "cpu" or shared.shape[out] * other.numel() < _MIN_MATMUL_STATES:
+    if table.device.type != "cpu" or table.shape[out] * other.numel() < _MIN_MATMUL_STATES:
         return None
-    matrix = shared.movedim((out, dim), (-2, -1)).flatten(0, -2)
+    matrix = table.movedim((out, dim), (-2, -1)).flatten(0, -2)
     columns = other.movedim(dim, 0)
     flat = columns.flatten(1)
     top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
@@ -319,35 +324,35 @@ def _log_matmul(shared: Tensor, other: Tensor, dim: int) -> Tensor | None:
     # A larger sum of products has lost nothing to underflow.
     if not bool(product.amin() > 1e-200):
         return None
-    found = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
-    return found.movedim(0, dim).transpose(dim, out)
+    total = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
+    return total.movedim(0, dim).transpose(dim, out)
 
 
-def _pair_posterior(shared: Tensor, own: Tensor, down: Tensor, shape: torch.Size) -> Tensor | None:
+def _pair_posterior(table: Tensor, own: Tensor, down: Tensor, shape: torch.Size) -> Tensor | None:
     r"""Returns :math:`e^{A(v, u)} \sum_n e^{B(v, n) + C(u, n)}`, summed to a shape.
 
     The sum over members of plates is a product of matrices. It is ``None`` where it would be rounded, and where it would save nothing.
     """
-    first = next((dim for dim in range(-shared.dim(), 0) if shared.shape[dim] > 1 and own.shape[dim] > 1), None)
-    second = None if first is None else _other_dim(shared, first)
-    if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != shared.shape:
+    first = next((dim for dim in range(-table.dim(), 0) if table.shape[dim] > 1 and own.shape[dim] > 1), None)
+    second = None if first is None else _other_dim(table, first)
+    if first is None or second is None or own.shape[second] > 1 or down.shape[first] > 1 or shape != table.shape:
         return None
-    if shared.device.type != "cpu" or shared.shape[second] * own.numel() < _MIN_MATMUL_STATES:
+    if table.device.type != "cpu" or table.shape[second] * own.numel() < _MIN_MATMUL_STATES:
         return None
     left, right = own.movedim((first, second), (0, 1)).squeeze(1), down.movedim((second, first), (0, 1)).squeeze(1)
     members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
     left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
     tops = [part.amax(0) for part in (left, right)]
-    if not bool((tops[0] + tops[1]).abs().amax() < 250.0) or not bool(shared.amax() < 250.0):
+    if not bool((tops[0] + tops[1]).abs().amax() < 250.0) or not bool(table.amax() < 250.0):
         return None
     product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
-    return shared.exp() * (product if first < second else product.mT).reshape(shape)
+    return table.exp() * (product if first < second else product.mT).reshape(shape)
 
 
-def _replace(held: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
+def _replace(total: Tensor | None, old: Tensor | None, new: Tensor | None, beyond: Sequence[int]) -> Tensor | None:
     """A sum of messages with one, added up over plates, replaced."""
     for message, sign in ((new, 1), (old, -1)):
         if message is not None:
-            total = message.sum(list(beyond), keepdim=True) if beyond else message
-            held = sign * total if held is None else torch.add(held, total, alpha=sign)
-    return held
+            part = message.sum(list(beyond), keepdim=True) if beyond else message
+            total = sign * part if total is None else torch.add(total, part, alpha=sign)
+    return total

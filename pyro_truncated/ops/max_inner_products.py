@@ -25,16 +25,16 @@ def max_inner_products_in_groups(
     coefficients: Tensor,
     group: Tensor,
     num_groups: int,
-    visited: Tensor,
+    probes: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same among the functions of the groups ``visited (N, L)``.
+    """The same among the functions of the groups ``probes (N, L)``.
 
     These have at least ``number`` functions together; ``group (K,)`` is that of every function.
     """
     features, coefficients = _compute(features, coefficients)
     found: tuple[Tensor, Tensor]
-    found = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, visited, number)
+    found = backend("max_inner_products", features).max_inner_products_in_groups(features, coefficients, group, num_groups, probes, number)
     return found
 
 

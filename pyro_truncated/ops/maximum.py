@@ -117,7 +117,7 @@ def maximum_segments(
 
 def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
     r"""Stable :math:`\log(\Phi(b) - \Phi(a))` for ``lower`` :math:`a` and ``upper`` :math:`b`; minus infinity unless :math:`a < b`."""
-    low, high, _ = _to_the_left(lower, upper)
+    low, high, _ = _mirror(lower, upper)
     is_empty = ~(low < high)
     low, high = low.masked_fill(is_empty, -1.0), high.masked_fill(is_empty, 0.0)
     top = torch.special.log_ndtr(high)
@@ -134,7 +134,7 @@ def log_interval(lower: Tensor, upper: Tensor) -> Tensor:
 
 def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
     """The truncated standard normal quantile at ``uniform``, in the log domain."""
-    low, high, is_flipped = _to_the_left(lower, upper)
+    low, high, is_flipped = _mirror(lower, upper)
     share = log_interval(low, high)
     # Strictly between zero and one, whose quantiles may be infinite.
     uniform = torch.where(is_flipped, 1 - uniform, uniform).clamp(2.0**-54, 1 - 2.0**-53)
@@ -146,7 +146,7 @@ def truncated_standard_normal(lower: Tensor, upper: Tensor, uniform: Tensor) -> 
     return torch.where(is_flipped, -x, x).clamp(lower, upper)
 
 
-def _to_the_left(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _mirror(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mirrors intervals to reach further to the left; says which."""
     is_flipped = lower + upper > 0
     return torch.where(is_flipped, -upper, lower), torch.where(is_flipped, -lower, upper), is_flipped

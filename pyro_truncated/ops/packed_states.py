@@ -265,14 +265,14 @@ def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tenso
 _MAX_STATES = 2**20
 
 
-def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
+def combine(singles: Tensor, max_active: int | None = None) -> Tensor:
     r"""Unions ``(N, S, W)`` of at most ``max_active`` of each data point's single-latent states.
 
-    Of ``chosen (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
+    Of ``singles (N, K, W)``, :math:`S = \sum_{k \le \mathrm{max\_active}} \binom Kk`, fewer active latents first. Every state extends one
     with one latent fewer, so building it takes one operation per word. More than 2**20 states are refused.
     """
-    check_words("chosen", chosen)
-    num_selected = chosen.shape[1]
+    check_words("singles", singles)
+    num_selected = singles.shape[1]
     limit = num_selected if max_active is None else min(max_active, num_selected)
     size = sum(math.comb(num_selected, k) for k in range(limit + 1))
     if size > _MAX_STATES:
@@ -280,12 +280,12 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
             f"{num_selected} selected latents with up to {limit} of them active make {size} states for a data point, above {_MAX_STATES}. "
             "Select fewer (num_selected) or lower max_active."
         )
-    parent, last = _table(num_selected, limit, chosen.device)
-    out = chosen.new_zeros(len(chosen), size, chosen.shape[2])
+    parent, last = _table(num_selected, limit, singles.device)
+    out = singles.new_zeros(len(singles), size, singles.shape[2])
     start = 1
     for k in range(1, limit + 1):
         level = slice(start, start + math.comb(num_selected, k))
-        out[:, level] = out[:, parent[level]] | chosen[:, last[level]]
+        out[:, level] = out[:, parent[level]] | singles[:, last[level]]
         start = level.stop
     return out
 
