@@ -111,7 +111,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         Returns:
             How many elements have another start; none before the first M-step.
         """
-        driver = ClosedForm.driving(self)
+        driver = ClosedForm.find(self)
         if driver is None or driver.statistics is None:
             return 0
         often = driver.statistics["states"]

@@ -23,13 +23,13 @@ _Errors = Callable[[Tensor, Tensor | slice], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
+def data_scale(squares: Tensor, counts: Tensor) -> Tensor:
     """The root mean square of observed entries, or 1, the unit of floors.
 
     If nothing is observed it raises ``ValueError``.
     """
-    raise_if(~(observed > 0), "data must have at least one observed entry; got only NaN")
-    scale = (squares / observed).sqrt()
+    raise_if(~(counts > 0), "data must have at least one observed entry; got only NaN")
+    scale = (squares / counts).sqrt()
     return torch.where(scale > 0, scale, 1.0)
 
 
@@ -58,14 +58,14 @@ def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
     return parts.topk(number + 1, 0).values[1:].mean(0).clamp(0.1, 1.0)
 
 
-def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
+def best_scale(errors: Tensor, squares: Tensor, counts: Tensor) -> Tensor:
     """Returns the root mean expected squared residual, above a floor."""
-    return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), noise_floor(squares, observed))
+    return torch.maximum((errors / counts).clamp(min=0.0).sqrt(), noise_floor(squares, counts))
 
 
-def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
+def noise_floor(squares: Tensor, counts: Tensor) -> Tensor:
     """The smallest noise deviation: a thousandth of :func:`data_scale`."""
-    return data_scale(squares, observed).mul(SCALE_FLOOR)
+    return data_scale(squares, counts).mul(SCALE_FLOOR)
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
@@ -145,45 +145,45 @@ def best_claims(
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
     wins = sums["wins"]
-    allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
+    max_errors = sums["errors"] + _ROUNDING * sums["magnitude"]
     step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
-    chosen = weight + step
-    errors = expected_errors(chosen, slice(None))
-    is_better = total([errors])[0] <= allowed
-    left = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
-    if left:
-        where = torch.tensor(left, device="cpu").to(weight.device, non_blocking=True)
-        chosen[where], errors[where] = weight[where], statistics["errors"][where]
-        _take_shorter_steps_(chosen, errors, step, where, allowed, expected_errors, total)
+    new_weight = weight + step
+    errors = expected_errors(new_weight, slice(None))
+    is_better = total([errors])[0] <= max_errors
+    worse = [d for d, is_taken in enumerate(read_conditions(is_better)) if not is_taken]
+    if worse:
+        where = torch.tensor(worse, device="cpu").to(weight.device, non_blocking=True)
+        new_weight[where], errors[where] = weight[where], statistics["errors"][where]
+        _take_shorter_steps_(new_weight, errors, step, where, max_errors, expected_errors, total)
     others = {name: value for name, value in statistics.items() if name != "won"}
-    return {**others, "claims": statistics["wins"] * chosen, "errors": errors}
+    return {**others, "claims": statistics["wins"] * new_weight, "errors": errors}
 
 
 def _take_shorter_steps_(
-    chosen: Tensor,
+    weight: Tensor,
     errors: Tensor,
     step: Tensor,
-    left: Tensor,
-    allowed: Tensor,
+    dims: Tensor,
+    max_errors: Tensor,
     expected_errors: _Errors,
     total: _Total,
     *,
     max_halvings: int = 10,
 ) -> None:
-    """Takes steps ``(D, H)`` in dimensions ``left (K,)``, halved until allowed."""
+    """Takes steps ``(D, H)`` in dimensions ``dims (K,)``, halved until allowed."""
     shares = 0.5 ** torch.arange(1, max_halvings, dtype=step.dtype, device=step.device).view(-1, 1, 1)
     # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
     for some in shares.split(1 if step.is_cpu else len(shares)):
-        tried = chosen[left] + some * step[left]
-        tried_errors = expected_errors(tried.flatten(0, 1), left.repeat(len(some))).view(tried.shape[:2])
-        is_better = total([tried_errors])[0] <= allowed[left]
+        trial = weight[dims] + some * step[dims]
+        trial_errors = expected_errors(trial.flatten(0, 1), dims.repeat(len(some))).view(trial.shape[:2])
+        is_better = total([trial_errors])[0] <= max_errors[dims]
         first, is_done = is_better.byte().argmax(0, keepdim=True), is_better.any(0)
-        best = tried.gather(0, first.unsqueeze(-1).expand(-1, -1, tried.shape[-1]))[0]
-        chosen[left] = torch.where(is_done.unsqueeze(-1), best, chosen[left])
-        errors[left] = torch.where(is_done, tried_errors.gather(0, first)[0], errors[left])
+        best = trial.gather(0, first.unsqueeze(-1).expand(-1, -1, trial.shape[-1]))[0]
+        weight[dims] = torch.where(is_done.unsqueeze(-1), best, weight[dims])
+        errors[dims] = torch.where(is_done, trial_errors.gather(0, first)[0], errors[dims])
         if step.is_cpu:
-            left = left[~is_done]
-        if not len(left):
+            dims = dims[~is_done]
+        if not len(dims):
             break
 
 

@@ -43,19 +43,19 @@ def difference_dictionary(
 
 
 def _ternary_code(
-    rows: Tensor, is_seen: Tensor, num_latents: int, generator: torch.Generator | None, num_steps: int
+    rows: Tensor, is_observed: Tensor, num_latents: int, generator: torch.Generator | None, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Objective, elements and variance of what is left."""
     weight = _first_directions(rows, num_latents, generator)
-    squares = rows.square().sum(1) / is_seen.sum(1)
+    squares = rows.square().sum(1) / is_observed.sum(1)
     # Share of the differences in which nothing is assumed to change.
     variance = squares.quantile(0.2)
     objective = squares.sum()
     for _ in range(num_steps):
         code, left = _pursuit(rows, weight, 2 * _COST_NATS * variance)
         objective = left.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
-        weight = _least_squares(rows, is_seen, code, weight)
-        variance = left.square().sum() / is_seen.sum()
+        weight = _least_squares(rows, is_observed, code, weight)
+        variance = left.square().sum() / is_observed.sum()
         unused = (code.abs().sum(0) == 0).nonzero().squeeze(1)
         if len(unused):
             weight[:, unused] = rows[_draw(left.square().sum(1), len(unused), generator)].mT
@@ -93,13 +93,13 @@ def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor
     return code, left
 
 
-def _least_squares(rows: Tensor, is_seen: Tensor, code: Tensor, weight: Tensor) -> Tensor:
+def _least_squares(rows: Tensor, is_observed: Tensor, code: Tensor, weight: Tensor) -> Tensor:
     """The best elements of a code; unused ones stay."""
     ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
-    if bool(is_seen.all()):
+    if bool(is_observed.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]
-    gram = (is_seen.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
-    gradient = ((rows - code @ weight.mT) * is_seen).mT @ code
+    gram = (is_observed.mT @ (code.unsqueeze(2) * code.unsqueeze(1)).flatten(1)).unflatten(1, ridge.shape) + ridge
+    gradient = ((rows - code @ weight.mT) * is_observed).mT @ code
     return weight + torch.linalg.solve(gram, gradient.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
 
 
@@ -269,9 +269,9 @@ class FactorialHMM(UniqueModule):
         """Posterior mean of the noise-free data ``(N, T, D)``; missing entries are filled in."""
         return (self.marginals(posterior, y) @ self.weight.double().mT + self.bias.double()).to(self.weight.dtype)
 
-    def _terms(self, y: Tensor, observed: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
-        likelihood = LinearGaussianSteps(_at(y, observed), self.weight, self.scale, self.bias)
-        return likelihood, observed.transitions(self.initial.double(), self.transition.double())
+    def _terms(self, y: Tensor, steps: ObservedSteps) -> tuple[LinearGaussianSteps, Any]:
+        likelihood = LinearGaussianSteps(_at(y, steps), self.weight, self.scale, self.bias)
+        return likelihood, steps.transitions(self.initial.double(), self.transition.double())
 
     def _set(self, weight: Tensor, bias: Tensor, scale: Tensor, initial: Tensor, transition: Tensor) -> None:
         self.weight, self.bias, self.scale = weight.to(self.weight), bias.to(self.bias), scale.to(self.scale)
@@ -306,7 +306,7 @@ def _find_observed_steps(y: Tensor) -> ObservedSteps:
     return ObservedSteps.from_mask(~y.isnan().all(-1))
 
 
-def _at(y: Tensor, observed: ObservedSteps) -> Tensor:
+def _at(y: Tensor, steps: ObservedSteps) -> Tensor:
     """Observations at the observed steps, NaN beyond the end."""
-    rows = y.gather(1, observed.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
-    return rows.masked_fill((observed.kind < 0).unsqueeze(-1), torch.nan)
+    rows = y.gather(1, steps.position.unsqueeze(-1).expand(-1, -1, y.shape[2]))
+    return rows.masked_fill((steps.kind < 0).unsqueeze(-1), torch.nan)

@@ -219,7 +219,7 @@ class GaussianMixture(LinearMixture):
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
-        if (driver := ClosedForm.driving(self)) is not None:
+        if (driver := ClosedForm.find(self)) is not None:
             driver.collect(all_statistics(self, moved, y), None, None, len(y))
             driver(())
         return len(moves)

@@ -272,13 +272,13 @@ class ClusterMerger:
             owner, surplus = becomes[owner], surplus - len(merged)
         return owner
 
-    def _merge(self, merged: Tensor) -> None:
-        union, kept = merge_statistics(self._kind, self._statistics, merged), merged[:, 0]
+    def _merge(self, pairs: Tensor) -> None:
+        union, first = merge_statistics(self._kind, self._statistics, pairs), pairs[:, 0]
         for name in own_statistics(self._kind):
-            self._statistics[name][kept] = union[name]
-        self._alone[kept] = self._log_joints(union)
+            self._statistics[name][first] = union[name]
+        self._alone[first] = self._log_joints(union)
 
-    def _relink(self, merged: Tensor, becomes: Tensor) -> None:
+    def _relink(self, pairs: Tensor, becomes: Tensor) -> None:
         """Returns the pairs of current clusters, and costs of new ones."""
         number = len(becomes)
         linked = becomes[self._pairs].sort(1).values
@@ -287,7 +287,7 @@ class ClusterMerger:
         self._pairs = torch.stack([code // number, code % number], 1)
         # Of pairs that are one now all cost the same, or are new.
         cost = self._cost.new_zeros(len(code)).index_copy_(0, where, self._cost[apart])
-        new = torch.isin(self._pairs, merged[:, 0]).any(1)
+        new = torch.isin(self._pairs, pairs[:, 0]).any(1)
         cost[new] = self.costs(self._pairs[new])
         self._cost = cost
 
@@ -362,40 +362,40 @@ class Moves:
 
     Attributes:
         components: all as they are before.
-        kept: which components take over the data of another one, ``(M,)``.
-        moved: which ones move, ``(M,)``. Where it is the one that is kept, its data are left to all others.
-        split: where they move to, ``(M,)``.
-        merged: what the kept ones become.
+        survivors: which components take over the data of another one, ``(M,)``.
+        movers: which ones move, ``(M,)``. Where it is the survivor, its data are left to all others.
+        targets: where they move to, ``(M,)``.
+        unions: what the survivors become.
         halves: what those that are split become, and those that move, two and two, ``2 M`` components.
     """
 
     components: Gaussians
-    kept: Tensor
-    moved: Tensor
-    split: Tensor
-    merged: Gaussians
+    survivors: Tensor
+    movers: Tensor
+    targets: Tensor
+    unions: Gaussians
     halves: Gaussians
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.survivors)
 
     def first(self, number: int) -> Moves:
         """The first ones."""
-        some = torch.arange(number, device=self.kept.device)
-        halves = self.halves.select(torch.arange(2 * number, device=self.kept.device))
-        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.select(some), halves)
+        some = torch.arange(number, device=self.survivors.device)
+        halves = self.halves.select(torch.arange(2 * number, device=self.survivors.device))
+        return Moves(self.components, self.survivors[some], self.movers[some], self.targets[some], self.unions.select(some), halves)
 
     def after(self) -> Gaussians:
         """All components after these moves."""
-        even = 2 * torch.arange(len(self), device=self.kept.device)
-        after = self.components.with_others(self.kept, self.merged)
-        after = after.with_others(self.split, self.halves.select(even)).with_others(self.moved, self.halves.select(even + 1))
+        even = 2 * torch.arange(len(self), device=self.survivors.device)
+        after = self.components.with_others(self.survivors, self.unions)
+        after = after.with_others(self.targets, self.halves.select(even)).with_others(self.movers, self.halves.select(even + 1))
         return dataclasses.replace(after, weights=after.weights / after.weights.sum())
 
     def candidates(self, population: Population) -> Tensor:
         """States ``(N, S, 1)`` that populations should also score."""
-        other = torch.arange(population.space.size, device=self.kept.device)
-        other[self.moved], other[self.split] = self.kept, self.moved
+        other = torch.arange(population.space.size, device=self.survivors.device)
+        other[self.movers], other[self.targets] = self.survivors, self.movers
         return population.space.pack(other[population.states(torch.int64)])
 
 
@@ -434,10 +434,10 @@ class MoveSearch:
         losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.deletion_losses])
         pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
         gains, halves = self.halves(generator)
-        chosen, split = match_merges_with_splits(pairs, losses, gains)
-        kept, moved = pairs[chosen].unbind(1)
-        two = torch.stack([2 * split, 2 * split + 1], 1).flatten()
-        return Moves(self.components, kept, moved, split, self.merge_pairs(pairs[chosen]), halves.select(two))
+        index, targets = match_merges_with_splits(pairs, losses, gains)
+        survivors, movers = pairs[index].unbind(1)
+        two = torch.stack([2 * targets, 2 * targets + 1], 1).flatten()
+        return Moves(self.components, survivors, movers, targets, self.merge_pairs(pairs[index]), halves.select(two))
 
     # --- two that become one ---
 
@@ -537,33 +537,33 @@ def match_merges_with_splits(pairs: Tensor, losses: Tensor, gains: Tensor) -> tu
     """
     order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
     both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
-    taken: set[int] = set()
-    chosen: list[tuple[int, int]] = []
+    used: set[int] = set()
+    matches: list[tuple[int, int]] = []
     for pair in order:
-        if not taken.isdisjoint(both[pair]):
+        if not used.isdisjoint(both[pair]):
             continue
         # What is passed over here is taken, or will be with this pair.
-        split = next((k for k in best if k not in taken and k not in both[pair]), None)
+        split = next((k for k in best if k not in used and k not in both[pair]), None)
         if split is None or not gain[split] > cost[pair]:
             break
-        taken.update((*both[pair], split))
-        chosen.append((pair, split))
-    found = torch.tensor(chosen, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+        used.update((*both[pair], split))
+        matches.append((pair, split))
+    table = torch.tensor(matches, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 @torch.no_grad()
 def accept_moves(
-    moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module
+    moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module
 ) -> tuple[Moves, Population | None]:
     """Makes all moves, or halves their number until the free energy rises.
 
-    ``tried`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
+    ``evaluate`` does moves and returns populations and their free energy. The model's parameters are put back if none is done, or something
     fails.
     """
     before, population = [value.clone() for value in model.parameters()], None
     try:
-        moves, population = _accept(moves, tried)
+        moves, population = _accept(moves, evaluate)
     finally:
         if population is None:
             for value, old in zip(model.parameters(), before, strict=True):
@@ -571,12 +571,12 @@ def accept_moves(
     return moves, population
 
 
-def _accept(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
+def _accept(moves: Moves, evaluate: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
-    least = tried(moves.first(0))[1]
+    least = evaluate(moves.first(0))[1]
     while len(moves):
-        population, free_energy = tried(moves)
+        population, free_energy = evaluate(moves)
         if bool(free_energy >= least):
             return moves, population
         moves = moves.first(len(moves) // 2)

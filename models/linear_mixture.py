@@ -183,7 +183,7 @@ class LinearMixture(DataModel):
         check_counts(num_states=num_states)
         return self.likeliest_given(check_data(y, self.num_observed), min(num_states, self.num_components))
 
-    def likeliest_given(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
+    def likeliest_given(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
@@ -192,10 +192,10 @@ class LinearMixture(DataModel):
             else max(_ROWS_PER_BLOCK, min(_MAX_ROWS_PER_BLOCK, _FEATURES // functions.coefficients.shape[1]))
         )
         rows = y.split(number)
-        if known is None or functions.are_few:
+        if population is None or functions.are_few:
             return torch.cat([functions.query(self.linear_features(some), num_states) for some in rows])
-        held = known.states(torch.int64)[..., 0].split(number)
-        parts = zip(rows, held, strict=True)
+        states = population.states(torch.int64)[..., 0].split(number)
+        parts = zip(rows, states, strict=True)
         return torch.cat([functions.query(self.linear_features(some), num_states, own) for some, own in parts])
 
     def default_search(self, num_states: int) -> Search:

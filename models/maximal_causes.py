@@ -115,8 +115,8 @@ def means_above_background(means: Tensor) -> Tensor:
 
 def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
     """Sums ``(D, H + 1)`` with some causes' given to the background, the last."""
-    given = (sums * is_left).sum(-1, keepdim=True)
-    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
+    claimed = (sums * is_left).sum(-1, keepdim=True)
+    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + claimed], -1)
 
 
 def with_returns(

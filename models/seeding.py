@@ -105,17 +105,17 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
     return chosen
 
 
-def _best_first(points: Tensor, distance: Tensor, power: Tensor, drawn: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
+def _best_first(points: Tensor, distance: Tensor, power: Tensor, draws: Tensor, cell: Tensor, *, max_distances: int = 2**20) -> Tensor:
     """These rows with the best draws of cells first."""
-    gain = torch.zeros_like(distance[drawn])
+    gain = torch.zeros_like(distance[draws])
     number = int(cell.max()) + 1
-    for own, rows in zip(_parts(cell[drawn], number), _parts(cell, number), strict=True):
+    for own, rows in zip(_parts(cell[draws], number), _parts(cell, number), strict=True):
         rest, across = (distance - power)[rows].unsqueeze(0), points[rows].mT
         for part in own.split(max(1, max_distances // max(1, len(rows)))):
-            lower = torch.addmm(rest, points[drawn[part]], across, alpha=2.0).sub_(power[drawn[part]].unsqueeze(1))
+            lower = torch.addmm(rest, points[draws[part]], across, alpha=2.0).sub_(power[draws[part]].unsqueeze(1))
             gain[part] = lower.clamp_(min=0.0).sum(1)
     order = gain.view(-1, _TRIALS_PER_DRAW).argsort(1, descending=True)
-    return drawn.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
+    return draws.view(-1, _TRIALS_PER_DRAW).gather(1, order).flatten()
 
 
 def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -159,9 +159,9 @@ def _find_nearest(points: Tensor, power: Tensor, rows: Tensor) -> Tensor:
 class _TwoNearest:
     """Each row's two nearest chosen rows, and removal costs."""
 
-    def __init__(self, points: Tensor, chosen: Tensor) -> None:
-        self.points, self.chosen = points, chosen
-        blocks = points.split(max(1, 2**24 // len(chosen)))
+    def __init__(self, points: Tensor, centers: Tensor) -> None:
+        self.points, self.chosen = points, centers
+        blocks = points.split(max(1, 2**24 // len(centers)))
         self.distance, self.index = (torch.cat(parts, 1) for parts in zip(*map(self._find, blocks), strict=True))
 
     @property

@@ -221,9 +221,9 @@ def _per(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > NEVER_SEEN, total / count, 0.0)
 
 
-def _part(population: Population, chosen: Tensor) -> Population:
+def _part(population: Population, is_part: Tensor) -> Population:
     """The four likeliest states of the chosen data points ``(N,)``."""
-    where = chosen.nonzero().squeeze(-1)
+    where = is_part.nonzero().squeeze(-1)
     indices = where if population.indices is None else population.indices[where]
     log_joint, states = population.log_joint[where].topk(min(4, population.num_states), sorted=False)
     words = population.words[where].gather(1, states.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))

@@ -33,7 +33,7 @@ def restore_in_tiles(
     most: int = 2**19,
     progress: bool | None = None,
     *,
-    keeps_seen: bool = False,
+    keeps_observed: bool = False,
 ) -> tuple[Tensor, float]:
     """Restores an image as a whole or in overlapping tiles.
 
@@ -44,7 +44,7 @@ def restore_in_tiles(
         restore: restores a part, given whether to show a progress bar.
         most: entries of the largest part.
         progress: whether to show a progress bar; default: if the output is a terminal.
-        keeps_seen: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
+        keeps_observed: whether ``restore`` returns observed entries unchanged, as :func:`.inpaint` does
             without noise. Tiles without missing entries are then skipped, since nothing learned in
             them is used.
 
@@ -56,7 +56,7 @@ def restore_in_tiles(
         ValueError: before any work is done, if in a part that is restored by itself all is missing.
     """
     is_missing = image.isnan()
-    if keeps_seen and not bool(is_missing.any()):
+    if keeps_observed and not bool(is_missing.any()):
         return image.clone(), 0.0
     if image.numel() <= most:
         whole = restore(image, progress)
@@ -69,20 +69,20 @@ def restore_in_tiles(
             raise ValueError(
                 f"the image is restored in tiles of {side} x {side} pixels, and all of {where} is missing: scale the image down"
             )
-    if keeps_seen:
+    if keeps_observed:
         # All parts that cover a missing entry stay: they fade into each other there as ever.
         places = [place for place in places if bool(is_missing[place].any())]
     total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
     with progress_bar(progress, total=len(places), desc="tiles") as bar:
         for place in places:
             part = restore(image[place], False)
-            weight = torch.outer(*(_fading(span) for span in place)).to(image)
+            weight = torch.outer(*(_tile_weights(span) for span in place)).to(image)
             share[place] += weight
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
             squares += part.noise**2 / len(places)
             bar.update()
     restored = total / share.reshape(share.shape + (1,) * (image.dim() - 2))
-    if keeps_seen:
+    if keeps_observed:
         # Exactly, which means of what is the same in all parts are not; nor is there one where no part was restored.
         restored = torch.where(is_missing, restored, image)
     return restored, math.sqrt(squares)
@@ -99,7 +99,7 @@ def spans(size: int, side: int) -> list[slice]:
     return [slice(start, start + side) for start in starts]
 
 
-def _fading(span: slice) -> Tensor:
+def _tile_weights(span: slice) -> Tensor:
     """Returns weights that fade to overlapping ends, never to zero."""
     places = torch.arange(span.stop - span.start, dtype=torch.float64)
     return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keeps_seen = has_holes and noise == 0.0
         with _print_warnings():
             pixels, learned = restore_in_tiles(
-                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
+                image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
             )
         lost = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
@@ -378,13 +378,13 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
 
 
-def _picture_size(written: io.BytesIO) -> str | None:
+def _picture_size(buffer: io.BytesIO) -> str | None:
     """Returns width and height of a picture.
 
     None stands for a format that Pillow writes and does not read.
     """
     try:
-        with Image.open(written) as picture:
+        with Image.open(buffer) as picture:
             return f"{picture.width}x{picture.height}"
     except UnidentifiedImageError:
         return None

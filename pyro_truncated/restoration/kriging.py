@@ -110,10 +110,10 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
     return by_distance[(places - places.unsqueeze(1)).unbind(-1)].permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
 
 
-def _by_place(values: Tensor, is_seen: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+def _by_place(values: Tensor, is_observed: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
     """Covariances of channels that far apart, ``(T, C, C)``."""
     dims, back = tuple(range(len(distance))), tuple(-along for along in distance)
-    sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_seen))
+    sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_observed))
     of_all = sums.sum(0) / numbers.sum(0).clamp(min=1e-9)
     # So many pairs of the whole array count beside those near the place.
     return (sums + 30 * of_all) / (numbers + 30)

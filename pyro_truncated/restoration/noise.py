@@ -32,7 +32,7 @@ def check_image(image: Any) -> Tensor:
     Raises:
         ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are infinite or zero.
     """
-    array = floating(as_data("image", image))
+    array = as_floating(as_data("image", image))
     observed = array[~array.isnan()]
     if array.dim() == 0:
         raise ValueError("the image is a single number; it must have one dimension or more")
@@ -49,7 +49,7 @@ def check_image(image: Any) -> Tensor:
     return array
 
 
-def floating(image: Tensor) -> Tensor:
+def as_floating(image: Tensor) -> Tensor:
     """Returns the array in floating point numbers.
 
     Half precision becomes the default precision, as linear algebra does not have it. So do integers, but for those that it would round.
@@ -329,7 +329,7 @@ def _are_slices(planes: Tensor) -> bool:
     """Whether four planes vary, and are less alike if further apart."""
     above = planes - planes.flatten(1).nanmean(1).reshape(-1, *(1,) * (planes.dim() - 1))
     flat = above.nan_to_num(0.0).flatten(1).double()
-    if not all(_varying(planes.flatten(1))):
+    if not all(_varying_mask(planes.flatten(1))):
         return False
     distance = torch.cdist(flat, flat)
     rings = [distance.diagonal(offset) for offset in range(1, len(planes))]
@@ -403,7 +403,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
         Society 98, 1935.
     """
     rows = image.flatten(0, -2).double()
-    varies = _varying(rows.mT)
+    varies = _varying_mask(rows.mT)
     above = (rows - rows.nanmean(0)).nan_to_num(0.0)
     is_related = torch.eye(len(varies), dtype=torch.bool)
     both = torch.tensor(varies).unsqueeze(0) & torch.tensor(varies).unsqueeze(1)
@@ -425,7 +425,7 @@ def related_channels(image: Tensor, num_dims: int, levels: float | Tensor) -> li
     return [channels for channels in groups if varies[channels[0]]]
 
 
-def _varying(rows: Tensor) -> list[bool]:
+def _varying_mask(rows: Tensor) -> list[bool]:
     """Returns which rows have different entries."""
     return [bool(row[~row.isnan()].diff().any()) for row in rows]
 

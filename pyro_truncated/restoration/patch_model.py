@@ -97,14 +97,14 @@ def make_model(model: ModelOfPatches, num_observed: int) -> Any:
 
 
 @torch.no_grad()
-def start(model: Any, filled: Tensor, noise: float, generator: torch.Generator | None) -> None:
+def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator | None) -> None:
     """Initialises elements by random patches where the model can.
 
     Few of them are active, and the noise begins a little above the expected one.
     """
     if hasattr(model, "initialize"):
         takes_generator = "generator" in inspect.signature(model.initialize).parameters
-        model.initialize(filled, **({"generator": generator} if takes_generator else {}))
+        model.initialize(complete, **({"generator": generator} if takes_generator else {}))
     if isinstance(getattr(model, "prior", None), Tensor):
         model.prior = torch.full_like(model.prior, min(0.5, 0.02 * max(1.0, 100 / model.num_latents)))
     if isinstance(getattr(model, "scale", None), Tensor) and model.scale.dim() == 0:

@@ -32,7 +32,7 @@ def restore_with_stacked_sides(
     candidates: Sequence[Patches],
     rounds: int,
     *,
-    is_known: bool,
+    is_noise_known: bool,
     num_components: int | None,
     generator: torch.Generator | None,
     progress: bool | None,
@@ -53,7 +53,7 @@ def restore_with_stacked_sides(
         patches: patches of all rounds but the last.
         candidates: patches of several sides.
         rounds: number of rounds, two or more.
-        is_known: whether the noise was told, rather than estimated.
+        is_noise_known: whether the noise was told, rather than estimated.
         num_components: of each mixture; default: by the number of patches and the round.
         generator: source of randomness.
         progress: whether to show a progress bar.
@@ -75,11 +75,11 @@ def restore_with_stacked_sides(
     learned, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
     restored = find_consensus(image, learned, weights)
     errors = expected_errors(learned, weights)
-    level = noise if is_known else noise_in_flat_places(image - restored, errors, noise)
+    level = noise if is_noise_known else noise_in_flat_places(image - restored, errors, noise)
     restored = average_groups(image, restored, errors, noise)
     if level is not None:
         share = oversmoothing_share(image, restored, noisier, from_noisier, level)
-        restored = torch.lerp(restored, image, share if is_known else plausible_share(share, errors, level))
+        restored = torch.lerp(restored, image, share if is_noise_known else plausible_share(share, errors, level))
     return learned, restored
 
 
@@ -105,7 +105,7 @@ def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | 
     return math.sqrt((rest.square() + errors)[is_flat].double().mean())
 
 
-def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
+def oversmoothing_share(image: Tensor, estimate: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
     r"""Returns the share of the noisy array that is added back.
 
     With known noise, it brings the restored array nearest to the truth.
@@ -120,7 +120,7 @@ def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_n
 
     Args:
         image: the noisy array :math:`y`, of ``N`` entries.
-        restored: what is made of it, :math:`x`.
+        estimate: what is made of it, :math:`x`.
         noisier: :math:`y'`, the same with more noise.
         from_noisier: :math:`x'`, what is made of that.
         noise: standard deviation :math:`\sigma` of the noise.
@@ -128,8 +128,8 @@ def oversmoothing_share(image: Tensor, restored: Tensor, noisier: Tensor, from_n
     Reference:
         Ramani, Blu and Unser, "Monte-Carlo SURE", IEEE Transactions on Image Processing 17, 2008.
     """
-    more, rest = (noisier - image).double(), (image - restored).double()
-    followed = (more * (from_noisier - restored)).sum() / more.square().sum()
+    more, rest = (noisier - image).double(), (image - estimate).double()
+    followed = (more * (from_noisier - estimate)).sum() / more.square().sum()
     share = float(1 - noise**2 * (1 - followed) / rest.square().mean())
     # With the right noise crops of photographs have from -0.102 to 0.071.
     return share if -0.12 < share < 0.1 else 0.0
@@ -252,7 +252,7 @@ LEAST_DEPTH, FULL_DEPTH = 3.0, 7.0
 LEAST_OVERLAP, LEAST_LEFT = 0.5, 0.6
 
 
-def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
+def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Averages a restored image, in large holes, with two smooth surfaces.
 
     Far from all that is seen patches say little, and what is made of them may be farther from the
@@ -267,7 +267,7 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
 
     Args:
         image: the damaged image, ``(height, width)`` or ``(height, width, channels)``; what is missing is NaN.
-        restored: what was made of it.
+        estimate: what was made of it.
         restore: restores another image of this shape.
 
     Returns:
@@ -280,13 +280,13 @@ def fill_large_holes(image: Tensor, restored: Tensor, restore: Callable[[Tensor]
     share = _share(is_hole)
     moved = _shift_hole(is_hole) if bool((share == 1).any()) else []
     if not moved:
-        return restored
+        return estimate
     everywhere = torch.stack(moved).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
     candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
     weights = torch.stack([_log_errors(candidates, image, counts * one) for one in moved]).mean((0, 2)).neg().softmax(0)
-    found = torch.tensordot(weights.to(restored), torch.stack([restored, *_surfaces(image)]), 1)
-    return torch.lerp(restored, found, _over(share.to(restored), image))
+    average = torch.tensordot(weights.to(estimate), torch.stack([estimate, *_surfaces(image)]), 1)
+    return torch.lerp(estimate, average, _over(share.to(estimate), image))
 
 
 def _log_errors(candidates: Tensor, image: Tensor, counts: Tensor) -> Tensor:

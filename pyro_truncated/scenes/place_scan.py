@@ -82,9 +82,9 @@ def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
     return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
 
 
-def join(found: list[Candidates]) -> Candidates:
+def join(blocks: list[Candidates]) -> Candidates:
     """The candidates of several blocks of data points, one after the other."""
-    return Candidates(torch.cat([c.scores for c in found]), torch.cat([c.places for c in found]))
+    return Candidates(torch.cat([c.scores for c in blocks]), torch.cat([c.places for c in blocks]))
 
 
 def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ def chosen(image, noise=10.0):
         patch.setattr(patch_size_stacking, "array_weights", recording)
         noisy = image + noise * torch.randn(image.shape, generator=generator(5))
         usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
-        learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_known=False, **options)
+        learned, _ = restore_with_stacked_sides(noisy - 60, noise, usual, candidates, 2, is_noise_known=False, **options)
     assert [of_side.patches for of_side in learned] == [side for side, weight in zip(candidates, weights[0], strict=True) if weight >= 0.05]
     return weights[0].tolist()
 
