@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_truncated.distributed import collectives
-from pyro_truncated.utils.arguments import check_counts
+from pyro_truncated.utils.arguments import Renamed, check_counts
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
 
@@ -74,24 +74,26 @@ class Shard(Tensor):
     file: mmap.mmap | None
 
     @classmethod
-    def of(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
+    def from_rows(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
         """The same memory, as a shard."""
         made: Shard = rows.as_subclass(cls)
         made.portion, made.file = portion, file
         return made
+
+    of = Renamed("from_rows")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*args, **(kwargs or {}))
         is_kept = getattr(func, "__name__", "") in _KEEP_ROWS and args and isinstance(args[0], Shard) and isinstance(value, Tensor)
-        return Shard.of(value, args[0].portion) if is_kept else value
+        return Shard.from_rows(value, args[0].portion) if is_kept else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        return Shard.of(self.as_subclass(Tensor).__deepcopy__(memo), self.portion)
+        return Shard.from_rows(self.as_subclass(Tensor).__deepcopy__(memo), self.portion)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Shard.of, (self.as_subclass(Tensor), self.portion)
+        return Shard.from_rows, (self.as_subclass(Tensor), self.portion)
 
 
 def shard(array: Any, *, split: bool = True) -> Shard:
@@ -134,7 +136,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < collectives.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {collectives.size()} processes")
-    return Shard.of(_tensor(array), portion, find_memory_map(array))
+    return Shard.from_rows(_tensor(array), portion, find_memory_map(array))
 
 
 def _tensor(array: Any) -> Tensor:
@@ -300,7 +302,7 @@ def own_rows(values: Tensor, y: Tensor) -> Tensor:
 
 def whole(rows: Tensor) -> Shard:
     """Data that every process holds whole, to do the same with them."""
-    return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))
+    return Shard.from_rows(as_tensors(rows), Portion(0, len(rows), len(rows)))
 
 
 def find_memory_map(array: Any) -> mmap.mmap | None:
@@ -485,7 +487,7 @@ def gather_all_rows(own: Tensor, y: Any) -> Tensor:
 
 def as_shard_like(values: Tensor, y: Any) -> Tensor:
     """Returns rows computed from a shard as such a shard."""
-    return Shard.of(values, y.portion) if isinstance(y, Shard) else values
+    return Shard.from_rows(values, y.portion) if isinstance(y, Shard) else values
 
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_truncated.distributed import collectives
 from pyro_truncated.ops import defer_checks
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import Renamed, check_kinds
 from pyro_truncated.utils.console import ReprFromArguments
 from pyro_truncated.utils.devices import module_device, to_device
 
@@ -122,13 +122,15 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         self.drive()
 
     @staticmethod
-    def driving(model: Any) -> ClosedForm | None:
+    def find(model: Any) -> ClosedForm | None:
         """Returns the object that trains a model: the last one not released."""
         try:
             driver = _drivers.get(model)
         except TypeError:  # a program that cannot be looked up is not the model of any
             return None
         return None if driver is None else driver()
+
+    driving = Renamed("find")
 
     def drive(self) -> None:
         """Takes the training of the model over, as a new object does."""
@@ -201,16 +203,16 @@ class ClosedForm(ReprFromArguments, PyroOptim):
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
             self.visited[slice(None) if indices is None else indices.cpu()] = True
 
-    def renew(self, visited: Statistics, *, is_part: bool) -> None:
+    def renew(self, statistics: Statistics, *, is_part: bool) -> None:
         """Replaces the streamed statistics after populations have changed.
 
         Args:
-            visited: their statistics.
+            statistics: their statistics.
             is_part: whether other processes have those of other data points, which are added.
         """
         assert self.visited is not None
-        expected = _plus(visited, self.expected, int((~self.visited).sum()))
-        self.statistics = sum_over_processes(expected) if is_part else expected
+        total = _plus(statistics, self.expected, int((~self.visited).sum()))
+        self.statistics = sum_over_processes(total) if is_part else total
 
     def _replace_expected_statistics(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
         """Returns the change where visited data points replace expected ones."""
@@ -231,13 +233,13 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
         self._pending = False
         self.num_steps += 1
-        with torch.no_grad(), _all_or_nothing(self.model):
+        with torch.no_grad(), _restore_on_error(self.model):
             self.model.maximize(self.statistics)
 
     def release(self) -> None:
         """Gives the model back to gradient training."""
         self._pending = False
-        if ClosedForm.driving(self.model) is self:
+        if ClosedForm.find(self.model) is self:
             del _drivers[self.model]
 
     def get_state(self) -> dict[str, Any]:
@@ -262,7 +264,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
 @contextlib.contextmanager
 def restore_driver(model: Any) -> Iterator[None]:
     """Hands a model back to who trained it before."""
-    driver = ClosedForm.driving(model)
+    driver = ClosedForm.find(model)
     try:
         yield
     finally:
@@ -271,7 +273,7 @@ def restore_driver(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(model: Any) -> Iterator[None]:
+def _restore_on_error(model: Any) -> Iterator[None]:
     """A context that restores a model's parameters after an error."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     before = [parameter.detach().clone() for parameter in parameters]

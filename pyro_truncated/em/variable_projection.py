@@ -140,7 +140,7 @@ class FittedUnits:
             self._last_layer.bias.copy_(solution[-1])
 
     @torch.no_grad()
-    def worth(self) -> Tensor:
+    def deletion_loss(self) -> Tensor:
         """Returns the rise of the penalised error without each unit, ``(J,)``."""
         solution, moments = self._solve(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
@@ -239,7 +239,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     # Evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
     while failed < decoder.last.in_features and units.evaluations < min(4000, 1e10 / work):
         kept = snapshot(units.learned)
-        units.redraw(int(units.worth().argsort()[failed]))
+        units.redraw(int(units.deletion_loss().argsort()[failed]))
         reached = units.fit(_REFIT_STEPS)
         # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
         if reached < (1 - 1e-3) * lowest:
@@ -254,10 +254,10 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     return has_fallen
 
 
-def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
+def _gains(columns: Tensor, basis: Tensor, residual: Tensor) -> Tensor:
     """Returns the error that each column removes beside a basis, ``(J,)``."""
     columns = columns - basis @ (basis.mT @ columns)
-    return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_MIN_MEAN_SQUARE)
+    return (columns.mT @ residual).square().sum(1) / columns.square().sum(0).clamp(min=_MIN_MEAN_SQUARE)
 
 
 def _mean_square(value: Tensor) -> float:

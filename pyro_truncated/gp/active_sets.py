@@ -89,15 +89,15 @@ class ActiveSet:
         whitened = torch.linalg.solve_triangular(cholesky, outputs, upper=False)
         return _Factor(rows, columns, outputs.shape[-1], cholesky, whitened, jitter)
 
-    def _factor_patterns(self, matrix: Tensor, observed: Tensor) -> list[_Factor]:
-        if observed.dim() > 2:
+    def _factor_patterns(self, matrix: Tensor, is_observed: Tensor) -> list[_Factor]:
+        if is_observed.dim() > 2:
             raise ValueError("an active set with batch dimensions must have no missing entries; make one active set for each batch entry")
-        patterns, which = torch.unique(observed.mT, dim=0, return_inverse=True)
-        found = []
+        patterns, which = torch.unique(is_observed.mT, dim=0, return_inverse=True)
+        factors = []
         for number, pattern in enumerate(patterns):
             rows, columns = pattern.nonzero().squeeze(-1), (which == number).nonzero().squeeze(-1)
-            found.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
-        return found
+            factors.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
+        return factors
 
     @property
     def size(self) -> int:
@@ -269,17 +269,17 @@ class ProjectedStatistics:
     moment: Tensor
 
 
-def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
+def projected_statistics(kernel: Kernel, points: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
     """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     if bool(outputs.isnan().any()):
         raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
-    gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
-    moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
+    gram = points.new_zeros(len(points), len(points), dtype=torch.float64)
+    moment = points.new_zeros(len(points), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):
-        cross = covariance(kernel, chosen.double(), z.double()).double()
+        cross = covariance(kernel, points.double(), z.double()).double()
         gram += cross @ cross.mT
         moment += cross @ x.double()
-    return ProjectedStatistics(chosen, gram, moment)
+    return ProjectedStatistics(points, gram, moment)
 
 
 class ProjectedSet:
@@ -383,9 +383,9 @@ class Split:
         """The minibatch's rows ``(B, ...)`` of all data."""
         return x[self.indices]
 
-    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+    def latents(self, variables: Sequence[Tensor]) -> list[Tensor]:
         """The minibatch's rows of what is held of all data points."""
-        return [self.rows(values) for values in held]
+        return [self.rows(values) for values in variables]
 
     def normal(self, loc: Tensor, scale: Tensor) -> Any:
         """Normal distributions of its latents, with their means and deviations."""
@@ -406,7 +406,7 @@ class UniformSplits:
     Args:
         num_data: number of data points ``N``.
         batch_size: data points per minibatch ``B``. The last one of an epoch may hold fewer.
-        num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`growing`.
+        num_active: size of the active set, or a function of the epoch (0, 1, ...), such as :func:`linear_growth`.
         generator: source of randomness.
 
     Raises:
@@ -487,7 +487,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
 
 
 @names_arguments
-def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
+def linear_growth(start: int, stop: int, epochs: int) -> Callable[[int], int]:
     """A size that grows linearly from ``start`` to ``stop``, then stays.
 
     Example:

@@ -16,7 +16,7 @@ Functions = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass
-class _Climb:
+class _Runs:
     """Batched BFGS runs: functions, points ``(L, Q)``, values, gradients, inverse curvatures."""
 
     rows: Tensor
@@ -42,14 +42,14 @@ class _Climb:
         values = self.values.reshape(len(self.values) // num, num)
         return values.argmax(0) * num + torch.arange(num, device=values.device)
 
-    def keep(self, chosen: Tensor) -> _Climb:
+    def select(self, index: Tensor) -> _Runs:
         """Only some of the climbs."""
-        return _Climb(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+        return _Runs(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
     def advance_(self, functions: Functions, tolerance: float) -> None:
         """One evaluation for each climb that is not done."""
         now = (~self.is_done).nonzero().squeeze(1)
-        here = self.keep(now)
+        here = self.select(now)
         slope = (here.gradients * here.steps).sum(1)
         there = here.points + here.steps
         values, gradients = _with_gradients(functions, there, here.rows)
@@ -74,7 +74,7 @@ class _Climb:
         self.is_done[now] = ~(expected > least)
 
 
-def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
+def _curvatures(here: _Runs, fall: Tensor) -> tuple[Tensor, Tensor]:
     """Updates inverse curvatures where functions bend down; tells whether they are scaled."""
     step, bend = here.steps, (here.steps * fall).sum(1)
     bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
@@ -84,8 +84,8 @@ def _curvatures(here: _Climb, fall: Tensor) -> tuple[Tensor, Tensor]:
     Hy = (H @ fall.unsqueeze(-1)).squeeze(-1)
     outer = (1 + (fall * Hy).sum(1) / safe)[:, None, None] * step[:, :, None] * step[:, None, :]
     mixed = Hy[:, :, None] * step[:, None, :]
-    found = H + (outer - mixed - mixed.mT) / safe[:, None, None]
-    return here.is_scaled | bends, torch.where(bends[:, None, None], found, here.curvatures)
+    updated = H + (outer - mixed - mixed.mT) / safe[:, None, None]
+    return here.is_scaled | bends, torch.where(bends[:, None, None], updated, here.curvatures)
 
 
 def _with_gradients(functions: Functions, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,12 +110,12 @@ def maximize_batched(functions: Functions, starts: Tensor, evaluations: int, len
     if not num:
         return starts[0]
     every = torch.arange(num, device=starts.device)
-    climb = _Climb.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
+    runs = _Runs.start(functions, every.repeat(num_starts), starts.reshape(num_starts * num, dim).clone(), length)
     for done in range(evaluations):
         # Which start leads shows early.
         if done == min(6, evaluations - 1):
-            climb = climb.keep(climb.leaders(num))
-        if bool(climb.is_done.all()):
+            runs = runs.select(runs.leaders(num))
+        if bool(runs.is_done.all()):
             break
-        climb.advance_(functions, tolerance)
-    return climb.points[climb.leaders(num)]
+        runs.advance_(functions, tolerance)
+    return runs.points[runs.leaders(num)]

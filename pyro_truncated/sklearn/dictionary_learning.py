@@ -250,7 +250,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """
         if self.family == "bernoulli":
             return ColumnUnits.none(rows.shape[1])
-        return ColumnUnits.of(rows, is_centred=bool(self.offset))
+        return ColumnUnits.from_rows(rows, is_centred=bool(self.offset))
 
     def _make(self, rows: Tensor, *, max_components: int = 100) -> Any:
         number = min(rows.shape[1], max_components) if self.n_components is None else check_count("n_components", self.n_components)

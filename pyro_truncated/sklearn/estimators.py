@@ -76,7 +76,7 @@ class ColumnUnits:
     deviation: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
+    def from_rows(cls, rows: Tensor, *, is_centred: bool = True) -> Self:
         """Returns the units of data ``(N, D)``, NaN where missing.
 
         Without centring all means are taken for zero.

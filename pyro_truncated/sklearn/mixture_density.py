@@ -255,7 +255,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Categories of pandas would become numbers.
         table = X.astype(object) if find_package(X) == "pandas" else X
         data = validated_data(self, table, reset=reset, dtype=None, **options).astype(object)
-        if data.dtype == object and _missing(data).any():
+        if data.dtype == object and _null_mask(data).any():
             raise ValueError("X has missing entries: give them a category of their own, such as 'missing', or leave these rows out")
         if reset:
             self._encoder = OrdinalEncoder().fit(data)
@@ -301,6 +301,6 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
 
 @np.vectorize
-def _missing(value: Any) -> bool:
+def _null_mask(value: Any) -> bool:
     """Whether a category is ``None``, NaN, or null of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)

@@ -240,8 +240,44 @@ def _describe(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def renames(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function take arguments by their old names, too.
+
+    Example:
+        >>> @renames(stretch="scale")
+        ... def grow(length, *, scale=2):
+        ...     return length * scale
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     length = grow(3, stretch=4)
+        >>> length, str(caught[0].message)
+        (12, 'stretch of grow has a new name: use scale')
+
+    Args:
+        names: the new name by the old one.
+
+    Warns:
+        DeprecationWarning: when an old name is used.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """Returns the function, wrapped."""
+        owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Calls the function by today's names."""
+            for old in names.keys() & kwargs.keys():
+                warnings.warn(f"{old} of {owner} has a new name: use {names[old]}", DeprecationWarning, stacklevel=2)
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
 class Renamed:
-    """The old name of a method or property.
+    """The old name of a method, property or constructor.
 
     Example:
         >>> class Scale:
@@ -261,14 +297,24 @@ class Renamed:
         DeprecationWarning: when the old name is used.
     """
 
+    _owner: type
+
     def __init__(self, name: str) -> None:
         self._name, self._old = name, name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._old = name
+        self._owner, self._old = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls a class or static method of the class."""
+        self._warn()
+        return getattr(self._owner, self._name)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
-        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=2)
+        self._warn()
         return getattr(instance, self._name)
+
+    def _warn(self) -> None:
+        warnings.warn(f"{self._old} has a new name: use {self._name}", DeprecationWarning, stacklevel=3)

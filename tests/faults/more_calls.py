@@ -156,7 +156,7 @@ enter(
     new=uniform(2, 3).mul(4).round(),
 )
 enter("MinMaxKernel", lambda **k: gp.MinMaxKernel(**k).diag(), features=gp.spectrum(["abc", "bcd"], 2), variance=1.0)
-enter("growing", lambda **k: gp.growing(**k)(1), start=2, stop=5, epochs=3)
+enter("linear_growth", lambda **k: gp.linear_growth(**k)(1), start=2, stop=5, epochs=3)
 enter("UniformSplits", lambda **k: list(gp.UniformSplits(**k).epoch(0)), num_data=N, batch_size=6, num_active=3, generator=None)
 enter("smooth_rbf", gp.smooth_rbf, inputs=uniform(N, 2))
 enter("StudentT", gp.StudentT, df=4.0, scale=1.0)

@@ -152,7 +152,7 @@ def test_flags_are_true_or_false():
     model = gp.SubsetGPRegression(X, X[:, 0], num_inducing=2)
     calls = {
         "single_swaps": gp.ExchangeSearch,
-        "polish": model.fit,
+        "free_inputs": model.fit,
         "fitc": lambda fitc: gp.LeaveOneOutRegression(X, "rbf", 3, fitc=fitc),
     }
     for name, call in calls.items():

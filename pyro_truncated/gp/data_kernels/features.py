@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 from pyro_truncated.ops.streams import FINALISER, GOLDEN
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -112,22 +112,22 @@ class FixedKernel(DataKernel):
             self._store[slots] = self._numbers(self.base_columns(missing)).mT
         return self._store[self._slot[index]].mT
 
-    def _make_room(self, needed: int) -> Tensor:
+    def _make_room(self, num_columns: int) -> Tensor:
         """Slots for new columns: free ones, then the least recently used."""
         if self._store is None:
             raise RuntimeError("no columns are stored yet; store columns before they are looked up")
         size = len(self._store)
-        free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed and size < self._capacity:
-            grown = min(self._capacity, max(2 * size, size + needed))
+        free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
+        if len(free) < num_columns and size < self._capacity:
+            grown = min(self._capacity, max(2 * size, size + num_columns))
             self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
             self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
             self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(grown - size)])
-            free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed:
+            free = (self._owner < 0).nonzero().squeeze(1)[:num_columns]
+        if len(free) < num_columns:
             age = self._last_used.clone()
             age[free] = self._clock
-            oldest = age.argsort()[: needed - len(free)]
+            oldest = age.argsort()[: num_columns - len(free)]
             self._slot[self._owner[oldest]] = -1
             free = torch.cat([free, oldest])
         return free
@@ -239,7 +239,7 @@ class HashedCounts:
     """Counts above zero of features in ``num`` objects, sorted by both.
 
     Example:
-        >>> counts = HashedCounts.of(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
+        >>> counts = HashedCounts.from_occurrences(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
         >>> counts.squared_norms
         tensor([4., 1.], dtype=torch.float64)
 
@@ -259,7 +259,7 @@ class HashedCounts:
         return self.num
 
     @staticmethod
-    def of(num: int, rows: Tensor, keys: Tensor, counts: Tensor | None = None) -> HashedCounts:
+    def from_occurrences(num: int, rows: Tensor, keys: Tensor, counts: Tensor | None = None) -> HashedCounts:
         """Adds up occurrences: entries of the same object and feature become one.
 
         Args:
@@ -278,6 +278,8 @@ class HashedCounts:
         total = counts.new_zeros(int(first.sum())).index_add_(0, group, counts)
         return HashedCounts(num, rows[first], keys[first], total)
 
+    of = Renamed("from_occurrences")
+
     @staticmethod
     def from_csr(indptr: Tensor, indices: Tensor, data: Tensor) -> HashedCounts:
         """Counts from a compressed sparse row matrix, a row per object.
@@ -292,7 +294,7 @@ class HashedCounts:
             raise ValueError(f"data must be positive counts; got {float(data.min()):g}")
         num = len(indptr) - 1
         rows = torch.repeat_interleave(torch.arange(num), indptr.long().diff())
-        return HashedCounts.of(num, rows, mix(indices.long()), data)
+        return HashedCounts.from_occurrences(num, rows, mix(indices.long()), data)
 
     @staticmethod
     def from_matrix(features: Tensor) -> HashedCounts:
@@ -311,7 +313,7 @@ class HashedCounts:
                 f"features must be counts, finite and not negative; got {float(features.min()):g} to {float(features.max()):g}"
             )
         rows, columns = features.nonzero(as_tuple=True)
-        return HashedCounts.of(len(features), rows, mix(columns), features[rows, columns])
+        return HashedCounts.from_occurrences(len(features), rows, mix(columns), features[rows, columns])
 
     def to(self, device: torch.device | str) -> HashedCounts:
         """The same counts on a device."""
@@ -322,14 +324,14 @@ class HashedCounts:
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)
         place[index] = torch.arange(len(index), device=self.rows.device)
         kept = place[self.rows] >= 0
-        return HashedCounts.of(len(index), place[self.rows[kept]], self.keys[kept], self.counts[kept])
+        return HashedCounts.from_occurrences(len(index), place[self.rows[kept]], self.keys[kept], self.counts[kept])
 
     def __add__(self, other: HashedCounts) -> HashedCounts:
         """All features of both, of the same objects."""
         if self.num != other.num:
             raise ValueError(f"counts of {self.num} and of {other.num} objects cannot be joined")
         joined = ((getattr(self, name), getattr(other, name)) for name in ("rows", "keys", "counts"))
-        return HashedCounts.of(self.num, *(torch.cat(pair) for pair in joined))
+        return HashedCounts.from_occurrences(self.num, *(torch.cat(pair) for pair in joined))
 
     def unary(self) -> HashedCounts:
         r"""Replaces a count :math:`c` by ``c`` features of count one.
@@ -345,7 +347,7 @@ class HashedCounts:
         start = torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
         level = torch.arange(int(repeats.sum()), device=self.rows.device) - start
         keys = mix(torch.repeat_interleave(self.keys, repeats) + level * GOLDEN)
-        return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
+        return HashedCounts.from_occurrences(self.num, torch.repeat_interleave(self.rows, repeats), keys)
 
     def matrix(self, vocabulary: Tensor) -> Tensor:
         """The sparse matrix ``(num, V)`` of counts by sorted vocabulary ``(V,)``."""
@@ -394,7 +396,7 @@ def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> H
         windows = letters[start[:, None] + torch.arange(size)]
         rows.append(owner[start])
         keys.append(combine(*windows.unbind(1), size))
-    return HashedCounts.of(len(strings), torch.cat(rows), torch.cat(keys))
+    return HashedCounts.from_occurrences(len(strings), torch.cat(rows), torch.cat(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,7 +489,7 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
         around = torch.zeros_like(label).index_add_(0, target, combine(label[source], edge))
         label = combine(label, around)
         keys.append(combine(label, step + 1))
-    return HashedCounts.of(graphs.num, graphs.graph.repeat(iterations + 1), torch.cat(keys))
+    return HashedCounts.from_occurrences(graphs.num, graphs.graph.repeat(iterations + 1), torch.cat(keys))
 
 
 @names_arguments
@@ -519,7 +521,7 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
         found = _paths(graphs, batch, sizes, first)
         rows.append(found[0])
         keys.append(found[1])
-    return HashedCounts.of(graphs.num, torch.cat(rows), torch.cat(keys))
+    return HashedCounts.from_occurrences(graphs.num, torch.cat(rows), torch.cat(keys))
 
 
 def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,10 +200,10 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 
 
-def are_positions(given: Tensor, num: int) -> bool:
+def are_positions(index: Tensor, num: int) -> bool:
     """Whether a tensor is a vector of integers from 0 to ``num - 1``."""
-    is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    return is_integer and given.dim() == 1 and bool(((given >= 0) & (given < num)).all())
+    is_integer = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+    return is_integer and index.dim() == 1 and bool(((index >= 0) & (index < num)).all())
 
 
 def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
@@ -256,7 +256,7 @@ class PrecomputedKernel(DataKernel):
     """
 
     matrix: Tensor
-    known: Tensor
+    train_index: Tensor
 
     @names_arguments
     @takes_arrays
@@ -274,30 +274,30 @@ class PrecomputedKernel(DataKernel):
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        return self.diag_new(self.known if rows is None else self.known[rows])
+        return self.diag_new(self.train_index if rows is None else self.train_index[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        return self.cross(self.known if rows is None else self.known[rows], index)
+        return self.cross(self.train_index if rows is None else self.train_index[rows], index)
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of objects ``new`` with training inputs at ``index``."""
-        found: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.known[index]]
-        return found
+        block: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.train_index[index]]
+        return block
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of the objects at positions ``new``."""
-        found: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
-        return found
+        variances: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
+        return variances
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
         position = self._positions(new)
         return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
 
-    def _positions(self, given: Any) -> Tensor:
+    def _positions(self, objects: Any) -> Tensor:
         try:
-            new: Tensor | None = torch.as_tensor(given, device=self.matrix.device)
+            new: Tensor | None = torch.as_tensor(objects, device=self.matrix.device)
         except (RuntimeError, TypeError, ValueError):
             new = None
         if new is None or not are_positions(new, len(self.matrix)):

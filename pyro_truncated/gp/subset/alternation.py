@@ -81,24 +81,24 @@ def fit_exactly(
 
 
 def learn_exactly(
-    weighted: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
+    objective: Callable[[float], float], size: int, parameters: list[Tensor], settings: FitSettings, record: FitRecord
 ) -> float:
     """Minimises an objective by L-BFGS, in place; returns the smallest value.
 
-    ``weighted`` returns the objective times a weight, whose gradient it adds to the parameters. The settings's gain is for each of ``size``
-    targets.
+    ``objective`` returns the objective times a weight, whose gradient it adds to the parameters. The gain in the settings
+    is for each of ``size`` targets.
     """
-    found = minimize(
-        lambda: weighted(1 / size),
+    minimum = minimize(
+        lambda: objective(1 / size),
         parameters,
         max_iterations=settings.max_epochs,
         tolerance=settings.tolerance,
-        is_spent=lambda: settings.seconds_left() <= 0,
+        should_stop=lambda: settings.remaining_seconds() <= 0,
         on_better=lambda value: record.note("exact", size * value),
     )
-    if not found.value < float("inf"):
+    if not minimum.value < float("inf"):
         raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-    return size * found.value
+    return size * minimum.value
 
 
 class ExactPosterior:
@@ -210,7 +210,7 @@ class Alternation:
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             chosen = sample.inducing
             if epoch:
-                limit = settings.seconds_left()
+                limit = settings.remaining_seconds()
                 budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), record.clock)
                 chosen = self._improve(sample, chosen, budget)
                 index = sample.among_all(chosen)
@@ -227,7 +227,7 @@ class Alternation:
             elif sample.rows is not None:
                 index = kept
                 load_snapshot(self._trainable_parameters(), kept_values)
-            if settings.seconds_left() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
+            if settings.remaining_seconds() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
@@ -245,12 +245,12 @@ class Alternation:
         problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._subset_objective())
         return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
-    def _fit_parameters(self, sample: RowSample, chosen: Tensor, settings: FitSettings) -> float:
+    def _fit_parameters(self, sample: RowSample, index: Tensor, settings: FitSettings) -> float:
         return minimize(
-            lambda: backward(Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective),
+            lambda: backward(Basis(sample.kernel, index), sample.targets, self.log_noise, self.objective),
             self._trainable_parameters(),
             max_evaluations=settings.hyper_evaluations,
-            is_spent=lambda: settings.seconds_left() <= 0,
+            should_stop=lambda: settings.remaining_seconds() <= 0,
         ).value
 
     @torch.no_grad()
@@ -308,10 +308,10 @@ def fit_with_restart(
     parameters = hyper_parameters(kernel, log_noise)
     start = snapshot(parameters)
     value = attempt(True)
-    if explains_something(value, targets) or record.seconds_left() <= 0:
+    if explains_something(value, targets) or record.remaining_seconds() <= 0:
         return value
     rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
-    some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.share_left(0.5))
+    some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
 
     def scout() -> float:
         """An exact regression on the rows."""
@@ -386,12 +386,12 @@ def optimize_free_inputs(
         lambda: backward(FreeBasis(seen, inputs), targets[rows], log_noise, objective),
         learned,
         max_evaluations=most,
-        is_spent=lambda: record.seconds_left() <= 0,
-        on_better=lambda better: None if len(held_out) else record.note("polish", better),
+        should_stop=lambda: record.remaining_seconds() <= 0,
+        on_better=lambda better: None if len(held_out) else record.note("free", better),
     ).value
     if len(held_out):
         value = backward(FreeBasis(kernel, inputs), targets, log_noise, objective)
-        record.note("polish", value)
+        record.note("free", value)
         for parameter in learned:
             parameter.grad = None
     return value

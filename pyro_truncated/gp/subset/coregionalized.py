@@ -217,15 +217,15 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         def attempt() -> Tensor:
             """Fits to all entries; predicts each input from all others."""
-            settings = FitSettings(max_iterations, record.seconds_left, tolerance)
+            settings = FitSettings(max_iterations, record.remaining_seconds, tolerance)
             self.objective_value = self._fit_to(everything, settings, record)
             return self._predict_left_out(everything)
 
         predicted = attempt()
-        may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.seconds_left() > 0
+        may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.remaining_seconds() > 0
         if may_move and not self._is_explained(everything, predicted):
             kept = snapshot(self._trainable_parameters)
-            found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
+            found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
             load_snapshot(self._trainable_parameters, found or kept)
             predicted = attempt() if found else predicted
         record.close()
@@ -324,9 +324,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
         return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
 
-    def _couple(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def _couple(self, covariance: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Returns covariances of entries by their inputs and outputs."""
-        return shared * self.coregionalization[first[:, None], second]
+        return covariance * self.coregionalization[first[:, None], second]
 
 
 def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
@@ -334,5 +334,5 @@ def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
     complete, counts = targets.nan_to_num(0.0), (~targets.isnan()).double()
     correlations = (complete.mT @ complete) / (counts.mT @ counts).clamp(min=1)
     values, vectors = torch.linalg.eigh(correlations)
-    found = vectors.flip(1)[:, :rank] * ((1 - _OWN_SHARE) * values.flip(0)[:rank].clamp(min=1e-2)).sqrt()
-    return torch.nn.functional.pad(found, (0, rank - found.shape[1]), value=1e-2)
+    loadings = vectors.flip(1)[:, :rank] * ((1 - _OWN_SHARE) * values.flip(0)[:rank].clamp(min=1e-2)).sqrt()
+    return torch.nn.functional.pad(loadings, (0, rank - loadings.shape[1]), value=1e-2)

@@ -160,18 +160,18 @@ def pivots_for(
     targets: Tensor,
     noise: float,
     rank: int,
-    known: Tensor | None = None,
+    start: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """At most ``rank`` pivots, exchanged to lower the variational free energy."""
     rank = min(rank, len(inputs))
-    start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
+    begin = inputs.new_zeros(0, dtype=torch.int64) if start is None else start
     # Of more data, pivots are chosen from a random sample.
-    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, start, max(20_000, 4 * rank), generator)
+    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, begin, max(20_000, 4 * rank), generator)
     problem = SubsetProblem(sample.kernel, sample.targets, noise)
     search = ExchangeSearch()
-    found = search.improve(problem, rank, sample.inducing if len(start) else None, Budget(max_attempts=20), generator)
-    return sample.among_all(found)
+    pivots = search.improve(problem, rank, sample.inducing if len(begin) else None, Budget(max_attempts=20), generator)
+    return sample.among_all(pivots)
 
 
 class LeaveOneOutRegression:

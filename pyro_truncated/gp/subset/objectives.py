@@ -176,14 +176,14 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
     return cross, prior
 
 
-def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
+def numeric_kernel(kernel: DataKernel, is_exact: bool) -> InputKernel:
     """The kernel of a regression whose inducing inputs are to move."""
     if is_exact:
         raise ValueError(
-            "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
+            "free_inputs=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
         )
     if not isinstance(kernel, InputKernel):
-        raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+        raise TypeError(f"free_inputs=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
     return kernel
 
 
@@ -301,16 +301,16 @@ class LeaveOneOutPrediction(NamedTuple):
     Attributes:
         mean: ``(n, H)``.
         variance: ``(n,)``, of the projected process, noise included.
-        unexplained: prior variance that the inducing inputs leave, ``(n,)``.
+        residual_variance: prior variance that the inducing inputs leave, ``(n,)``.
     """
 
     mean: Tensor
     variance: Tensor
-    unexplained: Tensor
+    residual_variance: Tensor
 
 
 def predict_left_out(
-    covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, unexplained: Tensor
+    covariance: LowRankCovariance, triangle: Tensor, members: Tensor, targets: Tensor, residual_variance: Tensor
 ) -> LeaveOneOutPrediction:
     r"""Predicts each data point from all others, without its inducing input.
 
@@ -320,33 +320,33 @@ def predict_left_out(
     .. math:: \ell_j = K_{nI} K_{II}^{-1} e_j / (e_j^\top K_{II}^{-1} e_j)^{1/2}, \qquad w_j = \ell_j^\top S^{-1} \ell_j ,
 
     which takes :math:`O(n m^2)` for all ``members``. ``covariance`` has the factor :math:`L = K_{nI} C^{-\top}`, ``triangle`` is :math:`C`,
-    ``unexplained (n,)`` the diagonal of :math:`K - \hat K`.
+    ``residual_variance (n,)`` the diagonal of :math:`K - \hat K`.
     """
     mean, variance = covariance.leave_one_out(targets)
     if not len(members):
-        return LeaveOneOutPrediction(mean, variance, unexplained)
+        return LeaveOneOutPrediction(mean, variance, residual_variance)
     identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
     inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
-    lost = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
-    solved = covariance.solve(lost)
-    room = (1 - (lost * solved).sum(0)).clamp(min=SMALLEST_SHARE)
+    directions = covariance.factor @ inverse / inverse.square().sum(0).sqrt()
+    solved = covariance.solve(directions)
+    room = (1 - (directions * solved).sum(0)).clamp(min=SMALLEST_SHARE)
     own = solved[members].diagonal()
     precision = covariance.inverse_diagonal[members] + own.square() / room
     weights = covariance.solve(targets, members) + (own / room)[:, None] * (solved.mT @ targets)
     return LeaveOneOutPrediction(
         mean.index_copy(0, members, targets[members] - weights / precision[:, None]),
         variance.index_copy(0, members, 1 / precision),
-        unexplained.index_copy(0, members, lost[members].diagonal().square()),
+        residual_variance.index_copy(0, members, directions[members].diagonal().square()),
     )
 
 
-def calibrate_share(found: LeaveOneOutPrediction, targets: Tensor) -> float:
+def calibrate_share(prediction: LeaveOneOutPrediction, targets: Tensor) -> float:
     r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all predictions."""
-    error = (targets - found.mean).square().mean(1)
+    error = (targets - prediction.mean).square().mean(1)
 
     def best(shares: Tensor) -> int:
         """Position of the share of the highest density."""
-        densities = [-(v.log() + error / v).sum() for v in (found.variance + share * found.unexplained for share in shares)]
+        densities = [-(v.log() + error / v).sum() for v in (prediction.variance + share * prediction.residual_variance for share in shares)]
         return int(torch.stack(densities).argmax())
 
     # The density may have several maxima: first all orders of magnitude, then between the neighbours of the best.
@@ -402,7 +402,7 @@ class SparsePosterior:
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._share_without(triangle, kept, held_out) if self.is_projected else 1.0
+        self.share = self._prior_share(triangle, kept, held_out) if self.is_projected else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[kept] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
@@ -428,8 +428,8 @@ class SparsePosterior:
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
 
-    def _share_without(self, triangle: Tensor, kept: Tensor, held_out: Tensor | None) -> float:
-        members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
-        found = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
+    def _prior_share(self, triangle: Tensor, columns: Tensor, held_out: Tensor | None) -> float:
+        members = columns[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[columns]
+        prediction = predict_left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
         rows = slice(None) if held_out is None or not len(held_out) else held_out
-        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in found)), self.targets[rows])
+        return calibrate_share(LeaveOneOutPrediction(*(part[rows] for part in prediction)), self.targets[rows])

@@ -59,7 +59,7 @@ class Budget:
         return self.clock() - self._start
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether any limit is reached."""
         return (
             (self.max_swaps is not None and self.swaps >= self.max_swaps)
@@ -347,10 +347,10 @@ class CandidatePool:
             allowed[i] = False
             c = block[:, i] / block[i, i].sqrt()
             root = block[i, i].sqrt()
-            gram = _without(gram, gram[:, i] / root, c, gram[i, i] / block[i, i])
+            gram = _deflate(gram, gram[:, i] / root, c, gram[i, i] / block[i, i])
             along, w, aligned = weighted[:, i] / root, weighted[i, i] / block[i, i], alignment[i] / root
             after = along - c * w
-            weighted = _without(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
+            weighted = _deflate(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
             alignment = alignment - torch.outer(c, aligned) - torch.outer(after, aligned) / (1 + w)
             block = block - torch.outer(c, c)
         chosen = torch.tensor(places, dtype=torch.int64, device=block.device)
@@ -382,22 +382,22 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     return torch.where(factors.candidates(), gains, -torch.inf)
 
 
-def _gains(problem: SubsetProblem, block: Tensor, gram: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
-    return _gain(problem, block.diagonal().clamp(min=1e-300), gram.diagonal(), weighted.diagonal(), alignment)
+def _gains(problem: SubsetProblem, block: Tensor, gram: Tensor, forms: Tensor, alignment: Tensor) -> Tensor:
+    return _gain(problem, block.diagonal().clamp(min=1e-300), gram.diagonal(), forms.diagonal(), alignment)
 
 
-def _gain(problem: SubsetProblem, variance: Tensor, squared: Tensor, weighted: Tensor, alignment: Tensor) -> Tensor:
+def _gain(problem: SubsetProblem, variance: Tensor, square_norm: Tensor, form: Tensor, alignment: Tensor) -> Tensor:
     r""":math:`\frac12 [ |\ell^\top a|^2 / (1 + w) - H \log(1 + w) + H |\ell|^2 / \sigma^2 ]`, all per unit of residual variance."""
-    w = (weighted / variance).clamp(min=0.0)
+    w = (form / variance).clamp(min=0.0)
     data = alignment.square().sum(1) / (variance * (1 + w))
-    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * squared / variance)
+    gain: Tensor = 0.5 * (data - problem.num_outputs * torch.log1p(w) + problem.trace_weight * square_norm / variance)
     return gain
 
 
-def _without(gram: Tensor, along: Tensor, c: Tensor, squared: Tensor) -> Tensor:
+def _deflate(gram: Tensor, along: Tensor, c: Tensor, square_norm: Tensor) -> Tensor:
     r"""Gram matrix of :math:`E - \ell c^\top` from that of :math:`E`, :math:`E^\top \ell` and :math:`|\ell|^2`."""
     crossed = torch.outer(along, c)
-    return gram - crossed - crossed.mT + squared * torch.outer(c, c)
+    return gram - crossed - crossed.mT + square_norm * torch.outer(c, c)
 
 
 def removal_plan(factors: ExchangeFactors, count: int) -> tuple[Tensor, Tensor]:
@@ -533,7 +533,7 @@ class ExchangeSearch(SubsetSearch):
         self, factors: ExchangeFactors, value: float, most: int, budget: Budget, generator: torch.Generator | None
     ) -> float:
         block, failures, since = most, 0, 0
-        while failures < self.patience and not budget.is_spent:
+        while failures < self.patience and not budget.is_exhausted:
             budget.attempts += 1
             limit = block if budget.max_swaps is None else min(block, budget.max_swaps - budget.swaps)
             swapped, value = self._exchange(factors, value, limit, generator)
@@ -582,7 +582,7 @@ class ExchangeSearch(SubsetSearch):
     def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
         """Swaps members for better inputs, cheapest first, until none was exchanged."""
         tried: set[int] = set()
-        while not budget.is_spent:
+        while not budget.is_exhausted:
             untried = torch.tensor([int(i) not in tried for i in factors.index.tolist()], device=factors.index.device)
             if not bool(untried.any()):
                 return value

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
-from pyro_truncated.gplvm.decoders.conditioning_set import keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
@@ -84,7 +84,7 @@ class SASFunctionDecoder(SASDecoder):
         """Initialises latents by principal components of pseudo-targets, or as given."""
         self._check_data(x)
         self._check_latents(latents)
-        self._conditioning = None
+        self._conditioning_points = None
         with torch.no_grad():
             scores = self._first_latents(self.sites(x), latents)
             if isinstance(self.kernel, kernels.Isotropy):
@@ -144,8 +144,8 @@ class SASFunctionDecoder(SASDecoder):
             raise ValueError("a decoder with its own observation distribution takes neither projected nor num_neighbors: leave both out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
-            kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._conditioning = self._seal_state(kept, x)
+            kept = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            self._conditioning_points = self._seal_state(kept, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

@@ -195,12 +195,12 @@ class OwnLatents:
         slopes = [(around.predict(latents + step)[0] - around.predict(latents - step)[0]) / (2 * _STEP) for step in steps]
         return cls(latents.double(), (mean + loc).double(), variance.double(), torch.stack(slopes, -1).double())
 
-    def spread(self, seen: Tensor, noise: Tensor) -> Tensor:
+    def spread(self, is_observed: Tensor, noise: Tensor) -> Tensor:
         """Returns variances ``(M, D)`` of the means under the normals.
 
         They hold at temperature one, where entries ``(M, D)`` are observed.
         """
-        precision = seen / (self.variance + noise)
+        precision = is_observed / (self.variance + noise)
         curvature = torch.einsum("mdq,md,mdr->mqr", self.slopes, precision, self.slopes)
         root = torch.linalg.cholesky(curvature + torch.eye(self.latents.shape[1]).to(curvature))
         whitened: Tensor = torch.linalg.solve_triangular(root, self.slopes.mT, upper=False)
@@ -511,12 +511,12 @@ class CandidateLatents:
         return OwnLatents.at(self._others, z, decoder.loc, self._own_row)
 
 
-def _fit_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
+def _fit_noise(x: Tensor, is_hidden: Tensor, mean: Tensor, spread: Tensor, *, noise_floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """Returns the log density of hidden entries, and each output's noise.
 
     The noise is estimated from the errors.
     """
-    error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
-    noise = ((error - spread * hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / hidden.sum()))
+    error, counts = (x - mean).square() * is_hidden, is_hidden.sum(0).clamp(min=1.0)
+    noise = ((error - spread * is_hidden).sum(0) / counts).clamp(min=noise_floor * float(error.sum() / is_hidden.sum()))
     total = spread + noise
-    return -((error / total + hidden * total.log()).sum() / 2), noise
+    return -((error / total + is_hidden * total.log()).sum() / 2), noise

@@ -44,7 +44,7 @@ from pyro_truncated.gp.active_sets import (
     split_weights,
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
-from pyro_truncated.gplvm.decoders.conditioning_set import KeptPoints, Posterior, checksum, keep_neighbors, keep_points
+from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
@@ -126,7 +126,7 @@ class SASDecoder(UniqueModule):
     z_loc: Any
     z_scale: Any
     portion: Portion | None = None
-    _conditioning: KeptPoints | None = None
+    _conditioning_points: ConditioningSet | None = None
     _candidates: CandidateLatents | None = None
     _training_data: Tensor | None = None
 
@@ -177,7 +177,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
-        self._conditioning = None
+        self._conditioning_points = None
         steps = check_count("steps", steps, least=0)
         with ending_together(x):
             self._check_data(x)
@@ -206,10 +206,10 @@ class SASDecoder(UniqueModule):
             self._imitate(x, scores, steps)
         return self
 
-    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
+    def _first_latents(self, features: Tensor, latents: Tensor | None) -> Tensor:
         # A copy, or training would move the latents of whom they came from.
-        found = principal_components(features, self.latent_dim) if given is None else own_rows(given, features).detach().clone()
-        return found.to(self.loc)
+        start = principal_components(features, self.latent_dim) if latents is None else own_rows(latents, features).detach().clone()
+        return start.to(self.loc)
 
     def _check_latents(self, latents: Tensor | None) -> None:
         if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
@@ -478,7 +478,7 @@ class SASDecoder(UniqueModule):
         if self.encoder is not None:
             raise ValueError("a decoder with an encoder has no free latents to relocate; train the encoder instead")
         num_active = check_count("num_active", num_active)
-        self._conditioning = None
+        self._conditioning_points = None
         self.portion = join_latents(self, self.portion, x)
         order = torch.randperm(self.num_data, generator=generator, device=generator_device(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
@@ -567,32 +567,34 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
             if num_neighbors is None:
-                kept = keep_points(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
+                kept = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             elif size is None and not projected:
-                kept = keep_neighbors(latents, outputs, check_count("num_neighbors", num_neighbors))
+                kept = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._conditioning = self._seal_state(kept, x)
+            self._conditioning_points = self._with_checksum(kept, x)
         self._training_data, self._candidates = x, None
         return self
 
-    def _seal_state(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+    def _with_checksum(self, points: ConditioningSet, x: Tensor) -> ConditioningSet:
         """The state with the encoder's needs and the parameters' checksum."""
         examples = self._examples(x).clone() if self.encoder_sees_active else None
-        return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
+        return dataclasses.replace(points, examples=examples, checksum=checksum(self))
 
     def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
         return least_variance(kernel, latents, size, self.noise_variance.detach())
 
-    def _conditioning_set(self) -> KeptPoints:
-        if self._conditioning is None:
+    def _conditioning_set(self) -> ConditioningSet:
+        if self._conditioning_points is None:
             raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        assert self._conditioning.checksum is not None
+        assert self._conditioning_points.checksum is not None
         # Checksums agree up to floating point type or device.
         now = checksum(self)
-        if self._conditioning.checksum.shape != now.shape or not torch.allclose(self._conditioning.checksum, now, rtol=1e-6, atol=0.0):
+        if self._conditioning_points.checksum.shape != now.shape or not torch.allclose(
+            self._conditioning_points.checksum, now, rtol=1e-6, atol=0.0
+        ):
             raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
-        return self._conditioning
+        return self._conditioning_points
 
     def posterior(self) -> Posterior:
         """The Gaussian process posterior of deviations from ``loc``, for predictions.
@@ -683,11 +685,11 @@ class SASDecoder(UniqueModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What :meth:`condition_` kept, for ``state_dict()``."""
-        return {} if self._conditioning is None else self._conditioning.state()
+        return {} if self._conditioning_points is None else self._conditioning_points.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores the data points that :meth:`condition_` conditions on."""
-        self._conditioning = KeptPoints(**state) if state else None
+        self._conditioning_points = ConditioningSet(**state) if state else None
         self._training_data = self._candidates = None
 
 

@@ -28,16 +28,16 @@ from pyro_truncated.gp.active_sets import (
 _NAMES = ("z_loc", "z_scale")
 
 
-def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
+def join_latents(module: torch.nn.Module, expected: Portion | None, x: Tensor) -> Portion | None:
     """Which data points a shard has, ``None`` for all.
 
     On the first call the latents of others are dropped, and all processes start like the first.
     """
     portion = find_part(x)
-    if held is None and portion is not None:
+    if expected is None and portion is not None:
         _begin(module, portion)
-    elif portion != held:
-        raise ValueError(f"data must be the shard of the latents, {held}; got {portion}. Call gather_() on all processes before")
+    elif portion != expected:
+        raise ValueError(f"data must be the shard of the latents, {expected}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
         leave_to_owners(parameter)
@@ -104,11 +104,11 @@ class SharedSplit(Split):
         """The data ``(b, D)``, of which the active points come from their owners."""
         return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
 
-    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+    def latents(self, variables: Sequence[Tensor]) -> list[Tensor]:
         """Gathers rows ``(b, Q)``; gradients of active ones go to owners."""
-        every = torch.cat(list(held), -1)
+        every = torch.cat(list(variables), -1)
         rows = torch.cat([gather_owned_rows(every, self.portion, self.active), every[self.rest - self.portion.first]])
-        return list(rows.split([values.shape[-1] for values in held], -1))
+        return list(rows.split([values.shape[-1] for values in variables], -1))
 
     def normal(self, loc: Tensor, scale: Tensor) -> Any:
         """Those that draw for all of the minibatch, alike on all processes."""

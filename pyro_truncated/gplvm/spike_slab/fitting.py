@@ -193,7 +193,7 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
     """
     views = model.check_data(y)
     gamma = model.probability.detach().clone().requires_grad_()
-    with torch.enable_grad(), model.holding(gamma):
+    with torch.enable_grad(), model.fix_switches(gamma):
         terms = [view.data_term(model.inputs(c), data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
         slope = torch.autograd.grad(torch.stack(terms).sum(), gamma)[0]
     with torch.no_grad():
@@ -303,15 +303,15 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
     """
     is_on, failed = model.probability.detach() > 0.5, 0
     kept = torch.zeros_like(is_on)
-    with model.holding(is_on.double()):
+    with model.fix_switches(is_on.double()):
         bound = maximize_bound(model, y, steps, tolerance=tolerance)
     while failed < patience and bool((is_on & ~kept).any()):
-        with model.holding(1.0):
+        with model.fix_switches(1.0):
             relevance = model.relevance()
         share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
         before, tried = snapshot(model.state_dict().values()), is_on.clone()
         tried.view(-1)[share.argmin()] = False
-        with model.holding(tried.double()):
+        with model.fix_switches(tried.double()):
             reached = maximize_bound(model, y, steps, tolerance=tolerance)
         if reached > bound:
             bound, is_on, failed = reached, tried, 0
@@ -444,7 +444,7 @@ def _stretch(kernel: Isotropy, factor: float) -> None:
 def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float, *, roughly: float = 30.0) -> list[float]:
     """The phases of one start; returns the bound after each."""
     size = float(sum(v.numel() for v in model.check_data(y)))
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         # With the noise held low as well: else the easiest way up is often to call everything noise.
         with _nearly_linear(model):
             maximize_bound(model, y, warm_up, tolerance=roughly * tolerance, fixed=("noise", "kernel"))

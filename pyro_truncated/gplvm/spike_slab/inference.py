@@ -16,7 +16,7 @@ from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
@@ -37,16 +37,19 @@ class Latents:
     Attributes:
         loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
         scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
-        used: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
-        observed: the views that were observed.
+        usage: probability :math:`\rho_q` that an observed view uses a dimension, ``(Q,)``. Otherwise the prior holds.
+        views: the views that were observed.
         bound: what each data point contributes to the bound, ``(N,)``.
     """
 
     loc: Tensor
     scale: Tensor
-    used: Tensor
-    observed: tuple[int, ...]
+    usage: Tensor
+    views: tuple[int, ...]
     bound: Tensor
+
+    used = Renamed("usage")
+    observed = Renamed("views")
 
 
 class Posterior:
@@ -115,11 +118,11 @@ class Posterior:
         if some observed view uses the dimension, :math:`\gamma_{cq}\rho_q`, the prior otherwise, :math:`\gamma_{cq}(1 - \rho_q)`.
         """
         gamma = self.model.probability[view].detach()
-        if view in latents.observed:
+        if view in latents.views:
             return SpikeSlabInputs(latents.loc, latents.scale.square(), gamma.to(latents.loc))
-        slab = gamma * latents.used
+        slab = gamma * latents.usage
         rest = (1 - slab).clamp(min=torch.finfo(slab.dtype).tiny)
-        share = (gamma * (1 - latents.used) / rest).clamp(max=1.0)
+        share = (gamma * (1 - latents.usage) / rest).clamp(max=1.0)
         return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
 
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
@@ -195,43 +198,45 @@ class Posterior:
             ValueError: if no view is given or the shapes do not fit.
         """
         steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
-        data = self._check_observed(y)
-        used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
+        data = self._check_views(y)
+        usage = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
         prior = self._prior(times, sequences, len(next(iter(data.values()))))
         if times is not None:
             # A dimension that no view given uses has not the prior of all, but that of its time.
-            used = torch.ones_like(used)
-        loc = self._start(data, used, candidates, prior)
+            usage = torch.ones_like(usage)
+        loc = self._start(data, usage, candidates, prior)
         parts = []
         for rows in torch.arange(len(loc), device=loc.device).split(self._rows_per_block()):
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
-            parts.append(self._climb(here, used, loc[rows], near, steps, tolerance))
+            parts.append(self._maximize(here, usage, loc[rows], near, steps, tolerance))
         loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Latents(loc, log_scale.exp(), used, tuple(data), bound)
+        return Latents(loc, log_scale.exp(), usage, tuple(data), bound)
 
     def _rows_per_block(self) -> int:
         return rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
 
-    def _climb(
-        self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
+    def _maximize(
+        self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Improved means and log deviations, and each data point's contribution."""
         num = loc.shape[1]
 
         def contribution(points: Tensor, rows: Tensor) -> Tensor:
             here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
-            return self._contribution(here, used, points[:, :num], points[:, num:], near)
+            return self._contribution(here, usage, points[:, :num], points[:, num:], near)
 
         # Latents start with a deviation of 0.1, and the first step has a length of 0.1.
         starts = torch.cat([loc, torch.full_like(loc, 0.1).log()], 1)
-        found = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
+        best = maximize_batched(contribution, starts.unsqueeze(0), steps, 0.1, tolerance)
         with torch.no_grad():
-            return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
+            return best[:, :num], best[:, num:], contribution(best, torch.arange(len(loc), device=loc.device))
 
-    def _check_observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
+    def _check_views(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         y = as_tensors(y, self.model.loc)
-        given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
-        views = {c: v for c, v in given.items() if v is not None}
+        values = (
+            {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
+        )
+        views = {c: v for c, v in values.items() if v is not None}
         sizes = self.model.num_observed
         if not views or len({len(v) for v in views.values()}) > 1:
             raise ValueError(
@@ -246,27 +251,27 @@ class Posterior:
         return dict(sorted(views.items()))
 
     @torch.no_grad()
-    def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
+    def _start(self, data: dict[int, Tensor], usage: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
         """The training points' latent mean that explains each output best."""
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
-        precision = used / prior[1].square()
+        precision = usage / prior[1].square()
         score = (precision * prior[0]) @ loc.double().mT - precision @ loc.double().square().mT / 2
         for c, y in data.items():
-            found, likelihood = self.predict(loc, c), self.model.views[c].likelihood
+            prediction, likelihood = self.predict(loc, c), self.model.views[c].likelihood
             if likelihood is not None:
-                score = score + likelihood.log_prob(y.double().unsqueeze(1), found.mean)
+                score = score + likelihood.log_prob(y.double().unsqueeze(1), prediction.mean)
                 continue
-            seen, variance = Observations.from_outputs(y), found.variance + found.noise
-            square = seen.values.square() @ (1 / variance).mT - 2 * seen.values @ (found.mean / variance).mT
-            score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
+            observations, variance = Observations.from_outputs(y), prediction.variance + prediction.noise
+            square = observations.values.square() @ (1 / variance).mT - 2 * observations.values @ (prediction.mean / variance).mT
+            score = score - (square + observations.all_weights @ (prediction.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()
 
-    def _contribution(self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
+    def _contribution(self, data: dict[int, Tensor], usage: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``."""
         mean, deviation = prior
         square = ((loc - mean).square() + (2 * log_scale).exp()).double() / deviation.square()
-        total = -(used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
+        total = -(usage * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
         for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)
             inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma, validate_args=False)
@@ -289,19 +294,21 @@ class Posterior:
         loc = self.model.loc.detach() if points is None else as_tensors(points, self.model.loc)
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
-    def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:
+    def group_dimensions(self, threshold: float = 0.5) -> dict[str, list[int]]:
         """The dimensions by use.
 
         Keys are ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``.
         """
         is_on = self.model.probability.detach() > threshold
         count, num_views = is_on.sum(0), self.model.num_views
-        found = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
+        groups = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
         if num_views > 1:
-            found |= {f"private {c}": (is_on[c] & (count == 1)).nonzero().flatten().tolist() for c in range(num_views)}
+            groups |= {f"private {c}": (is_on[c] & (count == 1)).nonzero().flatten().tolist() for c in range(num_views)}
         if num_views > 2:
-            found["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
-        return found
+            groups["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
+        return groups
+
+    shared = Renamed("group_dimensions")
 
 
 @names_arguments
@@ -456,7 +463,7 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
         The axes.
     """
     gamma = model.probability[view].detach()
-    with model.holding(1.0):
+    with model.fix_switches(1.0):
         weight = model.relevance()[view]
     order = weight.argsort(descending=True)
     weights, switches = (v[order].double().cpu().numpy() for v in (weight / weight.max(), gamma))

@@ -21,7 +21,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -169,18 +169,18 @@ class TimePrior(UniqueModule):
         prior, _, factor, weights = self._solve()
         half = torch.linalg.solve_triangular(factor, prior, upper=False)
         root, own = stable_cholesky(prior - half.mT @ half, prior.new_ones(())), stable_cholesky(prior)
-        chosen = is_used.unsqueeze(-1)
-        loc = torch.where(chosen, (prior @ weights).squeeze(-1), 0.0)
-        roots = torch.where(chosen.unsqueeze(-1), root, own)
-        found: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
-        return found
+        is_used = is_used.unsqueeze(-1)
+        loc = torch.where(is_used, (prior @ weights).squeeze(-1), 0.0)
+        roots = torch.where(is_used.unsqueeze(-1), root, own)
+        distribution: dist.TorchDistribution = dist.MultivariateNormal(loc, scale_tril=roots).to_event(1)
+        return distribution
 
     def draws(self, is_used: Tensor, noise: Tensor) -> Tensor:
         """Draws ``(*, N, Q)`` from that distribution by standard normal noise."""
-        found = self.distribution(is_used.to(self.times.device)).base_dist
-        moved = (found.scale_tril @ noise.mT.unsqueeze(-1).to(found.loc)).squeeze(-1)
-        drawn: Tensor = found.loc + moved
-        return drawn.mT.cpu()
+        base = self.distribution(is_used.to(self.times.device)).base_dist
+        deviation = (base.scale_tril @ noise.mT.unsqueeze(-1).to(base.loc)).squeeze(-1)
+        draws: Tensor = base.loc + deviation
+        return draws.mT.cpu()
 
     def _solve(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prior, noise, factor and whitened values of the pseudo-observations."""
@@ -323,14 +323,16 @@ class SpikeSlabMRD(UniqueModule):
         return self.logits.sigmoid() if self._fixed_probability is None else self._fixed_probability
 
     @contextmanager
-    def holding(self, probability: Tensor | float) -> Iterator[None]:
-        """A context with given probabilities ``(C, Q)`` of the switches."""
+    def fix_switches(self, probability: Tensor | float) -> Iterator[None]:
+        """A context in which the switches have fixed probabilities ``(C, Q)``."""
         before = self._fixed_probability
         self._fixed_probability = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
         try:
             yield
         finally:
             self._fixed_probability = before
+
+    holding = Renamed("fix_switches")
 
     def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
         """What a view sees of the latents of some data points."""
@@ -412,7 +414,7 @@ class SpikeSlabMRD(UniqueModule):
         """The bound from outputs and latents of some data points, scaled."""
         inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
         terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
-        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
+        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.usage() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
         """Refuses minibatches of a collapsed model or under a prior over time."""
@@ -426,10 +428,12 @@ class SpikeSlabMRD(UniqueModule):
         for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
             view.tighten(self.inputs(c), data)
 
-    def used(self) -> Tensor:
+    def usage(self) -> Tensor:
         r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
         unused: Tensor = (1 - self.probability).prod(0)
         return 1 - unused
+
+    used = Renamed("usage")
 
     @torch.no_grad()
     def relevance(self) -> Tensor:

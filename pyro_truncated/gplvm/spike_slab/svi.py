@@ -204,7 +204,7 @@ def fit_minibatches(
             if step == free_from > 0:
                 with torch.no_grad():
                     model.logits = torch.full_like(model.logits, NEARLY_ON)
-            with model.holding(1.0) if step < free_from else nullcontext():
+            with model.fix_switches(1.0) if step < free_from else nullcontext():
                 estimates.append(_step(model, batch, views, rate * decay, optimizer))
             if callback is not None:
                 callback(step, estimates[-1])
@@ -308,7 +308,7 @@ class Analytic_ELBO(ELBO):
         step = int(owner.num_steps)
         owner.num_steps += 1
         if step < self.warm_up:
-            return owner.holding(1.0)
+            return owner.fix_switches(1.0)
         if step == self.warm_up > 0:
             with torch.no_grad():
                 owner.logits = torch.full_like(owner.logits, NEARLY_ON)
@@ -316,7 +316,7 @@ class Analytic_ELBO(ELBO):
             if owner.collapsed:
                 switch_moves(owner, y)
             settle_switches(owner, y)
-        return owner.holding(owner.probability.detach())
+        return owner.fix_switches(owner.probability.detach())
 
 
 def _owner(model: Any, guide: Any) -> Any:
