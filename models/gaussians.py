@@ -121,9 +121,11 @@ class Gaussians:
     def best_on_their_own(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The same, but what all components share stays."""
         is_used, loc = self._best_means(statistics)
-        found = prior.best(self.kind, self.spreads, statistics, loc) if self.kind.is_own else self.spreads
-        found = {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()}
-        return self._where(is_used, statistics, loc, found)
+        spreads = {**self.spreads}
+        if self.kind.is_own:
+            best = prior.best(self.kind, self.spreads, statistics, loc)
+            spreads.update((name, best[name]) for name in self._own)
+        return self._where(is_used, statistics, loc, spreads)
 
     def _best_means(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Which components have data, ``(K,)``, and the likeliest means, ``(K, D)``."""
@@ -133,27 +135,28 @@ class Gaussians:
 
     def _where(self, is_used: Tensor, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:
         """Such components where there are data, these ones elsewhere."""
-        found = {}
+        new = {}
         for name, value in spreads.items():
-            keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if self._is_own(value) else is_used.new_zeros(())
-            found[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
-        return Gaussians(self.kind, best_weights(statistics["counts"]), loc, found)
+            keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if name in self._own else is_used.new_zeros(())
+            new[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
+        return Gaussians(self.kind, best_weights(statistics["counts"]), loc, new)
 
     def select(self, index: Tensor) -> Gaussians:
         """Copies of some of these components."""
-        spreads = {name: value[index] if self._is_own(value) else value for name, value in self.spreads.items()}
+        spreads = {name: value[index] if name in self._own else value for name, value in self.spreads.items()}
         return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
 
     def with_others(self, index: Tensor, others: Gaussians) -> Gaussians:
         """A copy with some components replaced, but for what all share."""
         pairs = {name: (value, others.spreads[name]) for name, value in self.spreads.items()}
-        spreads = {name: old.index_copy(0, index, new) if self._is_own(old) else old for name, (old, new) in pairs.items()}
+        spreads = {name: old.index_copy(0, index, new) if name in self._own else old for name, (old, new) in pairs.items()}
         weights, loc = self.weights.index_copy(0, index, others.weights), self.loc.index_copy(0, index, others.loc)
         return Gaussians(self.kind, weights, loc, spreads)
 
-    def _is_own(self, value: Tensor) -> bool:
-        """Whether a parameter is of every component."""
-        return self.kind.is_own and value.dim() > 0
+    @property
+    def _own(self) -> list[str]:
+        """Names of the parameters that every component has for itself."""
+        return [name for name, value in self.spreads.items() if value.dim() > 0] if self.kind.is_own else []
 
 
 # Every cluster is seen as if it had so many data points more, spread as those of all clusters are. The numbers of this file were chosen on
@@ -425,7 +428,7 @@ class MoveSearch:
         # Responsibilities of so many of a data point's components overlap; the others are small.
         best = population.log_joint.topk(min(4, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
-        self.deletion_losses = self._losses_without(population.log_joint.double(), weight)
+        self.deletion_losses = self._deletion_losses(population.log_joint.double(), weight)
         self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)
 
     def moves(self, generator: torch.Generator | None = None) -> Moves:
@@ -441,7 +444,7 @@ class MoveSearch:
 
     # --- two that become one ---
 
-    def _losses_without(self, log_joint: Tensor, weight: Tensor) -> Tensor:
+    def _deletion_losses(self, log_joint: Tensor, weight: Tensor) -> Tensor:
         """What the free energy loses without each component, ``(K,)``."""
         best = log_joint.argmax(1, keepdim=True)
         rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, find_part, is_owned
+from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, find_part, owned_parameters
 from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
@@ -77,7 +77,7 @@ class AllReduced(ReprFromArguments, PyroOptim):
         store = pyro.get_param_store()
         # Sets of parameters have another order in every process.
         named = {str(store.param_name(param)): param for param in params}
-        shared = [named[name] for name in sorted(named) if name not in self.local and not is_owned(named[name])]
+        shared = [named[name] for name in sorted(named) if name not in self.local and named[name] not in owned_parameters]
         gradients = collectives.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
         for param, gradient in zip(shared, gradients, strict=True):
             param.grad = gradient

@@ -453,22 +453,18 @@ class Batches:
         return self._order[1]
 
 
-_left: Any = WeakIdKeyDictionary()
+# Parameters whose rows belong to the data points of each process.
+owned_parameters: Any = WeakIdKeyDictionary()
 
 
 def leave_to_owners(parameter: Tensor) -> None:
     """Marks a parameter whose rows belong to this process's data points."""
-    _left[parameter] = True
+    owned_parameters[parameter] = True
 
 
 def take_from_owners(parameter: Tensor) -> None:
     """Marks a parameter that holds the rows of all data points."""
-    _left.pop(parameter, None)
-
-
-def is_owned(parameter: Tensor) -> bool:
-    """Whether :func:`leave_to_owners` has said so."""
-    return parameter in _left
+    owned_parameters.pop(parameter, None)
 
 
 def gather_owned_rows(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:

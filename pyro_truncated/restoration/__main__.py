@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import Restored, denoise, inpaint
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.console import progress_bar
 
 # Entries of an image, channels included, that are restored at once: about three GB.
@@ -224,10 +225,10 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
     """
     seen = pixels[~pixels.isnan()]
     if not len(seen):
-        raise ValueError("all pixels of the picture are NaN, which marks what is missing")
+        raise ValueError(f"the picture must have an observed pixel; got {describe(pixels)}")
     least, most = float(seen.min()), float(seen.max())
     if not math.isfinite(most - least):
-        raise ValueError("the picture has infinite pixels; mark what is missing by NaN")
+        raise ValueError(f"the picture must be finite, or NaN where missing; got {describe(pixels)}")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
     if mode == "F" and least >= 0 and 0 < most <= 1:
@@ -258,27 +259,31 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
     if whole.mode != shallow.mode:
         try:
             whole.save(path, **options)
-            if _is_kept(whole, path):
-                return ""
+            _check_file(whole, path)
         except (OSError, ValueError):  # Not in this format.
             pass
+        else:
+            return ""
     shallow.save(path, **options)
     lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
     return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
 
 
-def _is_kept(picture: Image.Image, path: Path) -> bool:
-    """Whether a written file kept its transparency and its sixteen bits.
+def _check_file(picture: Image.Image, path: Path) -> None:
+    """Checks a written file: some formats silently drop transparency or depth.
 
-    Some formats leave them out and say nothing.
+    Raises:
+        ValueError: if the file holds another picture.
     """
     with Image.open(path) as written:
         if picture.has_transparency_data:
-            # Lossy formats keep it nearly.
+            # Lossy formats keep it nearly: by how much it may differ in a file, of 255.
             alphas = (np.array(some.convert("RGBA").getchannel("A"), dtype=np.int16) for some in (written, picture))
-            # By how much transparency may differ in a file, of 255.
-            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
-        return np.array_equal(np.array(written), np.array(picture))
+            is_same = written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= 16)
+        else:
+            is_same = np.array_equal(np.array(written), np.array(picture))
+    if not is_same:
+        raise ValueError(f"{path} must hold transparency and depth of the picture; got a file in mode {written.mode}")
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from pyro_truncated.gp.subset.alternation import (
 )
 from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_from_log
 from pyro_truncated.gp.subset.regression import explained_share, warn_about_noise
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.constraints import LARGEST
@@ -129,7 +129,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
-            raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
+            raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got {describe(targets)}")
         is_seen = ~targets.isnan()
         if not bool((is_seen.sum(0) > 1).all()):
             raise ValueError(
@@ -223,7 +223,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         predicted = attempt()
         may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.remaining_seconds() > 0
-        if may_move and not self._is_explained(everything, predicted):
+        if may_move and self._explained_share(everything, predicted) < LEAST_EXPLAINED:
             kept = snapshot(self._trainable_parameters)
             found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
             load_snapshot(self._trainable_parameters, found or kept)
@@ -247,7 +247,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         def scout() -> float:
             """A fit to these entries."""
             value = self._fit_to(some, settings, FitRecord([]))
-            return value if self._is_explained(some, self._predict_left_out(some)) else math.inf
+            return value if self._explained_share(some, self._predict_left_out(some)) >= LEAST_EXPLAINED else math.inf
 
         return scout_length_scales(scout, self.kernel, self._trainable_parameters, start)
 
@@ -256,8 +256,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         """Predictions of the entries of each input from those of all others."""
         return entries.predict_left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
 
-    def _is_explained(self, entries: ObservedEntries, predicted: Tensor) -> bool:
-        return explained_share(entries.value[:, None], predicted[:, None])[0] >= LEAST_EXPLAINED
+    @staticmethod
+    def _explained_share(entries: ObservedEntries, prediction: Tensor) -> float:
+        return explained_share(entries.value[:, None], prediction[:, None])[0]
 
     def backward(self, weight: float = 1.0) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""
