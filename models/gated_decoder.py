@@ -104,8 +104,8 @@ class GatedDecoder(UniqueModule):
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
-        if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
-            raise ValueError("examples must have finite outputs and poses; got NaN or infinity")
+        if spoiled := sum(int((~part.isfinite()).sum()) for part in (outputs, poses)):
+            raise ValueError(f"examples must have finite outputs and poses; got {spoiled} entries that are not")
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError(f"switches of the examples must be zeros and ones; got {float(switches.min()):g} to {float(switches.max()):g}")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]

@@ -485,11 +485,10 @@ class OcclusiveComponents(UniqueModule):
 
     def _check(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
-        message = f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}"
         check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
-            raise ValueError(message)
-        raise_if(~y.isfinite().all(), message)
+            raise ValueError(f"y must be of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
+        raise_if(~y.isfinite().all(), lambda: f"y must be finite; got {int((~y.isfinite()).sum())} entries that are not")
         return y
 
 

@@ -187,7 +187,10 @@ class ClosedForm(ReprFromArguments, PyroOptim):
                 "Pass the ClosedForm object to SVI, or call ClosedForm.release() to train the model by gradients."
             )
         if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
-            raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
+            raise ValueError(
+                f"a data point occurs twice in the minibatch; got {len(indices)} positions, {len(indices.unique())} of them distinct. "
+                "Draw without replacement, or use minibatch='online'"
+            )
         self._pending = True
         total = sum_over_processes if is_part else dict
         if indices is None:

@@ -27,7 +27,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.annealing import Temperature, temperature_at
-from pyro_truncated.utils.arguments import check_count, names_arguments, renames
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments, renames
 from pyro_truncated.utils.devices import module_device
 from pyro_truncated.utils.parameter_store import spare_random_numbers
 
@@ -210,7 +210,9 @@ class GibbsGuide(PyroModule):
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
         is_finite = coefficients.isfinite().all() & chances.isfinite().all()
-        ops.raise_if(~is_finite, "the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
+        ops.raise_if(
+            ~is_finite, lambda: f"Gibbs draws must be finite; got {describe(coefficients)}. Check the model's parameters and the data"
+        )
         ops.on_success(lambda: self._keep_(rows, selected, coefficients, chances))
         return GibbsDraws(selected, coefficients, chances, indices)
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, factorize, inducing_cholesky, pivoted_cholesky, stable_cholesky
 from pyro_truncated.gp.kernels import covariance, prior_variance
-from pyro_truncated.utils.arguments import check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 
@@ -91,7 +91,9 @@ class ActiveSet:
 
     def _factor_patterns(self, matrix: Tensor, is_observed: Tensor) -> list[_Factor]:
         if is_observed.dim() > 2:
-            raise ValueError("an active set with batch dimensions must have no missing entries; make one active set for each batch entry")
+            raise ValueError(
+                f"an active set with batch dimensions must be complete; got outputs {describe(self.outputs)}. Make one for each batch entry"
+            )
         patterns, which = torch.unique(is_observed.mT, dim=0, return_inverse=True)
         factors = []
         for number, pattern in enumerate(patterns):
@@ -149,7 +151,7 @@ class ActiveSet:
             ValueError: if entries of the active set are missing, so that outputs have different ones.
         """
         if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
-            raise ValueError("active points must have no missing outputs for a covariance that outputs share; take complete data points")
+            raise ValueError(f"active points must be complete for a covariance that outputs share; got outputs {describe(self.outputs)}")
         cross = covariance(self.kernel, self.latents, latents)
         basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
         explained: Tensor = basis.mT @ basis
@@ -191,7 +193,7 @@ class NearestSet:
         if latents.dim() != 2 or outputs.dim() != 2 or len(latents) != len(outputs):
             raise ValueError(f"latents (N, Q) and outputs (N, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}")
         if bool(outputs.isnan().any()):
-            raise ValueError("outputs must be complete for active sets of neighbours; leave data points with missing outputs out")
+            raise ValueError(f"outputs must be complete for active sets of neighbours; got {describe(outputs)}")
         self.latents, self.outputs, self.kernel = latents, outputs, kernel
         self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device).reshape(())
         self.num_neighbors = min(check_count("num_neighbors", num_neighbors), len(latents))
@@ -272,7 +274,7 @@ class ProjectedStatistics:
 def projected_statistics(kernel: Kernel, points: Tensor, latents: Tensor, outputs: Tensor, block: int = 5000) -> ProjectedStatistics:
     """Sums over data points, projected on latents ``(M, Q)``: ``O(N M (M + D))``."""
     if bool(outputs.isnan().any()):
-        raise ValueError("outputs must not be missing for a projection; leave incomplete data points out")
+        raise ValueError(f"outputs must be complete for a projection; got {describe(outputs)}")
     gram = points.new_zeros(len(points), len(points), dtype=torch.float64)
     moment = points.new_zeros(len(points), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.kernels import Covariance
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.constraints import check_entries, finite
 
@@ -235,7 +235,9 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     enough = tolerance * prior.sum()
     found = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
     if not bool(found.residual.isfinite().all()):
-        raise ValueError("kernel must be finite at the inputs; got NaN or infinity. Check inputs and kernel parameters")
+        raise ValueError(
+            f"kernel must be finite at the inputs; got variances {describe(found.residual)}. Check inputs and kernel parameters"
+        )
     return found
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.packed_states import WORD_BITS
+from pyro_truncated.utils.arguments import describe
 
 
 class PairTerms(NamedTuple):
@@ -292,4 +293,4 @@ def _check(words: Tensor, unary: Tensor, transitions: Transitions) -> None:
     if bool((kind >= len(log_prob)).any()) or bool(((kind[:, 1:] >= 0) & (kind[:, :-1] < 0)).any()):
         raise ValueError(f"kind must be below {len(log_prob)}, and negative only beyond the end of a sequence; got up to {int(kind.max())}")
     if bool(unary.isnan().any()) or bool((unary == torch.inf).any()):
-        raise ValueError("unary must be log likelihoods, finite or minus infinity; got NaN or infinity")
+        raise ValueError(f"unary must be log likelihoods, finite or minus infinity; got {describe(unary)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import functional as F
 
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.arrays import as_data, as_tensors
 
 # Windows for each entry of a window from which the estimate of the noise is sure.
@@ -35,13 +36,13 @@ def check_image(image: Any) -> Tensor:
     array = as_floating(as_data("image", image))
     observed = array[~array.isnan()]
     if array.dim() == 0:
-        raise ValueError("the image is a single number; it must have one dimension or more")
+        raise ValueError(f"the image must have one dimension or more; got a single number, {float(array)}")
     if not array.numel():
         raise ValueError(f"the image has no entries; got shape {tuple(array.shape)}")
     if not len(observed):
-        raise ValueError("the image has no observed entry: all are NaN")
+        raise ValueError(f"the image must have an observed entry; got {describe(array)}")
     if not bool(observed.isfinite().all()):
-        raise ValueError("the image has infinite entries; mark what is missing by NaN")
+        raise ValueError(f"the image must be finite, or NaN where missing; got {describe(array)}")
     if not bool(observed.square().sum().isfinite()):
         raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: rescale it")
     if bool((observed != observed[0]).any()) and float((observed - observed.mean()).square().mean()) < torch.finfo(array.dtype).tiny:

@@ -31,7 +31,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
         count = None
     if count is None or count < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {kind}; got {_describe(value)}")
+        raise ValueError(f"{name} must be {kind}; got {describe(value)}")
     return count
 
 
@@ -125,7 +125,7 @@ def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
         hint = _hint(function, signature, name)
         if not _fits(value, hint):
             kind = ValueError if isinstance(value, float) and math.isnan(value) and hint is not bool else TypeError
-            raise kind(f"{name} must be {_kind(hint)}; got {_describe(value)}")
+            raise kind(f"{name} must be {_kind(hint)}; got {describe(value)}")
 
 
 def _complaint(
@@ -145,7 +145,7 @@ def _complaint(
         check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
     except (TypeError, ValueError) as complaint:
         return complaint
-    told = ", ".join(f"{name}: {_describe(value)}" for name, value in given.items())
+    told = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({told}): {reason}")
@@ -228,12 +228,14 @@ def _kind(hint: Any) -> str:
     return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def _describe(value: Any) -> str:
-    """Describes a value: of tensors type, shape and whether they are finite."""
+def describe(value: Any) -> str:
+    """Describes a value; of tensors, how many entries are not finite."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
-        is_spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())
-        return f"{kind} of shape {tuple(value.shape)}{', not finite' if is_spoiled else ''}"
+        real = value if isinstance(value, Tensor) and value.is_floating_point() else torch.empty(0)
+        counts = {"NaN": int(real.isnan().sum()), "infinite": int(real.isinf().sum())}
+        spoiled = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{kind} of shape {tuple(value.shape)}{spoiled and f', {spoiled}'}"
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     text = " ".join(repr(value).split())

@@ -168,7 +168,7 @@ def test_new_inputs_are_real():
 
 def test_precomputed_kernels_take_positions():
     kernel = gp.PrecomputedKernel(torch.eye(6), torch.arange(4))
-    message = "train and new inputs must be vectors of positions from 0 to 5"
+    message = r"train and new inputs must be positions \(n,\), integers from 0 to 5"
     for train in (torch.ones(3, dtype=torch.bool), torch.arange(3) + 0j, torch.tensor([0, 9])):
         with pytest.raises(ValueError, match=message):
             gp.SubsetGPRegression(gp.PrecomputedKernel(torch.eye(6), train), torch.arange(float(len(train))), num_inducing=2)

@@ -69,7 +69,7 @@ def test_inferred_latents_are_optimal_and_rows_do_not_interact():
     together = posterior.infer({0: new}, steps=200, tolerance=1e-12)
     alone = posterior.infer({0: new[2:3]}, steps=200, tolerance=1e-12)
     torch.testing.assert_close(alone.bound, together.bound[2:3], rtol=1e-9, atol=1e-9)
-    data, prior = posterior._check_observed({0: new}), (torch.zeros_like(together.loc), torch.ones_like(together.loc))
+    data, prior = posterior._check_views({0: new}), (torch.zeros_like(together.loc), torch.ones_like(together.loc))
     for shift in (0.02, -0.02):
         for q in range(2):
             moved = together.loc.clone()

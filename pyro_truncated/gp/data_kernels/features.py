@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 from pyro_truncated.ops.streams import FINALISER, GOLDEN
-from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -707,7 +707,7 @@ class HistogramIntersectionKernel(FixedKernel):
     @takes_arrays
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
-            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")
+            raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got {describe(histograms)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
         mass = histograms.sum(1).mean()

@@ -97,7 +97,7 @@ def learn_exactly(
         on_better=lambda value: record.note("exact", size * value),
     )
     if not minimum.value < float("inf"):
-        raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
+        raise ValueError(f"the objective must be finite at the start; got {minimum.value}. Check the kernel, its parameters and the noise")
     return size * minimum.value
 
 
@@ -237,7 +237,7 @@ class Alternation:
             # A few attempts may fail by chance: before it ends, every member has had its turn.
             attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts
         if not math.isfinite(best):
-            raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
+            raise ValueError(f"the objective must be finite at the start; got {best}. Check the kernel, its parameters and the noise")
         load_snapshot(self._trainable_parameters(), kept_values)
         return kept, best
 

@@ -20,7 +20,7 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeSearch
-from pyro_truncated.utils.arguments import check_count, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_kinds, describe, names_arguments
 from pyro_truncated.utils.constraints import in_double
 
 Parameters = dict[str, Tensor]
@@ -230,7 +230,7 @@ class LeaveOneOutRegression:
         check_kinds(LeaveOneOutRegression.__init__, fitc=fitc)
         inputs = in_double("inputs", inputs)
         if inputs.dim() != 2 or not inputs.numel():
-            raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
+            raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got {describe(inputs)}")
         rank = None if rank is None else check_count("rank", rank)
         if not noise > 0:
             raise ValueError(f"noise must be a positive variance; got {noise}")
@@ -444,5 +444,5 @@ class LeaveOneOutRegression:
     def _check(self, targets: Tensor) -> Tensor:
         found = in_double("targets", targets).detach()
         if found.dim() != 2 or len(found) != len(self.inputs):
-            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(found.shape)}")
+            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {describe(found)}")
         return found

@@ -34,6 +34,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
 from pyro_truncated.gp.noisy_covariance import SMALLEST_SHARE, LowRankCovariance
+from pyro_truncated.utils.arguments import describe
 from pyro_truncated.utils.budget import rows_per_block
 
 OBJECTIVES = ("vfe", "pp")
@@ -57,8 +58,8 @@ class SubsetProblem:
 
     def __post_init__(self) -> None:
         if self.targets.dim() != 2 or len(self.targets) != self.kernel.num_data or not bool(self.targets.isfinite().all()):
-            shape = tuple(self.targets.shape)
-            raise ValueError(f"targets must be finite and of shape ({self.kernel.num_data}, H), one row per input; got shape {shape}")
+            shape = f"({self.kernel.num_data}, H)"
+            raise ValueError(f"targets must be finite and of shape {shape}, one row per input; got {describe(self.targets)}")
         if not 0 < self.noise < float("inf"):
             raise ValueError(f"noise must be a positive variance; got {self.noise}")
         if self.objective not in OBJECTIVES:

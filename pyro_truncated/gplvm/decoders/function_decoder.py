@@ -18,7 +18,7 @@ from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
 from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_set
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 Observation = Callable[[Tensor], Any]
@@ -103,7 +103,7 @@ class SASFunctionDecoder(SASDecoder):
 
     def _check_points(self, x: Tensor) -> None:
         if not bool(x.isfinite().all()):
-            raise ValueError("data of a decoder with its own observation distribution must be complete and finite; got NaN or infinity")
+            raise ValueError(f"data of a decoder with its own observation distribution must be complete and finite; got {describe(x)}")
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)
@@ -145,7 +145,7 @@ class SASFunctionDecoder(SASDecoder):
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
             kept = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._conditioning_points = self._seal_state(kept, x)
+            self._conditioning_points = self._with_checksum(kept, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

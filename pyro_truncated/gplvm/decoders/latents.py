@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.active_sets import NearestSet, conditional_log_prob
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
-from pyro_truncated.utils.arguments import check_count, names_arguments
+from pyro_truncated.utils.arguments import check_count, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.devices import generator_device
 
@@ -330,7 +330,7 @@ class CandidateLatents:
             raise TypeError(f"data points x must be real; got {x.dtype}")
         x = x.to(self._mean)
         if x.dim() != 2 or x.shape[1] != self._mean.shape[1] or bool(x.isinf().any()):
-            raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {tuple(x.shape)}")
+            raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {describe(x)}")
         return x
 
     @names_arguments

@@ -48,7 +48,7 @@ from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Post
 from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
 from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.devices import generator_device
@@ -195,7 +195,7 @@ class SASDecoder(UniqueModule):
             deviation = torch.where(observed, x - self.loc, 0.0)
             variance = total([deviation.square().sum()])[0] / counts.sum()
             if not float(variance) > 0:
-                raise ValueError("the data x do not vary: there is nothing to learn")
+                raise ValueError(f"the data x must vary; got a variance of {float(variance):g}")
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
@@ -223,7 +223,7 @@ class SASDecoder(UniqueModule):
         if not latents.is_floating_point():
             raise TypeError(f"latents must be floating point; got {latents.dtype}")
         if not bool(latents.isfinite().all()):
-            raise ValueError("latents must be finite; they hold NaN or infinity")
+            raise ValueError(f"latents must be finite; got {describe(latents)}")
 
     def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
         assert self.encoder is not None
@@ -264,7 +264,9 @@ class SASDecoder(UniqueModule):
         # Sums of squares of larger numbers are infinite.
         largest = torch.finfo(x.dtype).max ** 0.4
         if bool((x.abs() > largest).any()):
-            raise ValueError(f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got infinity or more")
+            raise ValueError(
+                f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got {float(x[~x.isnan()].abs().max()):g}"
+            )
 
     @property
     def noise_variance(self) -> Tensor:
@@ -617,7 +619,9 @@ class SASDecoder(UniqueModule):
             pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]
         means, variances = (torch.cat(moments) for moments in zip(*pieces, strict=True))
         if not bool(means.isfinite().all()):
-            raise ValueError("predictions are not finite at these latents: they are too far from those of the training data")
+            raise ValueError(
+                f"latents must be near those of the training data for predictions to be finite; got {float(latents.abs().max()):g}"
+            )
         return means + self.loc, variances
 
     @names_arguments

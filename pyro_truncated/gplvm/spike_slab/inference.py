@@ -16,7 +16,7 @@ from pyro_truncated.gp.uncertain import SpikeSlabInputs
 from pyro_truncated.gplvm.batched_bfgs import maximize_batched
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
-from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
@@ -99,7 +99,7 @@ class Posterior:
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
         """Returns a view's outputs at spike-and-slab inputs, in blocks."""
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
-            raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
+            raise ValueError(f"latents must be finite; got means {describe(inputs.loc)} and variances {describe(inputs.variance)}")
         process, posterior = self.model.views[view], self.inducing[view]
         rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1)))
         noise = process.noise.double() if process.likelihood is None else torch.zeros_like(process.noise).double()
@@ -246,7 +246,7 @@ class Posterior:
             if not 0 <= c < len(sizes) or v.dim() != 2 or v.shape[1] != sizes[c]:
                 raise ValueError(f"view {c} must have the shape (N, D_c) with D = {sizes}; got {tuple(v.shape)}")
             if bool(v.isinf().any()):
-                raise ValueError(f"view {c} must be finite, or NaN where missing; got an infinite value")
+                raise ValueError(f"view {c} must be finite, or NaN where missing; got {describe(v)}")
             self.model.views[c].check_labels(v, c)
         return dict(sorted(views.items()))
 

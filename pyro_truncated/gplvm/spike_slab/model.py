@@ -21,7 +21,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
-from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, names_arguments
+from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, describe, names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
 from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.parameter_store import UniqueModule
@@ -80,7 +80,7 @@ class TimePrior(UniqueModule):
         super().__init__()
         times = as_tensors(times)
         if not isinstance(times, Tensor) or times.dim() != 1 or not bool(times.isfinite().all()):
-            raise ValueError(f"times must be finite and of shape (N,); got {getattr(times, 'shape', type(times).__name__)}")
+            raise ValueError(f"times must be finite and of shape (N,); got {describe(times)}")
         sequences = torch.zeros(len(times), dtype=torch.int64) if sequences is None else as_tensors(sequences)
         if sequences.shape != times.shape:
             raise ValueError(f"sequences must have a number for each of the {len(times)} times; got {tuple(sequences.shape)}")
@@ -145,7 +145,7 @@ class TimePrior(UniqueModule):
         times = as_tensors(times).to(self.times)
         sequences = self.sequences.new_zeros(len(times)) + self.sequences[0] if sequences is None else as_tensors(sequences)
         if times.dim() != 1 or sequences.shape != times.shape or not bool(times.isfinite().all()):
-            raise ValueError(f"times must be finite, with a sequence each; got shapes {tuple(times.shape)}, {tuple(sequences.shape)}")
+            raise ValueError(f"times must be finite, with a sequence each; got {describe(times)} and {describe(sequences)}")
         _, _, factor, weights = self._solve()
         cross = self.correlations(times, sequences)
         half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
