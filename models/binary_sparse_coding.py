@@ -121,10 +121,10 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         unused = (often < 0.02 * often.mean()).nonzero().squeeze(1)[: len(rows)]
         if len(unused):
             guide = AutoTruncated(self, num_states=16).infer(rows, CombinedFlips(), steps=5)
-            left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
-            power = left.double().square().sum(1).to(generator_device(generator))
-            chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
-            self.weight = self.weight.index_copy(1, unused, self._keep_shared_part(left[chosen.to(left.device)].mT, left))
+            residual = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
+            power = residual.double().square().sum(1).to(generator_device(generator))
+            index = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
+            self.weight = self.weight.index_copy(1, unused, self._keep_shared_part(residual[index.to(residual.device)].mT, residual))
         return len(unused)
 
     @torch.no_grad()

@@ -35,9 +35,9 @@ def data_scale(squares: Tensor, counts: Tensor) -> Tensor:
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
     """Elements ``(D, H)``, noise deviation, and the least positive entries ``(D, 1)``."""
-    seen = y[~y.isnan()].double()
-    unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
-    deviation = seen.std(correction=0).maximum(SCALE_FLOOR * unit)
+    observed = y[~y.isnan()].double()
+    unit = data_scale(observed.square().sum(), torch.tensor(float(observed.numel())))
+    deviation = observed.std(correction=0).maximum(SCALE_FLOOR * unit)
     least = weight_floor({"squares": y.double().square().nansum(0), "observed": (~y.isnan()).sum(0)})
     return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, least
 
@@ -109,12 +109,12 @@ def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[st
     Elements of latents that are never or always active stay as they are. So does the offset of a dimension that is never observed.
     """
     observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
-    seen = observed.clamp(min=NEVER_SEEN)
-    means = trials / seen.unsqueeze(-1)
+    counts = observed.clamp(min=NEVER_SEEN)
+    means = trials / counts.unsqueeze(-1)
     # With nothing missing all dimensions have the same trials.
     outer = trials[0, :, None] * means[0] if pairs.dim() == 2 else trials.unsqueeze(-1) * means.unsqueeze(-2)
     weight = best_dictionary(weight, pairs - outer, statistics["cross"] - sums.unsqueeze(-1) * means, _mean_square(pairs))
-    return weight, torch.where(observed > NEVER_SEEN, (sums - (weight * trials).sum(-1)) / seen, bias)
+    return weight, torch.where(observed > NEVER_SEEN, (sums - (weight * trials).sum(-1)) / counts, bias)
 
 
 def _mean_square(pairs: Tensor) -> Tensor:

@@ -52,25 +52,25 @@ def _ternary_code(
     variance = squares.quantile(0.2)
     objective = squares.sum()
     for _ in range(num_steps):
-        code, left = _pursuit(rows, weight, 2 * _COST_NATS * variance)
-        objective = left.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
+        code, residual = _pursuit(rows, weight, 2 * _COST_NATS * variance)
+        objective = residual.square().sum() + 2 * _COST_NATS * variance * code.abs().sum()
         weight = _least_squares(rows, is_observed, code, weight)
-        variance = left.square().sum() / is_observed.sum()
+        variance = residual.square().sum() / is_observed.sum()
         unused = (code.abs().sum(0) == 0).nonzero().squeeze(1)
         if len(unused):
-            weight[:, unused] = rows[_draw(left.square().sum(1), len(unused), generator)].mT
+            weight[:, unused] = rows[_draw(residual.square().sum(1), len(unused), generator)].mT
     return objective, weight, variance
 
 
 def _first_directions(rows: Tensor, num_latents: int, generator: torch.Generator | None) -> Tensor:
     """Draws rows far from each other up to sign, ``(D, M)``, by k-means++."""
     distance = rows.square().sum(1)
-    chosen = []
+    directions = []
     for _ in range(num_latents):
         row = rows[_draw(distance, 1, generator)]
-        chosen.append(row)
+        directions.append(row)
         distance = distance.minimum((rows - row).square().sum(1)).minimum((rows + row).square().sum(1))
-    return torch.cat(chosen).mT.contiguous()
+    return torch.cat(directions).mT.contiguous()
 
 
 def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
@@ -80,17 +80,17 @@ def _draw(power: Tensor, number: int, generator: torch.Generator | None) -> Tens
 
 def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """A greedy ternary code ``(R, M)`` and what it leaves over."""
-    code, left = rows.new_zeros(len(rows), weight.shape[1]), rows
+    code, residual = rows.new_zeros(len(rows), weight.shape[1]), rows
     # Changes of a step that are explained at most.
     for _ in range(4):
-        product = left @ weight
+        product = residual @ weight
         gain = (2 * product.abs() - weight.square().sum(0) - cost).masked_fill(code != 0, -torch.inf)
         best, place = gain.max(1, keepdim=True)
         if not bool((best > 0).any()):
             break
         code.scatter_add_(1, place, product.gather(1, place).sign() * (best > 0))
-        left = rows - code @ weight.mT
-    return code, left
+        residual = rows - code @ weight.mT
+    return code, residual
 
 
 def _least_squares(rows: Tensor, is_observed: Tensor, code: Tensor, weight: Tensor) -> Tensor:
@@ -237,8 +237,8 @@ class FactorialHMM(UniqueModule):
         statistics: dict[str, Tensor] = LinearSuperposition.statistics(part, rows.double())
         counts = posterior.expected_transitions()
         first, transitions = observed.expected_transitions(self.initial.double(), self.transition.double(), counts)
-        seen = statistics["observed"].clamp(min=1.0)
-        power = (statistics["squares"] - statistics["sums"].square() / seen).clamp(min=0.0).sum()
+        num_observations = statistics["observed"].clamp(min=1.0)
+        power = (statistics["squares"] - statistics["sums"].square() / num_observations).clamp(min=0.0).sum()
         return {**statistics, "first": first, "transitions": transitions, "power": power}
 
     @torch.no_grad()

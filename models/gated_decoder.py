@@ -239,9 +239,9 @@ class GatedDecoder(UniqueModule):
             chance = image.log_prob(rows.unsqueeze(1)) + self._pose_prior().log_prob(poses) - proposal.log_prob(poses)
             # Weights relative to the largest so far.
             largest = chance.amax(0).maximum(most)
-            kept, new, most = (most - largest).exp(), (chance - largest).exp(), largest
-            total = kept.unsqueeze(-1) * total + (new.unsqueeze(-1) * image.mean).sum(0)
-            weights = kept * weights + new.sum(0)
+            old, new, most = (most - largest).exp(), (chance - largest).exp(), largest
+            total = old.unsqueeze(-1) * total + (new.unsqueeze(-1) * image.mean).sum(0)
+            weights = old * weights + new.sum(0)
         means = total / weights.unsqueeze(-1)
         return torch.einsum("ns,nsd->nd", population.weights().to(means), means)
 

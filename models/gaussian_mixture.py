@@ -215,12 +215,12 @@ class GaussianMixture(LinearMixture):
         population = all_populations(self, guide, check_data(y, self.num_observed))
         statistics = all_statistics(self, population, y)
         search = MoveSearch(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
-        moves, moved = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
-        if moved is None:
+        moves, new_population = accept_moves(search.moves(generator), lambda some: self._move(some, guide, y), self)
+        if new_population is None:
             return 0
-        guide.populations.store_(moved.log_joint, None, moved.words)
+        guide.populations.store_(new_population.log_joint, None, new_population.words)
         if (driver := ClosedForm.find(self)) is not None:
-            driver.collect(all_statistics(self, moved, y), None, None, len(y))
+            driver.collect(all_statistics(self, new_population, y), None, None, len(y))
             driver(())
         return len(moves)
 

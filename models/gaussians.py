@@ -311,16 +311,16 @@ class ClusterMerger:
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
     """Positions of the cheapest disjoint pairs, at most so many."""
-    taken: set[int] = set()
-    chosen: list[int] = []
+    used: set[int] = set()
+    order: list[int] = []
     for some in cost.argsort(stable=True).split(2 * number):
         for pair, both in zip(some.tolist(), pairs[some].tolist(), strict=True):
-            if taken.isdisjoint(both):
-                taken.update(both)
-                chosen.append(pair)
-                if len(chosen) == number:
-                    return torch.tensor(chosen, device=pairs.device)
-    return torch.tensor(chosen, device=pairs.device)
+            if used.isdisjoint(both):
+                used.update(both)
+                order.append(pair)
+                if len(order) == number:
+                    return torch.tensor(order, device=pairs.device)
+    return torch.tensor(order, device=pairs.device)
 
 
 def _nearest(x: Tensor, centres: Tensor) -> Tensor:
@@ -466,10 +466,10 @@ class MoveSearch:
 
     def merge_pairs(self, pairs: Tensor) -> Gaussians:
         """The components that pairs become."""
-        found = self.components.select(pairs[:, 0])
+        unions = self.components.select(pairs[:, 0])
         if len(pairs):
-            found = found.best_on_their_own(self._statistics(pairs), self.prior)
-        return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
+            unions = unions.best_on_their_own(self._statistics(pairs), self.prior)
+        return dataclasses.replace(unions, weights=self.components.weights[pairs].sum(1))
 
     def _statistics(self, pairs: Tensor) -> Statistics:
         return merge_statistics(self.components.kind, self.statistics, pairs)
@@ -477,13 +477,13 @@ class MoveSearch:
     def _entropies(self, pairs: Tensor) -> Tensor:
         """The decrease of entropy by merging pairs, ``(M,)``."""
         number = len(self.components)
-        known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
+        pair_code, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
         for i, j in itertools.combinations(range(self.near.shape[1]), 2):
             one, other, weight = self.near[:, i], self.near[:, j], self.weight[:, [i, j]]
             code = one.minimum(other) * number + one.maximum(other)
-            place = torch.searchsorted(known, code).clamp(max=len(known) - 1)
+            place = torch.searchsorted(pair_code, code).clamp(max=len(pair_code) - 1)
             entropy = torch.special.entr(weight.sum(1)) - torch.special.entr(weight).sum(1)
-            change.index_add_(0, place, torch.where(known[place] == code, entropy, 0.0))
+            change.index_add_(0, place, torch.where(pair_code[place] == code, entropy, 0.0))
         return change
 
     # --- two in the place of one ---
@@ -527,9 +527,9 @@ def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | N
     """Log weights ``(N, 2)`` of halves, by the side of the component's mean."""
     size = torch.bincount(owner, minlength=number)
     at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=generator_device(generator)).to(x.device)
-    drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
+    draws = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
     mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
-    side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0
+    side = ((x - mean[owner]) * (x[draws[0]] - x[draws[1]])[owner]).sum(1) > 0
     return x.new_zeros(len(x), 2).masked_fill(torch.stack([side, ~side], 1), -math.inf)
 
 

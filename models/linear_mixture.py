@@ -124,8 +124,8 @@ class LinearMixture(DataModel):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Loads states of earlier versions, too."""
         for name, value in self.later_buffers().items():
-            found = state_dict.setdefault(f"{prefix}{name}", value)
-            if found.shape != value.shape and 0 in (found.numel(), value.numel()):
+            saved = state_dict.setdefault(f"{prefix}{name}", value)
+            if saved.shape != value.shape and 0 in (saved.numel(), value.numel()):
                 state_dict[f"{prefix}{name}"] = value
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -239,11 +239,11 @@ class LikeliestComponents(Search):
         if _SITE not in batch.observations:
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
-        known = None if batch.is_new else batch.population
-        likeliest = self.model.likeliest_given(check_data(y, self.model.num_observed), number, known)
+        population = None if batch.is_new else batch.population
+        likeliest = self.model.likeliest_given(check_data(y, self.model.num_observed), number, population)
         return batch.evaluate(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
         """The populations after one step, to which further ones would add little."""
-        found: Population = super().improve(batch, min(steps, 1))
-        return found
+        population: Population = super().improve(batch, min(steps, 1))
+        return population

@@ -155,10 +155,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         self._meet(y)
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
         budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
-        drawn: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
+        draws: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
             check_data(y, self.num_observed), selected, coefficients, **slabs, **budget
         )
-        return drawn
+        return draws
 
     @torch.no_grad()
     @takes_arrays
@@ -278,8 +278,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             TypeError: for a population of indicators: the mean over their slabs has no formula.
         """
         if not isinstance(population, GibbsDraws):
-            given = type(population).__name__
-            raise TypeError(f"{type(self).__name__} reconstructs from draws of its slabs, GibbsGuide(model).draws(); got {given}")
+            kind = type(population).__name__
+            raise TypeError(f"{type(self).__name__} reconstructs from draws of its slabs, GibbsGuide(model).draws(); got {kind}")
         mean = torch.zeros(len(population.selected), self.num_observed, dtype=torch.float64, device=population.selected.device)
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean

@@ -140,8 +140,8 @@ def with_returns(
     """
     is_hidden, parts = means_above_background(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
     sums = dict(zip(parts, total(list(parts.values())), strict=True))
-    left = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
-    common = within(_per_win(left), slice(None))
+    background = {name: assign_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
+    common = within(_per_win(background), slice(None))
     asked = within(_per_win(sums), slice(None)).maximum(common)
     gains = (expected_losses(common, sums) - expected_losses(asked, sums)).masked_fill(~is_hidden, 0.0)
     most, first = gains.max(-1, keepdim=True)
@@ -151,14 +151,14 @@ def with_returns(
     if not len(where):
         return claims
     is_left = is_hidden.scatter(-1, first, False)[where]
-    left = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
-    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]), where)
-    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(tried, where)
+    background = {name: assign_to_background(sums[name][where], is_left) for name in ("wins", "won")}
+    trial = within(torch.where(background["wins"] > NEVER_SEEN, _per_win(background), means[where]), where)
+    wins, errors = assign_to_background(apart["wins"][where], is_left), expected_errors(trial, where)
     is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
-    changed = {"wins": wins, "claims": wins * tried}
-    taken = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
-    taken["errors"] = torch.where(is_lower, errors, claims["errors"][where])
-    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in taken.items()}}
+    changed = {"wins": wins, "claims": wins * trial}
+    updated = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
+    updated["errors"] = torch.where(is_lower, errors, claims["errors"][where])
+    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in updated.items()}}
 
 
 def _per_win(sums: dict[str, Tensor]) -> Tensor:

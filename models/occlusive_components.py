@@ -133,9 +133,11 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     """
     # Twenty candidates for each object, of which two remain for the steps of k-means.
     count = min(20 * number, 500)
-    drawn = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(windows.energy.device)
-    clusters = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    clusters = _repeat_objects(clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number)), len(drawn), generator)
+    candidates = torch.randperm(len(windows.energy), generator=generator, device=generator_device(generator))[:count].to(
+        windows.energy.device
+    )
+    clusters = Clusters(windows.within(0)[candidates], torch.ones_like(candidates), windows.energy[candidates])
+    clusters = _repeat_objects(clusters.take(prune_objects(missing_energy(windows, clusters)[0], 2 * number)), len(candidates), generator)
     for _ in range(4):
         clusters = _average(windows, clusters)
     return clusters.take(prune_objects(missing_energy(windows, clusters)[0], number))
@@ -183,8 +185,8 @@ def _average(windows: Windows, clusters: Clusters) -> Clusters:
     total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
     mean = total / size.clamp(min=1)[:, None, None, None]
     # Where most of it is seen: the first window may have cut something off.
-    seen = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
-    objects = _cut(mean, torch.arange(len(seen), device=seen.device), seen // side, seen % side, (height, width))
+    corner = conv2d(mean.square().sum(1, keepdim=True), _centre(height, width).to(mean)[None, None]).flatten(1).argmax(1)
+    objects = _cut(mean, torch.arange(len(corner), device=corner.device), corner // side, corner % side, (height, width))
     energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
     several = size > 1
     return Clusters(
@@ -384,9 +386,9 @@ class OcclusiveComponents(UniqueModule):
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
         windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
-        found = typical_objects(windows, self.num_objects, generator)
-        self.features = (unit * (found.objects.movedim(1, -1) + background)).to(self.features)
-        self.masks = torch.where(found.stand_out(noise), 0.7, 0.3).to(self.masks)
+        clusters = typical_objects(windows, self.num_objects, generator)
+        self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
+        self.masks = torch.where(clusters.stand_out(noise), 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)

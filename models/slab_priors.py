@@ -163,11 +163,11 @@ class CorrelatedSlabs:
             few = positions % -(-int(number) // _TRIAL) == 0
             nominees = _with_first(best(means, covariances, _part(population, few)))
             means, covariances = means[nominees], covariances[nominees]
-        chosen = best(means, covariances, population) if len(means) > 1 else [0]
+        index = best(means, covariances, population) if len(means) > 1 else [0]
         for name in names[:3]:
             del statistics[name]
         # Averages over batches of what each asks for are a covariance again.
-        claims = {"slab_means": means[chosen][0], "slab_covariances": covariances[chosen][0]}
+        claims = {"slab_means": means[index][0], "slab_covariances": covariances[index][0]}
         return statistics | {name: statistics["num_data"] * claim for name, claim in claims.items()}
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -161,9 +161,9 @@ def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torc
     position = torch.rand(2, num, generator=generator, dtype=torch.float64)
     patches = images[0].new_empty(num, size, size)
     for index, window in enumerate(windows):
-        chosen = source == index
-        row, column = ((position[axis, chosen] * window.shape[axis]).long() for axis in (0, 1))
-        patches[chosen] = window[row, column]
+        is_own = source == index
+        row, column = ((position[axis, is_own] * window.shape[axis]).long() for axis in (0, 1))
+        patches[is_own] = window[row, column]
     return patches.flatten(1)
 
 
@@ -226,10 +226,10 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
         raise ValueError("data must vary to be whitened; got rows that are all equal")
     share = eigenvalues.cumsum(0) / eigenvalues.sum()
     numerical_rank = int((eigenvalues > eigenvalues[0] * len(eigenvalues) * torch.finfo(data.dtype).eps).sum())
-    kept = min(int((share < variance).sum()) + 1, numerical_rank)
-    root, basis = eigenvalues[:kept].sqrt(), eigenvectors[:, :kept]
+    rank = min(int((share < variance).sum()) + 1, numerical_rank)
+    root, basis = eigenvalues[:rank].sqrt(), eigenvectors[:, :rank]
     whiten, dewhiten = (basis / root) @ basis.mT, (basis * root) @ basis.mT
-    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), kept)
+    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), rank)
 
 
 def whitened_patches(
@@ -268,9 +268,9 @@ def whitened_patches(
         Whitened patches ``(N, size**2)`` and the whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
-    kept = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
-    whitening = fit_whitening(kept, variance) if whitening is None else whitening
-    return whitening.apply(kept), whitening
+    patches = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    whitening = fit_whitening(patches, variance) if whitening is None else whitening
+    return whitening.apply(patches), whitening
 
 
 def save_whitened_patches(
@@ -312,9 +312,9 @@ def save_whitened_patches(
     whitening: Whitening | None = None
     written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
     for start in range(0, num, _AT_A_TIME):
-        kept = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
-        whitening = fit_whitening(kept, variance) if whitening is None else whitening
-        written[start : start + len(kept)] = whitening.apply(kept).numpy()
+        patches = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
+        whitening = fit_whitening(patches, variance) if whitening is None else whitening
+        written[start : start + len(patches)] = whitening.apply(patches).numpy()
     written.flush()
     assert whitening is not None
     return whitening
@@ -324,12 +324,12 @@ def _structured_patches(images: Sequence[Tensor], size: int, num: int, structure
     """Patches ``(num, size**2)`` with structure, without their mean brightness."""
     patches = image_patches(images, size, 2 * num, generator)
     deviation = patches.std(1)
-    kept = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
-    if len(kept) < num:
+    structured = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
+    if len(structured) < num:
         raise ValueError(
             f"fewer than half of the patches have a standard deviation of at least {structure} times the median; lower `structure`"
         )
-    return kept - kept.mean(1, keepdim=True)
+    return structured - structured.mean(1, keepdim=True)
 
 
 def clamp_brightest(values: Tensor, share: float) -> Tensor:

@@ -190,16 +190,16 @@ def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None =
     if payload is not None:
         own[4 : 4 + payload.numel()] = payload.cpu()
     device = _device()
-    found = [torch.empty_like(own, device=device) for _ in range(size())]
+    headers = [torch.empty_like(own, device=device) for _ in range(size())]
     with _explain_lost_process():
-        dist.all_gather(found, own.to(device))
-    header = torch.stack(found).cpu()
+        dist.all_gather(headers, own.to(device))
+    header = torch.stack(headers).cpu()
     if bool(header[:, 3].any()):
         messages: list[Any] = [None] * size()
         with _explain_lost_process():
             dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-        told = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
-        raise OtherProcessError("; ".join(told))
+        failures = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
+        raise OtherProcessError("; ".join(failures))
     if bool((header[:, 0] != verb).any()):
         raise OtherProcessError(
             "the processes of this run take different steps: each must make the same calls, in the same order, with the same model"

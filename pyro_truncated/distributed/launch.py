@@ -31,9 +31,9 @@ def local_names() -> frozenset[str]:
 
     Optimisers of other runs, whose parameters the store does not hold, do not count.
     """
-    held = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    shared_ids = {id(value) for _, value in pyro.get_param_store().named_parameters()}
     stepped = {optimizer: {id(value) for value in optimizer.optimizer.optim_objs} for optimizer in _made}
-    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & held))
+    return frozenset().union(*(optimizer.local for optimizer, own in stepped.items() if not own or own & shared_ids))
 
 
 class AllReduced(ReprFromArguments, PyroOptim):
@@ -223,18 +223,18 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
 
     Parameters that :class:`AllReduced` leaves to every process stay as they are.
     """
-    held = dict(pyro.get_param_store().named_parameters())
+    parameters = dict(pyro.get_param_store().named_parameters())
     modules = {name: part for name, part in (("model", model), ("guide", guide)) if isinstance(part, torch.nn.Module)}
     for name, module in modules.items():
-        held |= {f"{name}.{key}": value for key, value in module.named_parameters()}
+        parameters |= {f"{name}.{key}": value for key, value in module.named_parameters()}
     if "model" in modules:
-        held |= {f"model.{key}": value for key, value in model.named_buffers()}
-    left = {id(tensor) for name, tensor in held.items() if name in local_names()}
-    tensors = [tensor for _, tensor in sorted(held.items()) if id(tensor) not in left]
+        parameters |= {f"model.{key}": value for key, value in model.named_buffers()}
+    local_ids = {id(tensor) for name, tensor in parameters.items() if name in local_names()}
+    tensors = [tensor for _, tensor in sorted(parameters.items()) if id(tensor) not in local_ids]
     for tensor, value in zip(tensors, collectives.agree([tensor.detach() for tensor in tensors]), strict=True):
         tensor.copy_(value)
-    learned = search.state_dict()
+    state = search.state_dict()
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
-    if not all(collectives.gather(bool(collect_rows(learned)))):
-        search.load_state_dict(collectives.agree(learned))
+    if not all(collectives.gather(bool(collect_rows(state)))):
+        search.load_state_dict(collectives.agree(state))
     draw_alike(None)

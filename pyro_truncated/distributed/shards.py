@@ -76,9 +76,9 @@ class Shard(Tensor):
     @classmethod
     def from_rows(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
         """The same memory, as a shard."""
-        made: Shard = rows.as_subclass(cls)
-        made.portion, made.file = portion, file
-        return made
+        shard: Shard = rows.as_subclass(cls)
+        shard.portion, shard.file = portion, file
+        return shard
 
     of = Renamed("from_rows")
 
@@ -168,10 +168,10 @@ def refuse_part(y: Any, why: str) -> None:
 
 def find_portion(arguments: Any) -> Portion | None:
     """Returns the rows held by shards among a model's arguments, or ``None``."""
-    found = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
-    if len(found) > 1:
-        raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, found))}")
-    return next(iter(found), None)
+    portions = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
+    if len(portions) > 1:
+        raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, portions))}")
+    return next(iter(portions), None)
 
 
 def find_part(*arguments: Any) -> Portion | None:
@@ -521,14 +521,14 @@ def collect_rows(state: Any) -> dict[str, Tensor]:
     A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process, zeros where
     unknown. ``first_position`` is that of the first row among all data; ``is_spread`` says whether other processes have the rest.
     """
-    found: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> Tensor:
-        found[name] = tensor
+        rows[name] = tensor
         return tensor
 
     _map(state, note, {}, "")
-    return found
+    return rows
 
 
 def without_rows(state: Any) -> Any:

@@ -156,11 +156,11 @@ class LinearSuperposition(GaussianSuperposition):
             scaled; pairs of the two shapes add up by broadcasting.
         """
         rows, is_observed = without_missing(population.select_rows(value))
-        seen = None if is_observed is None else is_observed.double()
+        mask = None if is_observed is None else is_observed.double()
         if levels is None and population.space.is_binary:
-            active, pairs = _binary_moments(population, temperature, seen)
+            active, pairs = _binary_moments(population, temperature, mask)
         else:
-            active, pairs = _moments(population, temperature, seen, levels)
+            active, pairs = _moments(population, temperature, mask, levels)
         return {
             **data_sums(rows, is_observed),
             "states": active.sum(0),
@@ -246,10 +246,10 @@ def _binary_moments(population: Population, temperature: float, is_observed: Ten
         return ops.moments(population.words, weights, num_latents)
     first, second = [], is_observed.new_zeros(is_observed.shape[1], num_latents**2)
     size = rows_per_block(16 * num_latents**2)
-    for block_words, block_weights, seen in zip(population.words.split(size), weights.split(size), is_observed.split(size), strict=True):
+    for block_words, block_weights, mask in zip(population.words.split(size), weights.split(size), is_observed.split(size), strict=True):
         active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
         first.append(active)
-        second.addmm_(seen.mT, pairs.flatten(1))
+        second.addmm_(mask.mT, pairs.flatten(1))
     return torch.cat(first), second.unflatten(1, (num_latents, num_latents))
 
 
@@ -269,6 +269,6 @@ def _moments(population: Population, temperature: float, is_observed: Tensor | N
         if is_observed is None:
             pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)
         else:
-            seen = is_observed[start : start + size]
-            pairs += (seen.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
+            mask = is_observed[start : start + size]
+            pairs += (mask.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
     return torch.cat(first), pairs

@@ -150,12 +150,12 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         """
         if self.minibatch == "online" or self.statistics is None or indices is None or self.visited is None:
             return None
-        seen = self.visited[indices.cpu()].nonzero().squeeze(-1)
-        if len(seen) == len(indices) > 0:
+        visited = self.visited[indices.cpu()].nonzero().squeeze(-1)
+        if len(visited) == len(indices) > 0:
             return population
-        seen = seen.to(population.words.device, non_blocking=True)
-        where = None if population.indices is None else population.indices[seen]
-        return Population(population.space, population.words[seen], population.log_joint[seen], where) if len(seen) else None
+        visited = visited.to(population.words.device, non_blocking=True)
+        where = None if population.indices is None else population.indices[visited]
+        return Population(population.space, population.words[visited], population.log_joint[visited], where) if len(visited) else None
 
     def collect(
         self,
@@ -199,8 +199,8 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
             change = new if old is None else {name: value - old[name] for name, value in new.items()}
-            change, held = total(self._replace_expected_statistics(change, indices, num_data)), self.statistics
-            self.statistics = change if held is None else {name: held[name] + value for name, value in change.items()}
+            change, before = total(self._replace_expected_statistics(change, indices, num_data)), self.statistics
+            self.statistics = change if before is None else {name: before[name] + value for name, value in change.items()}
         if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
@@ -214,7 +214,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
             is_part: whether other processes have those of other data points, which are added.
         """
         assert self.visited is not None
-        total = _plus(statistics, self.expected, int((~self.visited).sum()))
+        total = _add_expected(statistics, self.expected, int((~self.visited).sum()))
         self.statistics = sum_over_processes(total) if is_part else total
 
     def _replace_expected_statistics(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
@@ -223,7 +223,7 @@ class ClosedForm(ReprFromArguments, PyroOptim):
         if is_beginning and hasattr(self.model, "expected_statistics"):
             self.expected = self.model.expected_statistics()
         visited = 0 if self.visited is None else int(self.visited[indices.cpu()].sum())
-        return _plus(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
+        return _add_expected(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
 
     def _blend(self, new: Statistics, scale: float) -> None:
         rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)
@@ -289,9 +289,11 @@ def _restore_on_error(model: Any) -> Iterator[None]:
         raise
 
 
-def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> Statistics:
+def _add_expected(statistics: Statistics, expectation: Statistics | None, times: int) -> Statistics:
     """With so many data points more that are as expected."""
-    return statistics if expected is None or not times else {name: value + times * expected[name] for name, value in statistics.items()}
+    return (
+        statistics if expectation is None or not times else {name: value + times * expectation[name] for name, value in statistics.items()}
+    )
 
 
 def sum_over_processes(statistics: Statistics) -> Statistics:

@@ -233,8 +233,8 @@ class GibbsGuide(PyroModule):
         self._check_has_draws()
         with pyro.plate("data", len(self.coefficients), subsample_size=batch_size) as index:
             draws = self.draws(index).spread(self.model.num_latents)
-            chosen = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
-            values = self.model.site_values(draws[torch.arange(len(draws), device=draws.device), chosen])
+            draw = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
+            values = self.model.site_values(draws[torch.arange(len(draws), device=draws.device), draw])
             return {name: pyro.sample(name, dist.Delta(value, event_dim=1)) for name, value in values.items()}
 
     def _in_units(self, rows: slice | Tensor) -> Tensor:
@@ -293,8 +293,8 @@ class GibbsGuide(PyroModule):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # A fresh guide has no buffers yet: make them in the shapes that come in.
         for name in self.ROWS:
-            value, held = state_dict.get(prefix + name), self._buffers.get(name)
-            if value is not None and (held is None or held.shape != value.shape):
+            value, buffer = state_dict.get(prefix + name), self._buffers.get(name)
+            if value is not None and (buffer is None or buffer.shape != value.shape):
                 self.register_buffer(name, torch.empty_like(value, device=module_device(self.model)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -407,9 +407,9 @@ class GibbsEM(ELBO):
         with defer_checks():
             draws = self._update(guide, y, indices)
             # A model that looks at its statistics brings it along.
-            known = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
+            values = lazy_values(_total(guide.model.expected_log_joint(draws, y), y))
             statistics = guide.model.sufficient_statistics(draws, y)
-            loss = -known()[0] * scale
+            loss = -values()[0] * scale
         self.num_steps += 1
         warn_if_nan(loss, "loss")  # type: ignore[call-overload]
         closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
@@ -426,10 +426,10 @@ class GibbsEM(ELBO):
         if self._warm_guide is guide:
             return
         new = _new_mask(guide, y)
-        given = new if indices is None else new[indices]
+        selected = new if indices is None else new[indices]
         # Processes take as many steps, those too whose chains have all begun.
-        num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), given.sum()]))
-        rows = given.nonzero().squeeze(-1) if indices is None else indices[given]
+        num_new, num_given = (int(value) for value in shard_sum(y)([new.sum(), selected.sum()]))
+        rows = selected.nonzero().squeeze(-1) if indices is None else indices[selected]
         for _ in range(self.warm_up if num_given else 0):
             self._update(guide, y, None if len(rows) == len(y) else rows)
         if num_new == num_given:
@@ -444,9 +444,9 @@ class GibbsEM(ELBO):
         if self.batch_size is None or self.batch_size >= total:
             return None, 1.0
         device = None if self.generator is None else self.generator.device
-        chosen = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
+        index = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
         first = int(global_positions(y)[0])
-        return chosen[(chosen >= first) & (chosen < first + len(y))] - first, total / self.batch_size
+        return index[(index >= first) & (index < first + len(y))] - first, total / self.batch_size
 
 
 def _new_mask(guide: GibbsGuide, y: Tensor) -> Tensor:

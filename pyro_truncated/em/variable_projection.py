@@ -156,14 +156,14 @@ class FittedUnits:
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
         others = design[:, [column for column in range(design.shape[1]) if column != unit]]
-        left, basis = self._weighted_means - others @ self._solve(others)[0], torch.linalg.qr(others).Q
+        residual, basis = self._weighted_means - others @ self._solve(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         # At least 256 candidates for a unit.
         for _ in range(-(-256 // self._hidden_layer.out_features)):
             # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
-            gains = _gains(self._design()[:, : self._hidden_layer.out_features], basis, left)
+            gains = _gains(self._design()[:, : self._hidden_layer.out_features], basis, residual)
             first = int(gains.argmax())
             if float(gains[first]) > gained:
                 best, gained = [value[first].clone() for value in self._incoming], float(gains[first])
@@ -177,15 +177,15 @@ class FittedUnits:
         They have a column of ones if there is an offset.
         """
         self.evaluations += 1
-        seen: list[Tensor] = []
+        parts: list[Tensor] = []
         handle = self._last_layer.register_forward_pre_hook(
-            lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True
+            lambda _, *given: parts.extend((*given[0], *given[1].values())), with_kwargs=True
         )
         try:
             self._network(self._targets.states)
         finally:
             handle.remove()
-        columns = [seen[0].double()] + ([] if self._last_layer.bias is None else [torch.ones_like(self._root)])
+        columns = [parts[0].double()] + ([] if self._last_layer.bias is None else [torch.ones_like(self._root)])
         return self._root * torch.cat(columns, 1)
 
     def _solve(self, design: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,14 +238,14 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     lowest, failed = units.fit(_REFIT_STEPS), 0
     # Evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
     while failed < decoder.last.in_features and units.evaluations < min(4000, 1e10 / work):
-        kept = snapshot(units.learned)
+        best_parameters = snapshot(units.learned)
         units.redraw(int(units.deletion_loss().argsort()[failed]))
-        reached = units.fit(_REFIT_STEPS)
+        new_error = units.fit(_REFIT_STEPS)
         # Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
-        if reached < (1 - 1e-3) * lowest:
-            lowest, failed = reached, 0
+        if new_error < (1 - 1e-3) * lowest:
+            lowest, failed = new_error, 0
         else:
-            load_snapshot(units.learned, kept)
+            load_snapshot(units.learned, best_parameters)
             failed += 1
     units.put_last_layer()
     has_fallen = units.square_error() < error

@@ -388,5 +388,5 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         (factor,) = self.sites().factors
         step = torch.cholesky_solve(self.targets - self.loc - noisy, factor.cholesky)
         identity = torch.eye(self.num_active, dtype=step.dtype, device=step.device)
-        moved = (self._matrix + self.noise.reshape(()) * identity) @ step
-        return self.loc + draw + torch.cat([moved, self._cross.mT @ step], -2)
+        shifted = (self._matrix + self.noise.reshape(()) * identity) @ step
+        return self.loc + draw + torch.cat([shifted, self._cross.mT @ step], -2)

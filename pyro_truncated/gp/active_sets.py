@@ -135,8 +135,8 @@ class ActiveSet:
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
-            left = (prior - basis.square().sum(-2)).clamp(min=0.0)
-            parts.append((basis.mT @ factor.whitened, (left if noiseless else left + self.noise).unsqueeze(-1)))
+            rest = (prior - basis.square().sum(-2)).clamp(min=0.0)
+            parts.append((basis.mT @ factor.whitened, (rest if noiseless else rest + self.noise).unsqueeze(-1)))
         if len(parts) == 1 and isinstance(self.factors[0].columns, slice):
             return parts[0]
         order = torch.cat([torch.as_tensor(factor.columns) for factor in self.factors]).argsort()
@@ -205,8 +205,8 @@ class NearestSet:
         # Several large tensors come and go, and small ones are not asked of the system each time.
         rows = max(1, 1_000_000 // max(len(self.latents), self.num_neighbors**2))
         own = torch.full((len(latents),), -1, device=latents.device) if leave_out is None else leave_out
-        found = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
-        near = torch.cat(found) if found else own.new_empty(0, self.num_neighbors)
+        nearest = [self._closest(z, n) for z, n in zip(latents.split(rows), own.split(rows), strict=True)]
+        near = torch.cat(nearest) if nearest else own.new_empty(0, self.num_neighbors)
         return Neighborhoods(self, near, torch.cat([self._factor(part) for part in near.split(rows)]))
 
     def _closest(self, latents: Tensor, leave_out: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ class Neighborhoods:
         weights = torch.linalg.solve_triangular(self.cholesky.mT, basis, upper=True).squeeze(-1)
         # A sum over rows of the data by index: no tensor of places by neighbours by outputs.
         mean = functional.embedding_bag(self.near, data.outputs, per_sample_weights=weights, mode="sum")
-        left = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
-        return mean, (left if noiseless else left + data.noise).unsqueeze(-1)
+        variance = (prior_variance(data.kernel, latents) - basis.square().sum((-2, -1))).clamp(min=0.0)
+        return mean, (variance if noiseless else variance + data.noise).unsqueeze(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,8 +315,8 @@ class ProjectedSet:
         """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, or ``noiseless`` ones."""
         cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
         features = cross @ self._whiten.mT
-        left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
-        variance = left.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
+        rest = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
+        variance = rest.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
         mean = features.to(latents.dtype) @ self._weights
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)
 
@@ -446,10 +446,10 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
         return prior_variance(kernel, X) if diag else covariance(kernel, X, X if Z is None else Z)
 
     with torch.no_grad():
-        found = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
+        index = pivoted_cholesky(evaluate, latents.detach().double(), size).pivots
     others = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-    others[found] = False
-    return torch.cat([found, others.nonzero().squeeze(-1)[: size - len(found)]])
+    others[index] = False
+    return torch.cat([index, others.nonzero().squeeze(-1)[: size - len(index)]])
 
 
 def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
@@ -473,11 +473,11 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.
         rows = points.new_empty(size, len(points))
         squares = prior.square().sum(0)
-        chosen = torch.empty(size, dtype=torch.int64, device=points.device)
+        index = torch.empty(size, dtype=torch.int64, device=points.device)
         free = torch.ones(len(points), dtype=torch.bool, device=points.device)
         for step in range(size):
             best = torch.where(free, squares / spread, -1.0).argmax()
-            chosen[step], free[best] = best, False
+            index[step], free[best] = best, False
             row = covariance(kernel, points[best].unsqueeze(0), points).squeeze(0).double() - rows[:step, best] @ rows[:step]
             row = row / spread[best].sqrt()
             column = row[which]
@@ -485,7 +485,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
             squares = squares - 2 * row * projection + row.square() * column.square().sum()
             rows[step] = row
             spread = (spread - row.square()).clamp(min=float(noise))
-    return chosen
+    return index
 
 
 @names_arguments

@@ -221,15 +221,15 @@ class Sampling(Expectation):
         normal = torch.special.ndtri(uniform[..., :num_dims].clamp(smallest, 1 - smallest))
         slab = inputs.slab
         is_slab = uniform[..., num_dims : 2 * num_dims] < slab.detach()
-        drawn = torch.where(is_slab, slab, 1 - slab)
+        weight = torch.where(is_slab, slab, 1 - slab)
         other = torch.zeros_like(normal)
         if inputs.prior_share is not None:
             is_prior = uniform[..., 2 * num_dims :] < inputs.prior_share.detach()
             share = torch.where(is_prior, inputs.prior_share, 1 - inputs.prior_share)
-            drawn = torch.where(is_slab, drawn, drawn * share)
+            weight = torch.where(is_slab, weight, weight * share)
             other = torch.where(is_prior, normal, other)
         points = torch.where(is_slab, inputs.loc + inputs.variance.sqrt() * normal, other)
-        return Nodes(points, (drawn / drawn.detach()).prod(-1) / self.num_samples)
+        return Nodes(points, (weight / weight.detach()).prod(-1) / self.num_samples)
 
 
 def default_expectation(num_dims: int) -> Expectation:
@@ -296,11 +296,11 @@ def psi_statistics(
     """
     if inducing.dim() != 2 or inducing.shape[1] != inputs.loc.shape[1]:
         raise ValueError(f"inducing inputs must have shape (M, {inputs.loc.shape[1]}); got {tuple(inducing.shape)}")
-    found = closed_form(kernel, inputs, inducing, per_datum)
-    if found is None:
-        chosen = expectation or default_expectation(len(kernel.active_dims))
-        found = _by_nodes(kernel, inputs, inducing, per_datum, chosen)
-    return found
+    statistics = closed_form(kernel, inputs, inducing, per_datum)
+    if statistics is None:
+        rule = expectation or default_expectation(len(kernel.active_dims))
+        statistics = _by_nodes(kernel, inputs, inducing, per_datum, rule)
+    return statistics
 
 
 @functools.singledispatch
@@ -347,8 +347,8 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
         # Where no data point moves the spikes alone are left, which no data point has a part in.
         spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
         rest = (~is_off).nonzero().flatten()
-        kept = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, sum_rows)
-        return kept * spikes
+        factors = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, sum_rows)
+        return factors * spikes
     spread = order * inputs.variance + square
     slab = inputs.slab
     # A spike sees the inducing points from zero; a standard normal sees them as a slab of its own does.
@@ -457,7 +457,7 @@ def _by_nodes(
     """Psi statistics as weighted sums over nodes, in blocks of data points."""
     num_dims = inputs.loc.shape[1]
     size = len(expectation.nodes(inputs.rows(slice(0, 1)).select(kernel.active_dims)).weights)
-    found = []
+    blocks = []
     for rows in _row_blocks(inputs, 4 * size * (len(inducing) + num_dims)):
         part = inputs.rows(rows)
         nodes = expectation.nodes(part.select(kernel.active_dims), rows.start)
@@ -471,8 +471,8 @@ def _by_nodes(
         psi0 = (weights * evaluate(kernel, flat, diag=True).reshape(points.shape[:2])).sum(0)
         psi1 = torch.einsum("sn,snm->nm", weights, cross)
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
-        found.append(PsiStatistics(psi0, psi1, psi2))
-    return _join(found, per_datum)
+        blocks.append(PsiStatistics(psi0, psi1, psi2))
+    return _join(blocks, per_datum)
 
 
 def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:

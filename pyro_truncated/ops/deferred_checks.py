@@ -32,13 +32,13 @@ class _PendingChecks:
         answers = [torch.stack(_on_one_device([problem for problem, _ in checks]))] if checks else []
         if lazy:
             answers = [answer.double() for answer in (*answers, *(one.values for one in lazy))]
-        found = torch.cat(_on_one_device(answers)).tolist() if answers else []
-        for is_problem, (_, complaint) in zip(found, checks, strict=False):
+        values = torch.cat(_on_one_device(answers)).tolist() if answers else []
+        for is_problem, (_, complaint) in zip(values, checks, strict=False):
             if is_problem:
                 _raise(complaint)
         start = len(checks)
         for one in lazy:
-            one.known = found[start : start + len(one.values)]
+            one.known = values[start : start + len(one.values)]
             start += len(one.values)
         for act in actions:
             act()
@@ -105,8 +105,8 @@ def lazy_values(value: Tensor) -> Callable[[], list[float]]:
     """Returns a function that reads a tensor's entries with the next checks."""
     pending = _pending.get()
     if pending is None or not is_vectorised(value):
-        known: list[float] = value.detach().flatten().tolist()
-        return lambda: known
+        values: list[float] = value.detach().flatten().tolist()
+        return lambda: values
     return _Lazy(value, pending)
 
 

@@ -173,9 +173,9 @@ class Messages:
 
     def evidence(self, node: int) -> Tensor:
         """The log sum over a component's states, by its last variable."""
-        found = self._messages[node]
-        assert found is not None
-        return found
+        message = self._messages[node]
+        assert message is not None
+        return message
 
     def message_from_above(self, node: int, above: Mapping[int, Tensor]) -> Tensor:
         """What a variable's clique gets from its parent's, given what that gets."""
@@ -207,10 +207,10 @@ class Messages:
     @functools.cached_property
     def above(self) -> dict[int, Tensor]:
         """By variable, the message that its clique gets from above."""
-        found: dict[int, Tensor] = {}
+        messages: dict[int, Tensor] = {}
         for node in reversed(self.tree.order):
-            found[node] = self.message_from_above(node, found)
-        return found
+            messages[node] = self.message_from_above(node, messages)
+        return messages
 
     def posterior(self, scopes: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -> list[Tensor]:
         r"""Returns the posterior :math:`q_f(s_{v \in f})` of the states of each table.
@@ -220,20 +220,20 @@ class Messages:
         return [self._table_posterior(self.tree.find_bucket(scope), shape) for scope, shape in zip(scopes, shapes, strict=True)]
 
     def _table_posterior(self, node: int, shape: torch.Size) -> Tensor:
-        found = self._joints.get(node)
-        if found is None:
-            shared, evidence = self._pair_tables[node], self.evidence(self.tree.roots[node])
+        posterior = self._joints.get(node)
+        if posterior is None:
+            pair_table, evidence = self._pair_tables[node], self.evidence(self.tree.roots[node])
             own, down = self._own(node) + self.weights[node], self.above[node] - evidence
             others = [self.tree.dim(other) for other in self.tree.separators[node]]
-            pair = None if shared is None else _pair_posterior(shared, own, down, shape)
+            pair = None if pair_table is None else _pair_posterior(pair_table, own, down, shape)
             if pair is not None:
                 return pair
-            if _is_apart(shared, own, others) and all(shape[dim] == 1 for dim in others):
-                found = self._as_posterior(own + self._sum_out(shared, down, others), evidence)
+            if _is_apart(pair_table, own, others) and all(shape[dim] == 1 for dim in others):
+                posterior = self._as_posterior(own + self._sum_out(pair_table, down, others), evidence)
             else:
-                found = self._joints[node] = self._as_posterior(_add(shared, own) + down, evidence)
-        beyond = [dim for dim, (size, wanted) in enumerate(zip(found.shape, shape, strict=True)) if size != wanted]
-        return found.sum(beyond, keepdim=True) if beyond else found
+                posterior = self._joints[node] = self._as_posterior(_add(pair_table, own) + down, evidence)
+        beyond = [dim for dim, (size, target) in enumerate(zip(posterior.shape, shape, strict=True)) if size != target]
+        return posterior.sum(beyond, keepdim=True) if beyond else posterior
 
     def _as_posterior(self, logs: Tensor, evidence: Tensor) -> Tensor:
         return logs.exp().masked_fill(evidence < IMPOSSIBLE / 2, 0.0) if self.may_be_impossible else logs.exp()
@@ -272,22 +272,22 @@ class Messages:
         Without ``num_samples`` it is the most probable joint state, of messages that are maxima.
         """
         tree = self.tree
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        draws: dict[int, tuple[Tensor, Tensor]] = {}
         for node in reversed(tree.order):
             table = (self._sum(node) + self.weights[node]).unsqueeze(0)
             for other in tree.separators[node]:
-                table = torch.take_along_dim(table, found[other][0], dim=tree.dim(other))
+                table = torch.take_along_dim(table, draws[other][0], dim=tree.dim(other))
             logits = table.movedim(tree.dim(node), -1).log_softmax(-1)
             if num_samples is None:
-                chosen = logits.argmax(-1, keepdim=True)
+                state = logits.argmax(-1, keepdim=True)
             else:
                 logits = logits.expand(num_samples, *logits.shape[1:])
                 flat = torch.multinomial(logits.exp().flatten(0, -2), 1, generator=generator)
-                chosen = flat.reshape(*logits.shape[:-1], 1)
-            log_prob = logits.gather(-1, chosen).squeeze(-1)
+                state = flat.reshape(*logits.shape[:-1], 1)
+            log_prob = logits.gather(-1, state).squeeze(-1)
             position = tree.dim(node) % (tree.num_dims + 1)
-            found[node] = chosen.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
-        return found
+            draws[node] = state.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
+        return draws
 
 
 def _add(one: Tensor | None, other: Tensor) -> Tensor:

@@ -74,11 +74,11 @@ class Segments(NamedTuple):
         """Draws ``(*batch)`` by inversion, with two uniform numbers each."""
         cumulative = self.log_masses().softmax(-1).cumsum(-1)
         last = self.precision.shape[-1] - 1
-        chosen = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
-        lower, upper = (bound.gather(-1, chosen).squeeze(-1) for bound in self.bounds)
+        segment = (first.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1, keepdim=True).clamp(max=last)
+        lower, upper = (bound.gather(-1, segment).squeeze(-1) for bound in self.bounds)
         x = truncated_standard_normal(lower, upper, second)
-        linear, precision = (part.gather(-1, chosen).squeeze(-1) for part in (self.linear, self.precision))
-        ends = (self.edges[..., :-1].gather(-1, chosen).squeeze(-1), self.edges[..., 1:].gather(-1, chosen).squeeze(-1))
+        linear, precision = (part.gather(-1, segment).squeeze(-1) for part in (self.linear, self.precision))
+        ends = (self.edges[..., :-1].gather(-1, segment).squeeze(-1), self.edges[..., 1:].gather(-1, segment).squeeze(-1))
         return (linear / precision + x / precision.sqrt()).clamp(*ends)
 
 
@@ -243,7 +243,7 @@ class _MaximumError(torch.autograd.Function):
             2 * precision.unsqueeze(-1) * (weight * wins - sums),
             errors,
         )
-        grad_value, grad_weight, grad_precision = (new.to(given.dtype) for new, given in zip(gradients, inputs, strict=True))
+        grad_value, grad_weight, grad_precision = (new.to(original.dtype) for new, original in zip(gradients, inputs, strict=True))
         return None, grad_value, grad_weight, grad_precision
 
 

@@ -105,10 +105,10 @@ class Fields:
             name: an attribute; or ``"rows of"`` a kind of latents (``"binary"``, ``"several"``, ``"mutable"``), see :meth:`rows`; or their
                 ``"masks of"``; or the ``"tails"`` of states.
         """
-        found = self._tables.get((device, name))
-        if found is None:
-            found = self._tables[device, name] = self._table(name).to(device)
-        return found
+        tables = self._tables.get((device, name))
+        if tables is None:
+            tables = self._tables[device, name] = self._table(name).to(device)
+        return tables
 
     def _table(self, name: str) -> Tensor:
         if name == "tails":
@@ -211,12 +211,12 @@ def check_bits(words: Tensor, num_latents: int) -> None:
     num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
     if words.shape[-1] != num_words:
         raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
-    used = num_latents - WORD_BITS * (num_words - 1)
-    if used == WORD_BITS:
+    num_bits = num_latents - WORD_BITS * (num_words - 1)
+    if num_bits == WORD_BITS:
         return
     # States shared by all data points (an expanded tensor) are looked at once.
     rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
-    beyond = -1 << used
+    beyond = -1 << num_bits
 
     def complain() -> None:
         first = backend("latent_values", rows).first_beyond(rows, beyond)
@@ -389,5 +389,5 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
 def _check_weights(words: Tensor, weights: Tensor, fields: Fields) -> None:
     check_words("words", words)
     if words.shape[-1] != fields.num_words or weights.shape != words.shape[:2]:
-        given = f"{tuple(words.shape)} and {tuple(weights.shape)}"
-        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {given}")
+        shapes = f"{tuple(words.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"words and weights must have the shapes (N, S, {fields.num_words}) and (N, S); got {shapes}")

@@ -158,8 +158,8 @@ def spike_slab_moments_by_dimension(
 
     def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Those of a block."""
-        *found, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
-        return *found, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
+        *firsts, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
+        return *firsts, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
 
     H = weight.shape[1]
     active, first, second, squares = _sum_by_dimension(moments, words, weights, value, H, 16 * H**2)
@@ -336,7 +336,7 @@ class _LogProb(torch.autograd.Function):
             slope = (sum_first - mean * sum_active) / spread.square()
             curvature = (deviations - spread.square() * sum_active) / spread**3
         gradients = *data_gradients(value, weight, precision, grad, first, second), slope, curvature
-        return None, *(gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
+        return None, *(gradient.to(original.dtype) for gradient, original in zip(gradients, inputs, strict=True))
 
 
 def _sum_by_dimension(

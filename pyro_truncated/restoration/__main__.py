@@ -156,14 +156,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         noise, method = (args.noise or 0.0, inpaint) if has_holes else (args.noise, denoise)
         keeps_seen = has_holes and noise == 0.0
         with _print_warnings():
-            pixels, learned = restore_in_tiles(
+            pixels, level = restore_in_tiles(
                 image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_observed=keeps_seen
             )
         lost = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    done = f"noise of standard deviation {learned:.1f} (of 255) taken off"
+    done = f"noise of standard deviation {level:.1f} (of 255) taken off"
     if keeps_seen:
         done = f"the {100 * missing:.1f} % that are missing filled in"
     if missing > 0.5:
@@ -223,10 +223,10 @@ def _scale_to_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
 
     White is 65535 in pictures of 16 bits, and in those of 32 bits if any pixel exceeds 255.
     """
-    seen = pixels[~pixels.isnan()]
-    if not len(seen):
+    observed = pixels[~pixels.isnan()]
+    if not len(observed):
         raise ValueError(f"the picture must have an observed pixel; got {describe(pixels)}")
-    least, most = float(seen.min()), float(seen.max())
+    least, most = float(observed.min()), float(observed.max())
     if not math.isfinite(most - least):
         raise ValueError(f"the picture must be finite, or NaN where missing; got {describe(pixels)}")
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
@@ -289,10 +289,10 @@ def _check_file(picture: Image.Image, path: Path) -> None:
 @contextlib.contextmanager
 def _print_warnings() -> Iterator[None]:
     """Prints warnings in a line each, once."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for text in dict.fromkeys(str(warning.message) for warning in told):
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
         print(f"warning: {text}", file=sys.stderr)
 
 
@@ -322,23 +322,23 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
     Black and white are the medians of two clusters, as paper and ink of a scan are neither.
     """
     values, least, is_deep = _mask_values(path)
-    known = values[~np.isnan(values)]
-    if not len(known):
+    observed = values[~np.isnan(values)]
+    if not len(observed):
         return np.ones(values.shape, bool)
-    middle = (known.min() + known.max()) / 2
-    for _ in range(10 if known.min() < known.max() else 0):
-        middle = (known[known <= middle].mean() + known[known > middle].mean()) / 2
-    is_white = known > middle
-    levels = [float(np.median(some)) if len(some) else float(middle) for some in (known[~is_white], known[is_white])]
-    is_noise = not is_deep and levels[1] - levels[0] <= _MOST_BLACK and (known.max() > _MOST_BLACK or len(np.unique(known)) > 2)
+    middle = (observed.min() + observed.max()) / 2
+    for _ in range(10 if observed.min() < observed.max() else 0):
+        middle = (observed[observed <= middle].mean() + observed[observed > middle].mean()) / 2
+    is_white = observed > middle
+    levels = [float(np.median(some)) if len(some) else float(middle) for some in (observed[~is_white], observed[is_white])]
+    is_noise = not is_deep and levels[1] - levels[0] <= _MOST_BLACK and (observed.max() > _MOST_BLACK or len(np.unique(observed)) > 2)
     if is_noise or levels[0] == levels[1]:
         is_all_white = levels[1] > (_MOST_BLACK if is_noise else 0)
         return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
-    seen, other = levels if is_inverted else levels[::-1]
-    spread = 1.4826 * float(np.median(np.abs(known[is_white != is_inverted] - seen)))
-    distance = (values - seen) * np.sign(other - seen)
+    white, other = levels if is_inverted else levels[::-1]
+    spread = 1.4826 * float(np.median(np.abs(observed[is_white != is_inverted] - white)))
+    distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.
-    hidden: np.ndarray = ~(distance <= max(least * abs(other - seen), 4.0 * spread))
+    hidden: np.ndarray = ~(distance <= max(least * abs(other - white), 4.0 * spread))
     return hidden
 
 
@@ -373,11 +373,11 @@ def _check_output(path: Path, mode: str, height: int, width: int) -> None:
         raise ValueError(
             f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
         ) from error
-    found = _picture_size(written)
+    written_size = _picture_size(written)
     # Icons have certain sizes, and Pillow makes others fit without a word.
-    if found not in (size, None):
+    if written_size not in (size, None):
         raise ValueError(
-            f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, which makes it {found}"
+            f"--output must name a format that keeps the size of the picture, {size}, such as .png; got {path}, of size {written_size}"
         )
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")

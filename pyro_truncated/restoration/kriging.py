@@ -68,14 +68,14 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     smooth = smooth_image(fill_missing(image, num_dims), num_dims)
     rest = (image - smooth).double()
     rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
-    known, index = rest, torch.arange(len(rows), device=rows.device)
+    neighbours, index = rest, torch.arange(len(rows), device=rows.device)
     # The first learns from what is seen, the others from what is predicted, too.
     for _ in range(3):
-        factor = _directions(_covariances(known, patches), noise)
+        factor = _directions(_covariances(neighbours, patches), noise)
         center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
-        known = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
-    return smooth + known.to(image.dtype)
+        neighbours = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
+    return smooth + neighbours.to(image.dtype)
 
 
 def _directions(covariance: Tensor, noise: float) -> Tensor:
@@ -103,9 +103,9 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
     zero = (0,) * len(patches.size)
     for distance in itertools.product(*(range(1 - side, side) for side in patches.size)):
         if distance >= zero:
-            found = _by_place(values, is_seen, distance, weights)
-            by_distance[distance] = found
-            by_distance[tuple(-along for along in distance)] = found.mT
+            covariances = _by_place(values, is_seen, distance, weights)
+            by_distance[distance] = covariances
+            by_distance[tuple(-along for along in distance)] = covariances.mT
     places = torch.cartesian_prod(*(torch.arange(side, device=array.device) for side in patches.size)).reshape(-1, len(patches.size))
     return by_distance[(places - places.unsqueeze(1)).unbind(-1)].permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
 

@@ -57,10 +57,10 @@ def as_floating(image: Tensor) -> Tensor:
     """
     if image.is_floating_point():
         return image if torch.finfo(image.dtype).bits >= 32 else image.to(torch.get_default_dtype())
-    found = image.to(torch.get_default_dtype())
+    array = image.to(torch.get_default_dtype())
     # Compared as numbers: torch's wide unsigned integers cannot be.
-    is_exact = image.dtype.itemsize <= 2 or bool((found.double() == image.double()).all())
-    return found if is_exact else image.double()
+    is_exact = image.dtype.itemsize <= 2 or bool((array.double() == image.double()).all())
+    return array if is_exact else image.double()
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:
@@ -113,11 +113,11 @@ def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
     is_constant = _constant_windows(image, num_dims)
     if not bool(is_constant.any()):
         return image
-    left = torch.where(is_constant, math.nan, image)
-    differences = torch.cat([left.diff(dim=dim).flatten() for dim in range(num_dims)])
-    seen = differences[~differences.isnan()]
-    is_enough = len(whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
-    return left if is_enough else image
+    varying = torch.where(is_constant, math.nan, image)
+    differences = torch.cat([varying.diff(dim=dim).flatten() for dim in range(num_dims)])
+    observed = differences[~differences.isnan()]
+    is_enough = len(whole_windows(varying, num_dims)) >= _ENOUGH and float((observed != 0).double().mean()) > 0.5
+    return varying if is_enough else image
 
 
 def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
@@ -128,8 +128,8 @@ def _constant_windows(image: Tensor, num_dims: int) -> Tensor:
         highest, lowest = highest.unfold(dim, side, 1).amax(-1), lowest.unfold(dim, side, 1).amin(-1)
     covered = (highest == lowest).to(torch.uint8)
     for dim, side in enumerate(sides):
-        moved = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
-        covered = moved.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
+        padded = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
+        covered = padded.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
     return covered.bool()
 
 
@@ -186,16 +186,16 @@ def _difference_noise(image: Tensor, num_dims: int) -> float:
     Where few entries have all the neighbours that this takes, differences of lower order are taken.
     """
     for order in (3, 2, 1):
-        left = image
+        differences = image
         for dim in range(num_dims):
-            left = left.diff(order, dim)
-        seen = left[~left.isnan()]
-        if len(seen) >= _ENOUGH:
+            differences = differences.diff(order, dim)
+        observed = differences[~differences.isnan()]
+        if len(observed) >= _ENOUGH:
             # The squares of binomial coefficients add up to a central one.
-            return _level(seen) / math.sqrt(math.comb(2 * order, order) ** num_dims)
-    left = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
-    seen = left[~left.isnan()]
-    return _level(seen) / 2**0.5 if len(seen) else 0.1 * float(deviation(image))
+            return _level(observed) / math.sqrt(math.comb(2 * order, order) ** num_dims)
+    differences = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
+    observed = differences[~differences.isnan()]
+    return _level(observed) / 2**0.5 if len(observed) else 0.1 * float(deviation(image))
 
 
 def _level(differences: Tensor) -> float:
@@ -245,20 +245,20 @@ def fill_missing(image: Tensor, num_dims: int) -> Tensor:
     missing = image.isnan()
     if not bool(missing.any()):
         return image
-    value, known = image.nan_to_num(0.0), (~missing).to(image.dtype)
-    while bool((known == 0).any()):
-        total, share = (_neighbours(array, num_dims) for array in (value * known, known))
-        value = torch.where(known > 0, value, total / share.clamp(min=1e-9))
-        known = torch.where(known > 0, known, (share > 0).to(known.dtype))
+    value, weight = image.nan_to_num(0.0), (~missing).to(image.dtype)
+    while bool((weight == 0).any()):
+        total, share = (_neighbours(array, num_dims) for array in (value * weight, weight))
+        value = torch.where(weight > 0, value, total / share.clamp(min=1e-9))
+        weight = torch.where(weight > 0, weight, (share > 0).to(weight.dtype))
     return value
 
 
 def _neighbours(array: Tensor, num_dims: int) -> Tensor:
     """Sums over the windows of side three around every entry."""
     for dim in range(num_dims):
-        moved = array.movedim(dim, -1)
-        rows = F.pad(moved.reshape(-1, moved.shape[-1]), (1, 1))
-        array = rows.unfold(-1, 3, 1).sum(-1).reshape(moved.shape).movedim(-1, dim)
+        last = array.movedim(dim, -1)
+        rows = F.pad(last.reshape(-1, last.shape[-1]), (1, 1))
+        array = rows.unfold(-1, 3, 1).sum(-1).reshape(last.shape).movedim(-1, dim)
     return array
 
 
@@ -313,10 +313,10 @@ def _default_axis(image: Tensor) -> int | None:
         few = (axis for axis in axes if image.shape[axis] <= MAX_CHANNELS_OF_SIGNAL)
         return next((axis for axis in few if image.shape[axis] ** 2 <= image.shape[-1 - axis]), None)
     few = (axis for axis in axes if image.shape[axis] in (1, 3, 4) and min(_others(image, axis)) > 4)
-    found = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
-    if found is None and image.dim() == 3:
+    first = next((axis for axis in few if image.shape[axis] < 4 or not _are_slices(image.movedim(axis, 0))), None)
+    if first is None and image.dim() == 3:
         return next((axis for axis in axes if _are_bands(image.movedim(axis, 0))), None)
-    return found
+    return first
 
 
 def _others(image: Tensor, axis: int) -> list[int]:
@@ -341,9 +341,9 @@ def _are_bands(planes: Tensor) -> bool:
     """Whether planes have noise of unlike strength."""
     if not 1 < len(planes) <= min(MAX_BANDS, *(size // 2 for size in planes.shape[1:])):
         return False
-    seen = [plane for plane in planes if not bool(plane.isnan().all())]
-    levels = torch.tensor([noise_level(plane, 2) for plane in seen])
-    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in seen])
+    observed = [plane for plane in planes if not bool(plane.isnan().all())]
+    levels = torch.tensor([noise_level(plane, 2) for plane in observed])
+    is_noisy = levels > MIN_SHARE_OF_NOISE * torch.stack([deviation(plane) for plane in observed])
     return bool(is_noisy.all()) and float(levels.max() / levels.min()) > MIN_RATIO_OF_BANDS
 
 
@@ -493,8 +493,8 @@ def unbiased_inverse(values: Tensor) -> Tensor:
         IEEE Transactions on Image Processing 20, 2011.
     """
     means, expected = _table()
-    wanted = values.double().cpu().numpy()
-    small = torch.from_numpy(np.asarray(np.interp(wanted, expected, means))).to(values)
+    targets = values.double().cpu().numpy()
+    small = torch.from_numpy(np.asarray(np.interp(targets, expected, means))).to(values)
     return torch.where(values < float(expected[-1]), small, values.square() / 4 - 1 / 8)
 
 
@@ -573,10 +573,10 @@ def warn_if_noise_varies(image: Tensor, num_dims: int, levels: float | Tensor) -
             darkest, and a fifth more than in the second. Or if the values are multiples of one
             number, and have the noise of counts.
     """
-    found = _brightness_classes(image / levels, num_dims)
-    if found is None:
+    classes = _brightness_classes(image / levels, num_dims)
+    if classes is None:
         return
-    noise, texture = (torch.stack([estimate(part) for part in found]) for estimate in (_principal_noise, _lower_texture))
+    noise, texture = (torch.stack([estimate(part) for part in classes]) for estimate in (_principal_noise, _lower_texture))
     is_large = float(noise[-1]) * root_mean_square(levels) >= MIN_SHARE_OF_SIGNAL * float(deviation(image))
     if is_large and all(
         bool(level[-1] > MIN_GROWTH * level[0]) and bool(level[-1] > MIN_GROWTH_FROM_SECOND * level[1]) for level in (noise, texture)

@@ -31,11 +31,11 @@ def average_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float
     """
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
-    found, expected = denoise_groups(image, estimate, noise, channels=channels)
+    average, expected = denoise_groups(image, estimate, noise, channels=channels)
     # What groups count for beside mixtures, at most.
     # Their expected errors count so many times: they leave out that windows were chosen, and are of
     # large matrices.
-    return torch.lerp(estimate, found, (errors / (errors + 3.0 * expected)).clamp(max=0.2))
+    return torch.lerp(estimate, average, (errors / (errors + 3.0 * expected)).clamp(max=0.2))
 
 
 def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
@@ -181,14 +181,14 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     # Smaller images have too few windows that could be alike.
     if image.dim() != (2 if channels is None else 3) or min(image.shape[:2]) < 32:
         return estimate
-    is_seen, found = ~image.isnan(), estimate
+    is_seen, result = ~image.isnan(), estimate
     lost = torch.zeros_like(estimate)
     patches = Patches(image.shape[:2], _SIDE_IF_MISSING, channels=channels)
     groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
     for _ in range(_BREGMAN_STEPS):
-        found = _low_rank_mean(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
-        lost = lost + torch.where(is_seen, image - found, 0.0)
-    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, 0.4))
+        result = _low_rank_mean(torch.where(is_seen, image + lost, result), patches, groups, _STRENGTH * noise)
+        lost = lost + torch.where(is_seen, image - result, 0.0)
+    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
 
 
 def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
@@ -196,8 +196,8 @@ def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
 
     For an image without channels it is one truth value.
     """
-    seen = image.reshape(-1, channels or 1)
-    return ((seen - seen.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
+    rows = image.reshape(-1, channels or 1)
+    return ((rows - rows.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
 
 
 def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
@@ -216,7 +216,7 @@ def _low_rank_mean(image: Tensor, patches: Patches, groups: Tensor, noise: float
     for members in groups.split(_GROUPS_PER_BLOCK):
         group = windows[members]
         squares, directions = torch.linalg.eigh(group @ group.mT)
-        kept = directions * (squares > largest).unsqueeze(1)
-        total.index_add_(0, members.flatten(), (kept @ (directions.mT @ group)).flatten(0, 1))
+        leading = directions * (squares > largest).unsqueeze(1)
+        total.index_add_(0, members.flatten(), (leading @ (directions.mT @ group)).flatten(0, 1))
         share.index_add_(0, members.flatten(), share.new_ones(members.numel(), 1))
     return patches.assemble(total / share.clamp(min=1.0), share)

@@ -203,8 +203,8 @@ def most_probable(population: Population, number: int) -> Population:
 def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
     # A patch counts for its most probable components.
-    kept = most_probable(population, 3)
-    return kept.states(torch.int64)[..., 0], kept.weights(temperature)
+    probable = most_probable(population, 3)
+    return probable.states(torch.int64)[..., 0], probable.weights(temperature)
 
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
@@ -272,17 +272,17 @@ def run_rounds(
     numbers = sum(len(windows) * windows.num_observed for of_round in per_round for windows in of_round)
     with progress_bar(progress, total=_ITERATIONS * numbers, desc=desc, bar_format=_BAR) as bar:
         for number, of_round in enumerate(per_round):
-            learned = []
+            fits = []
             for windows in of_round:
-                wanted = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
-                learned.append(_fit_mixture(image, means[-1], windows, wanted, noise, generator, bar))
-            means.append(weighted_mean([of_side.array for of_side in learned]))
-            counts.append(learned[0].mixture.num_components)
+                size = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
+                fits.append(_fit_mixture(image, means[-1], windows, size, noise, generator, bar))
+            means.append(weighted_mean([of_side.array for of_side in fits]))
+            counts.append(fits[0].mixture.num_components)
             if number == 0 and not is_clean:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
-                noise = 0.5 * (noise + learned[-1].noise)
+                noise = 0.5 * (noise + fits[-1].noise)
     is_last_alone = len(counts) == 1 or counts[-1] > counts[-2]
-    return learned, means[-1] if is_last_alone else weighted_mean(means[-2:])
+    return fits, means[-1] if is_last_alone else weighted_mean(means[-2:])
 
 
 def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -395,8 +395,8 @@ def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Ten
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
-    chosen = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
-    return nearest_centres(points, k_means(points, points[chosen], lloyd_steps), 32)
+    order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
+    return nearest_centres(points, k_means(points, points[order], lloyd_steps), 32)
 
 
 def _run_em(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:

@@ -169,17 +169,17 @@ _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 def mixture_patch_sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
     """Sides of patches for mixtures, none larger than the image."""
-    wanted: tuple[int, ...]
+    sides: tuple[int, ...]
     if len(shape) != 2:
-        wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
+        sides = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
     elif _pixel_share(image, has_channels) < _FEW_PIXELS:
-        wanted = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
+        sides = _SIDES_OF_COLOURS_IF_FEW if has_channels else _SIDES_IF_FEW
     elif has_channels:
         # Where entries are missing two are as good as four, in a fourth of the time, as every window has a covariance of its own.
-        wanted = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
+        sides = _SIDES_OF_COLOURS[:2] if bool(image.isnan().any()) else _SIDES_OF_COLOURS
     else:
-        wanted = _by_noise(_SIDES, image, noise)
-    return sorted({min(side, *shape) for side in wanted})
+        sides = _by_noise(_SIDES, image, noise)
+    return sorted({min(side, *shape) for side in sides})
 
 
 def _pixel_share(image: Tensor, has_channels: bool) -> float:
@@ -214,8 +214,8 @@ def side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
     """
     if len(shape) == 1:
         return min(64, len(image))
-    wanted: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
-    smallest: int = min(wanted, *shape)
+    side: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
+    smallest: int = min(side, *shape)
     return smallest
 
 

@@ -63,24 +63,26 @@ def restore_with_stacked_sides(
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
-    usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
-    found, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options)
-    weights = array_weights(torch.stack([of_side.array for of_side in found]), held_out, noise)
+    usual, sparse = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
+    noisy_fits, _ = run_rounds(noisier, noisier, first_noise(noise), [*[usual] * (rounds - 1), sparse], desc="choosing sides", **options)
+    weights = array_weights(torch.stack([of_side.array for of_side in noisy_fits]), held_out, noise)
     # A side of less weight is not worth its time.
-    kept = (weights >= 0.05).nonzero().flatten().tolist()
-    found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
-    weights = weights[kept] / weights[kept].sum()
-    from_noisier = average_groups(noisier, find_consensus(noisier, found, weights), expected_errors(found, weights), first_noise(noise))
-    del found  # their mixtures and populations take much memory
-    learned, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
-    restored = find_consensus(image, learned, weights)
-    errors = expected_errors(learned, weights)
+    index = (weights >= 0.05).nonzero().flatten().tolist()
+    noisy_fits, best_sides = [noisy_fits[side] for side in index], [candidates[side] for side in index]
+    weights = weights[index] / weights[index].sum()
+    from_noisier = average_groups(
+        noisier, find_consensus(noisier, noisy_fits, weights), expected_errors(noisy_fits, weights), first_noise(noise)
+    )
+    del noisy_fits  # their mixtures and populations take much memory
+    fits, _ = run_rounds(image, image, noise, [*[patches] * (rounds - 1), best_sides], **options)
+    restored = find_consensus(image, fits, weights)
+    errors = expected_errors(fits, weights)
     level = noise if is_noise_known else noise_in_flat_places(image - restored, errors, noise)
     restored = average_groups(image, restored, errors, noise)
     if level is not None:
         share = oversmoothing_share(image, restored, noisier, from_noisier, level)
         restored = torch.lerp(restored, image, share if is_noise_known else plausible_share(share, errors, level))
-    return learned, restored
+    return fits, restored
 
 
 def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | None:
@@ -227,7 +229,7 @@ def stacking_weights(arrays: Tensor, held_out: Tensor, shrinkage: float) -> Tens
     deviations = (arrays.double() - centre).flatten(1)
     quadratic = deviations @ deviations.mT + shrinkage * torch.eye(number, dtype=torch.float64, device=arrays.device)
     linear = deviations @ (held_out.double() - centre).flatten() + shrinkage / number
-    supports = [list(chosen) for size in range(1, number + 1) for chosen in itertools.combinations(range(number), size)]
+    supports = [list(subset) for size in range(1, number + 1) for subset in itertools.combinations(range(number), size)]
     possible = [
         weights for weights in (_minimize_on_support(support, quadratic, linear) for support in supports) if bool((weights >= 0).all())
     ]
@@ -278,13 +280,13 @@ def fill_large_holes(image: Tensor, estimate: Tensor, restore: Callable[[Tensor]
     """
     is_hole = _holes(image)
     share = _share(is_hole)
-    moved = _shift_hole(is_hole) if bool((share == 1).any()) else []
-    if not moved:
+    copies = _shift_hole(is_hole) if bool((share == 1).any()) else []
+    if not copies:
         return estimate
-    everywhere = torch.stack(moved).any(0)
+    everywhere = torch.stack(copies).any(0)
     hidden = torch.where(_over(everywhere, image), torch.nan, image)
     candidates, counts = torch.stack([restore(hidden), *_surfaces(hidden)]), _share(everywhere | is_hole)
-    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in moved]).mean((0, 2)).neg().softmax(0)
+    weights = torch.stack([_log_errors(candidates, image, counts * one) for one in copies]).mean((0, 2)).neg().softmax(0)
     average = torch.tensordot(weights.to(estimate), torch.stack([estimate, *_surfaces(image)]), 1)
     return torch.lerp(estimate, average, _over(share.to(estimate), image))
 
@@ -321,13 +323,13 @@ def _shift_hole(is_hole: Tensor) -> list[Tensor]:
     half = [size // 2 for size in is_hole.shape]
     shifted = [is_hole.roll(shifts, (0, 1)) for shifts in ((half[0], 0), (0, half[1]), half)]
     least, most = LEAST_OVERLAP * int(is_hole.sum()), (1 - LEAST_LEFT) * int((~is_hole).sum())
-    moved, taken = [], is_hole
+    copies, is_covered = [], is_hole
     for other in (*_mirror(is_hole), *_mirror(_transpose(near_corner)), *shifted):
-        new = other & ~taken
-        if int(new.sum()) >= least and int(((taken | new) & ~is_hole).sum()) <= most:
-            moved.append(new)
-            taken = taken | new
-    return moved
+        new = other & ~is_covered
+        if int(new.sum()) >= least and int(((is_covered | new) & ~is_hole).sum()) <= most:
+            copies.append(new)
+            is_covered = is_covered | new
+    return copies
 
 
 def _mirror(is_hole: Tensor) -> list[Tensor]:
@@ -336,9 +338,9 @@ def _mirror(is_hole: Tensor) -> list[Tensor]:
 
 def _transpose(is_hole: Tensor) -> Tensor:
     """Returns rows as columns, in the largest square at the first corner."""
-    side, found = min(is_hole.shape), torch.zeros_like(is_hole)
-    found[:side, :side] = is_hole[:side, :side].mT
-    return found
+    side, transposed = min(is_hole.shape), torch.zeros_like(is_hole)
+    transposed[:side, :side] = is_hole[:side, :side].mT
+    return transposed
 
 
 def _surfaces(image: Tensor) -> list[Tensor]:
@@ -388,8 +390,8 @@ def _minimize(image: Tensor, operator: sparse.csc_array) -> Tensor:
         return image
     inner, outer = operator[:, np.flatnonzero(unknown)], operator[:, np.flatnonzero(~unknown)]
     solution = values.ravel().copy()
-    seen = solution[~unknown]
-    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ seen)).clip(seen.min(), seen.max())
+    boundary = solution[~unknown]
+    solution[unknown] = spsolve((inner.T @ inner).tocsc(), -inner.T @ (outer @ boundary)).clip(boundary.min(), boundary.max())
     return torch.from_numpy(solution.reshape(values.shape)).to(image)
 
 

@@ -180,8 +180,8 @@ def denoise(
     settings = _Settings(model, side, stride, num_components, rounds, training, generator)
     axis = channel_axis(image, channels)
     if axis == 0:
-        found = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
-        return dataclasses.replace(found, image=found.image.movedim(-1, 0))
+        result = _restore(image.movedim(0, -1), noise, settings, has_channels=True)
+        return dataclasses.replace(result, image=result.image.movedim(-1, 0))
     return _restore(image, noise, settings, has_channels=axis is not None)
 
 
@@ -234,8 +234,8 @@ def _restore_counts(image: Tensor, noise: str, settings: _Settings, *, has_chann
     gain = estimate_gain(image)
     stable = stabilise(image / gain)
     check_stabilised_counts(stable, image.dim() - has_channels, gain)
-    found = _restore(stable, 1.0, settings, has_channels=has_channels)
-    return dataclasses.replace(found, image=gain * unbiased_inverse(found.image))
+    result = _restore(stable, 1.0, settings, has_channels=has_channels)
+    return dataclasses.replace(result, image=gain * unbiased_inverse(result.image))
 
 
 def _restore_at_level(image: Tensor, level: float, channels: int | None, settings: _Settings, *, is_noise_known: bool) -> Restored:
@@ -246,7 +246,7 @@ def _restore_at_level(image: Tensor, level: float, channels: int | None, setting
         sides = [side] if side is not None else mixture_patch_sides(image, level, shape, channels is not None)
         chooses = side is None and channels is None and settings.rounds > 1 and allows_stacking(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= settings.stride]
-        usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
+        usual, candidates = ([Patches(shape, one, **options) for one in group] for group in (sides, others))
         return _by_mixtures(image, level, usual, candidates, settings, is_noise_known=is_noise_known)
     patches = Patches(shape, side or model_patch_side(model, shape, channels) or side_for_model(image, level, shape), **options)
     return _by_model(make_model(model, patches.num_observed), image, level, patches, settings)
@@ -306,10 +306,10 @@ def _per_channel_least(image: Tensor, patches: Patches) -> Tensor:
 
 def _check_mask(mask: Any) -> Tensor:
     """Returns which entries are observed, of booleans or two numbers."""
-    found = as_data("mask", mask)
-    if found.dtype == torch.bool:
-        return found
-    levels = found.unique()
+    values = as_data("mask", mask)
+    if values.dtype == torch.bool:
+        return values
+    levels = values.unique()
     if bool(levels.isnan().any()):
         raise ValueError("mask must be True where entries are observed, or 0 and one other number; got NaN, or masked entries")
     if len(levels) > 2 or (len(levels) == 2 and bool((levels != 0).all())):
@@ -318,7 +318,7 @@ def _check_mask(mask: Any) -> Tensor:
             f"mask must be True where entries are observed, or 0 and one other number; got {len(levels)} numbers from {least:g} "
             f"to {most:g}. Compare them, as by mask > {(least + most) / 2:g}."
         )
-    return found.bool()
+    return values.bool()
 
 
 @names_arguments

@@ -129,8 +129,8 @@ def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
         # Whatever lies at this rank or behind moves back by one.
         ranks = [rank + ((rank >= here) & present) for rank in ranks]
         ranks.append(torch.where(present, here, num_objects))
-    found = torch.stack(ranks, -1)
-    return found.masked_fill(presence <= 0, num_objects)
+    result = torch.stack(ranks, -1)
+    return result.masked_fill(presence <= 0, num_objects)
 
 
 def depth_code(rank: Tensor, presence: Tensor) -> Tensor:

@@ -95,14 +95,20 @@ class PlacementSelection(AffinitySearch):
             ValueError: if there are fewer objects than shall be selected, or the affinity is of the wrong shape or NaN.
         """
         num_objects, num_places = scene_sizes(batch.space)
-        found = self.affinity(batch)
+        candidates = self.affinity(batch)
         expected = (len(batch.population), num_objects)
-        if found.scores.shape[:2] != expected or found.places.shape != found.scores.shape or bool(found.scores.isnan().any()):
-            raise ValueError(f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(found.scores.shape)}")
+        if (
+            candidates.scores.shape[:2] != expected
+            or candidates.places.shape != candidates.scores.shape
+            or bool(candidates.scores.isnan().any())
+        ):
+            raise ValueError(
+                f"affinity must return numbers of shape {(*expected, 'C')}, none NaN; got shape {tuple(candidates.scores.shape)}"
+            )
         if self.num_selected > num_objects:
             raise ValueError(f"num_selected must be at most the number of objects, {num_objects}: cannot select {self.num_selected}")
         draws, shape = batch.draws(self.generator), (self.num_selected,)
-        scores = found.scores[..., 0]
+        scores = candidates.scores[..., 0]
         number = (self.explore * self.num_selected + ops.uniform(shape=(1,), **draws)).floor()
         best = scores.topk(self.num_selected, 1).indices
         is_kept = torch.arange(self.num_selected, device=scores.device) < self.num_selected - number
@@ -110,7 +116,7 @@ class PlacementSelection(AffinitySearch):
         keys, again = ops.uniform(shape=scores.shape[1:], **draws), ops.uniform(shape=shape, **draws)
         lottery = keys.scatter(1, best, again.masked_fill(is_kept, -1.0))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
-        places = ops.gather_states(found.places, objects)
+        places = ops.gather_states(candidates.places, objects)
         is_random = ops.uniform(shape=shape, **draws) < self.explore_places
         random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
@@ -181,8 +187,8 @@ class PlacementCompletion(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """Proposes ``(N, 2^num_added)`` scenes with all combinations of additions."""
         presence, position, rank, draws = self._parents(batch)
-        found = self.scan.propose_additions(batch, torch.where(presence, position, -1), rank)
-        scores = found.scores[..., 0].masked_fill(presence, -torch.inf)
+        additions = self.scan.propose_additions(batch, torch.where(presence, position, -1), rank)
+        scores = additions.scores[..., 0].masked_fill(presence, -torch.inf)
         number = min(self.num_added, presence.shape[1])
         choices = torch.tensor(list(itertools.product((False, True), repeat=number)), device=scores.device)
         added = scores.topk(number, 1).indices.unsqueeze(1).expand(-1, len(choices), -1)
@@ -190,7 +196,7 @@ class PlacementCompletion(Search):
         # Where fewer are absent, some of the best are there already.
         is_new = is_new.scatter(2, added, choices.expand_as(added)) & ~presence.unsqueeze(1)
         is_there = is_new | presence.unsqueeze(1)
-        where = torch.where(is_new, found.places[..., 0].unsqueeze(1), position.unsqueeze(1))
+        where = torch.where(is_new, additions.places[..., 0].unsqueeze(1), position.unsqueeze(1))
         if rank is not None:
             between = presence.sum(1, keepdim=True) * ops.uniform(shape=presence.shape[1:], **draws) - 0.5
             rank = torch.where(presence, rank, between).unsqueeze(1).expand(is_there.shape)
@@ -201,8 +207,8 @@ class PlacementCompletion(Search):
         num_objects, _ = scene_sizes(batch.space)
         draws = batch.draws(self.generator)
         passed = batch.population.weights().cumsum(1) < ops.uniform(shape=(1,), **draws)
-        chosen = passed.sum(1, keepdim=True).clamp(max=batch.population.num_states - 1)
-        presence, position, rank = _unpack(batch.space, batch.population.take(chosen).squeeze(1))
+        parent = passed.sum(1, keepdim=True).clamp(max=batch.population.num_states - 1)
+        presence, position, rank = _unpack(batch.space, batch.population.take(parent).squeeze(1))
         keys = ops.uniform(shape=(num_objects + 1,), **draws)
         keys[:, :num_objects].masked_fill_(~presence, -1.0)
         gone = keys.argmax(1, keepdim=True)
@@ -276,8 +282,8 @@ class PlacementMoves(Search):
         if population.num_states < self.parents:
             raise ValueError(f"parents must be at most the states of a population, {population.num_states}: cannot select {self.parents}")
         draws = batch.draws(self.generator)
-        chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
-        parents = population.take(chosen)
+        parent_states = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
+        parents = population.take(parent_states)
         scenes = _unpack(space, parents.repeat_interleave(self.children, 1))
         return batch.evaluate(_pack(space, *self._move(*scenes, draws)))
 

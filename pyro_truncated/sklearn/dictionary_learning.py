@@ -289,14 +289,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             generator=generator,
             progress=progress,
         )
-        taken: int = guide.steps
+        num_steps: int = guide.steps
         if ridge:
             # From the first step on, it would take away elements that are hardly used yet.
             model.ridge = ridge
             svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
             fit(svi, rows, steps=max_iter, progress=progress)
-            taken = max_iter
-        return list(guide.starts), taken
+            num_steps = max_iter
+        return list(guide.starts), num_steps
 
     def _step(self, driver: ClosedForm, rows: Tensor) -> None:
         rows = rows.to(self.model_.weight.dtype)

@@ -156,11 +156,11 @@ class SteepestAscent(Search):
         for _ in range(steps):
             if not bool(moving.any()):
                 break
-            found = self.step(dataclasses.replace(batch, population=population))
+            candidates = self.step(dataclasses.replace(batch, population=population))
             # Less than a millionth of a nat is rounding.
-            moving = moving & (found.free_energy() > population.free_energy() + 1e-6)
-            words = torch.where(moving[:, None, None], found.words, population.words)
-            log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
+            moving = moving & (candidates.free_energy() > population.free_energy() + 1e-6)
+            words = torch.where(moving[:, None, None], candidates.words, population.words)
+            log_joint = torch.where(moving[:, None], candidates.log_joint, population.log_joint)
             population = dataclasses.replace(population, words=words, log_joint=log_joint)
         return population
 

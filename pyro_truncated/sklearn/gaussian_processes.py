@@ -228,10 +228,10 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         inducing = None if inducing is None else min(inducing, len(rows))
         with apart(self.random_state) as generator:
             model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
-            found = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
+            result = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
             self._posterior = Posterior(model, own)
         self.model_, self.n_iter_, self._units = model, steps, units
-        self.bound_ = found.bound - float(units.log_volume(rows).sum())
+        self.bound_ = result.bound - float(units.log_volume(rows).sum())
         self.relevance_ = model.probability.detach()[0].numpy().copy()
         self.embedding_ = self._select_dimensions(model.loc.detach()).numpy()
         return self
@@ -264,8 +264,8 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
 
         They are in nats, ``(n_samples,)``.
         """
-        found = self._infer(X).bound
-        return (found - self._units.log_volume(self._rows(X, reset=False))).numpy()
+        bound = self._infer(X).bound
+        return (bound - self._units.log_volume(self._rows(X, reset=False))).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
         """Returns the mean of :meth:`score_samples`, in nats per data point."""

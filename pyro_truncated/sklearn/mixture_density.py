@@ -285,11 +285,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Not annealed: at high temperatures all components are the same, and part where the likelihood is not highest.
         # Starts of 60 steps ended where those of 12 do, on five sets of data.
         options: dict[str, Any] = {"num_starts": n_init, "steps": min(max_iter, 12), "num_states": n_states}
-        reached = best_start(model, rows, search, num_data=5000, generator=generator, **options)
+        free_energy = best_start(model, rows, search, num_data=5000, generator=generator, **options)
         svi = SVI(model, AutoTruncated(model, n_states), ClosedForm(model), Truncated_ELBO(search))
         progress = None if self.verbose else False
         # Steps over which the growth of the log density is averaged.
-        return reached, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
+        return free_energy, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
     def _each(self, X: Any, read: Any) -> Any:
         """What is read of the posteriors of all data points."""

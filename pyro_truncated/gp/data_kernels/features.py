@@ -181,10 +181,10 @@ class FunctionKernel(FixedKernel):
     def _values(self, new: Sequence[Any], others: Sequence[Any]) -> Tensor:
         check_kinds(FunctionKernel._values, new=new)
         if self.batched:
-            found = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
-            if found.shape != (len(new), len(others)):
-                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(found.shape)}")
-            return found
+            values = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
+            if values.shape != (len(new), len(others)):
+                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(values.shape)}")
+            return values
         rows = [[_number(self.function, x, z) for z in others] for x in new]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(new), len(others))
 
@@ -306,8 +306,8 @@ class HashedCounts:
         """
         features = as_tensors(features)
         if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex():
-            told = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-            raise TypeError(f"features must be a matrix (n, F) of real counts; got {told}")
+            kind = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+            raise TypeError(f"features must be a matrix (n, F) of real counts; got {kind}")
         if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
             raise ValueError(
                 f"features must be counts, finite and not negative; got {float(features.min()):g} to {float(features.max()):g}"
@@ -323,8 +323,8 @@ class HashedCounts:
         """Returns the objects at distinct positions ``index`` ``(b,)``, in that order."""
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)
         place[index] = torch.arange(len(index), device=self.rows.device)
-        kept = place[self.rows] >= 0
-        return HashedCounts.from_occurrences(len(index), place[self.rows[kept]], self.keys[kept], self.counts[kept])
+        is_selected = place[self.rows] >= 0
+        return HashedCounts.from_occurrences(len(index), place[self.rows[is_selected]], self.keys[is_selected], self.counts[is_selected])
 
     def __add__(self, other: HashedCounts) -> HashedCounts:
         """All features of both, of the same objects."""
@@ -352,10 +352,10 @@ class HashedCounts:
     def matrix(self, vocabulary: Tensor) -> Tensor:
         """The sparse matrix ``(num, V)`` of counts by sorted vocabulary ``(V,)``."""
         column = torch.searchsorted(vocabulary, self.keys)
-        known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
-        index = torch.stack([self.rows[known], column[known]])
+        is_known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
+        index = torch.stack([self.rows[is_known], column[is_known]])
         # Entries are sorted by object and key, which is what a coalesced matrix needs.
-        return torch.sparse_coo_tensor(index, self.counts[known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(index, self.counts[is_known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)
 
     @property
     def squared_norms(self) -> Tensor:
@@ -444,20 +444,20 @@ class Graphs:
         element, degree, charge, aromatic, hydrogens = (
             torch.as_tensor(arrays[f"atom_{name}"]).long() for name in ("Z", "degree", "charge", "aromatic", "nH")
         )
-        known = {
+        features = {
             "atom": combine(element, degree, charge, aromatic, hydrogens),
             "element": element,
             "degree": degree,
             "none": torch.zeros_like(element),
         }
-        if labels not in known:
-            raise ValueError(f"labels must be one of {', '.join(known)}; got {labels!r}")
+        if labels not in features:
+            raise ValueError(f"labels must be one of {', '.join(features)}; got {labels!r}")
         num = len(atom_ptr) - 1
         bond_type = torch.as_tensor(arrays["bond_type"]).long()
         bond_label = bond_type if labels in ("atom", "element") else torch.zeros_like(bond_type)
         offset = torch.repeat_interleave(atom_ptr[:-1], bond_ptr.diff())
         graph = torch.repeat_interleave(torch.arange(num), atom_ptr.diff())
-        return Graphs(num, graph, known[labels], torch.stack([ends_i + offset, ends_j + offset]), bond_label)
+        return Graphs(num, graph, features[labels], torch.stack([ends_i + offset, ends_j + offset]), bond_label)
 
 
 @names_arguments
@@ -518,9 +518,9 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
         batch = order[begin : begin + max(64, rows_per_block(64 * largest**2))]
         batch = batch[sizes[batch] <= max(largest, 1)]
         begin += len(batch)
-        found = _paths(graphs, batch, sizes, first)
-        rows.append(found[0])
-        keys.append(found[1])
+        paths = _paths(graphs, batch, sizes, first)
+        rows.append(paths[0])
+        keys.append(paths[1])
     return HashedCounts.from_occurrences(graphs.num, torch.cat(rows), torch.cat(keys))
 
 
@@ -529,8 +529,8 @@ def _paths(graphs: Graphs, batch: Tensor, sizes: Tensor, first: Tensor) -> tuple
     width = max(1, int(sizes[batch].max()))
     place = torch.full((graphs.num,), -1, dtype=torch.int64)
     place[batch] = torch.arange(len(batch))
-    chosen = place[graphs.graph[graphs.edges[0]]] >= 0
-    edges = graphs.edges[:, chosen]
+    is_in_batch = place[graphs.graph[graphs.edges[0]]] >= 0
+    edges = graphs.edges[:, is_in_batch]
     owner = graphs.graph[edges[0]]
     a, b = edges - first[owner]
     # Int16 keeps batches small; no path is longer than a graph.
@@ -659,9 +659,9 @@ class CountKernel(FixedKernel):
         begin, length = self._start[index], self._start[index + 1] - self._start[index]
         row = torch.repeat_interleave(torch.arange(len(index), device=index.device), length)
         entry = torch.arange(int(length.sum()), device=index.device) - (length.cumsum(0) - length)[row] + begin[row]
-        found = self._norms.new_zeros(len(index), len(self._vocabulary))
-        found[row, self._matrix.indices()[1, entry]] = self._matrix.values()[entry]
-        return found
+        dense = self._norms.new_zeros(len(index), len(self._vocabulary))
+        dense[row, self._matrix.indices()[1, entry]] = self._matrix.values()[entry]
+        return dense
 
 
 class MinMaxKernel(CountKernel):

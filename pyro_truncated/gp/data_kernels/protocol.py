@@ -112,8 +112,8 @@ class ProtocolKernel(DataKernel):
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        found = self._there(self.source.columns(index))
-        return self.variance * (found if rows is None else found[rows])
+        block = self._there(self.source.columns(index))
+        return self.variance * (block if rows is None else block[rows])
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
@@ -128,8 +128,8 @@ class ProtocolKernel(DataKernel):
         variances = getattr(self.source, "diag_new", None)
         if variances is None:
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
-        found: Tensor = self.variance * self._there(variances(new))
-        return found
+        values: Tensor = self.variance * self._there(variances(new))
+        return values
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other.
@@ -387,8 +387,8 @@ class SumKernel(DataKernel):
     def relevance(self) -> Tensor:
         """The mean variance ``(P,)`` of each part, without :class:`IdentityKernel`'s."""
         with torch.no_grad():
-            found: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
-            return found
+            means: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
+            return means
 
     @property
     def _kernels(self) -> list[DataKernel]:
@@ -450,13 +450,13 @@ class RescaledKernel(DataKernel):
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` with inputs at ``index``, of all or ``rows``."""
-        found: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
-        return found
+        block: Tensor = self.kernel.columns(index, rows) / (self._scale_rows(rows)[:, None] * self.deviations[index])
+        return block
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs, which are not rescaled."""
-        found: Tensor = self.kernel.cross(new, index) / self.deviations[index]
-        return found
+        block: Tensor = self.kernel.cross(new, index) / self.deviations[index]
+        return block
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs."""
@@ -467,8 +467,8 @@ class RescaledKernel(DataKernel):
         return self.kernel.among(new)
 
     def _scale_rows(self, rows: Tensor | None) -> Tensor:
-        found: Tensor = self.deviations if rows is None else self.deviations[rows]
-        return found
+        deviations: Tensor = self.deviations if rows is None else self.deviations[rows]
+        return deviations
 
 
 class RestrictedKernel(DataKernel):
@@ -645,13 +645,13 @@ class GPyTorchKernel(InputKernel):
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
         """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        found: Tensor = self.kernel(first, second).to_dense()
-        return found
+        block: Tensor = self.kernel(first, second).to_dense()
+        return block
 
     def variances(self, points: Tensor) -> Tensor:
         """Variances ``(a,)`` of points ``(a, D)``."""
-        found: Tensor = self.kernel(points, diag=True)
-        return found
+        variances: Tensor = self.kernel(points, diag=True)
+        return variances
 
 
 @names_arguments

@@ -127,8 +127,8 @@ class ExactPosterior:
         return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
 
     def _explain(self, cross: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
-        return found
+        basis: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
+        return basis
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
@@ -204,29 +204,29 @@ class Alternation:
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept, kept_values = math.inf, index, snapshot(self._trainable_parameters())
+        best, best_index, best_parameters = math.inf, index, snapshot(self._trainable_parameters())
         tolerance = settings.tolerance * len(self.targets)
         for epoch in range(settings.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
-            chosen = sample.inducing
+            members = sample.inducing
             if epoch:
                 limit = settings.remaining_seconds()
                 budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), record.clock)
-                chosen = self._improve(sample, chosen, budget)
-                index = sample.among_all(chosen)
+                members = self._improve(sample, members, budget)
+                index = sample.among_all(members)
                 if sample.rows is None:
                     record.note("subset", self._subset_value(index))
-            value = self._fit_parameters(sample, chosen, settings)
+            value = self._fit_parameters(sample, members, settings)
             if sample.rows is not None:
                 # What some rows liked has to prove itself on all.
                 value = self._full_objective(index)
             record.note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
-                best, kept, kept_values = value, index, snapshot(self._trainable_parameters())
+                best, best_index, best_parameters = value, index, snapshot(self._trainable_parameters())
             elif sample.rows is not None:
-                index = kept
-                load_snapshot(self._trainable_parameters(), kept_values)
+                index = best_index
+                load_snapshot(self._trainable_parameters(), best_parameters)
             if settings.remaining_seconds() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
@@ -238,8 +238,8 @@ class Alternation:
             attempts = settings.attempts + self.num_inducing if is_settled else settings.attempts
         if not math.isfinite(best):
             raise ValueError(f"the objective must be finite at the start; got {best}. Check the kernel, its parameters and the noise")
-        load_snapshot(self._trainable_parameters(), kept_values)
-        return kept, best
+        load_snapshot(self._trainable_parameters(), best_parameters)
+        return best_index, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
         problem = SubsetProblem(sample.kernel, sample.targets, self._noise(), self._subset_objective())
@@ -329,22 +329,20 @@ def scout_length_scales(
 
     They start from all, a half and a quarter of the current ones.
     """
-    best, found = math.inf, None
+    best, best_parameters = math.inf, None
     for share in (1.0, 0.5, 0.25):
         load_snapshot(parameters, start)
         _shorten(kernel, share)
-        scouted = scout()
-        if scouted < best:
-            best, found = scouted, snapshot(parameters)
-    return found
+        value = scout()
+        if value < best:
+            best, best_parameters = value, snapshot(parameters)
+    return best_parameters
 
 
 def kernels_with_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
     """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
-    learned = {"lengthscale_unconstrained", "raw_lengthscale"}
-    return [
-        module for module in kernel.modules() if any(p.requires_grad and n in learned for n, p in module.named_parameters(recurse=False))
-    ]
+    names = {"lengthscale_unconstrained", "raw_lengthscale"}
+    return [module for module in kernel.modules() if any(p.requires_grad and n in names for n, p in module.named_parameters(recurse=False))]
 
 
 @torch.no_grad()
@@ -381,10 +379,10 @@ def optimize_free_inputs(
 ) -> float:
     """Optimises inducing inputs, kernel parameters and noise on all data but ``held_out``."""
     rows = torch.ones(len(targets), dtype=torch.bool, device=targets.device).index_fill(0, held_out, False)
-    seen, learned = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
+    fitted_kernel, parameters = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
     value = minimize(
-        lambda: backward(FreeBasis(seen, inputs), targets[rows], log_noise, objective),
-        learned,
+        lambda: backward(FreeBasis(fitted_kernel, inputs), targets[rows], log_noise, objective),
+        parameters,
         max_evaluations=most,
         should_stop=lambda: record.remaining_seconds() <= 0,
         on_better=lambda better: None if len(held_out) else record.note("free", better),
@@ -392,6 +390,6 @@ def optimize_free_inputs(
     if len(held_out):
         value = backward(FreeBasis(kernel, inputs), targets, log_noise, objective)
         record.note("free", value)
-        for parameter in learned:
+        for parameter in parameters:
             parameter.grad = None
     return value

@@ -61,8 +61,8 @@ class ObservedEntries:
         order = torch.randperm(len(self), generator=generator).to(self.row.device)
         by_input, place = self.row[order].sort(stable=True)
         turn = torch.arange(len(self), device=place.device) - torch.searchsorted(by_input, by_input)
-        chosen = order[place[turn.argsort(stable=True)[:num]]]
-        return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
+        index = order[place[turn.argsort(stable=True)[:num]]]
+        return ObservedEntries(self.row[index], self.output[index], self.value[index])
 
     def predict_left_out(self, inverse: Tensor) -> Tensor:
         r"""Predicts an input's entries ``(E,)`` from those of others: :math:`y_b - (P_{bb})^{-1} [P y]_b`."""
@@ -221,15 +221,15 @@ class CoregionalizedGPRegression(torch.nn.Module):
             self.objective_value = self._fit_to(everything, settings, record)
             return self._predict_left_out(everything)
 
-        predicted = attempt()
+        prediction = attempt()
         may_move = is_first and bool(kernels_with_length_scales(self.kernel)) and record.remaining_seconds() > 0
-        if may_move and self._explained_share(everything, predicted) < LEAST_EXPLAINED:
-            kept = snapshot(self._trainable_parameters)
-            found = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
-            load_snapshot(self._trainable_parameters, found or kept)
-            predicted = attempt() if found else predicted
+        if may_move and self._explained_share(everything, prediction) < LEAST_EXPLAINED:
+            before = snapshot(self._trainable_parameters)
+            parameters = self._scout(start, FitSettings(min(max_iterations, SCOUTING_ITERATIONS), record.budget(0.5), tolerance))
+            load_snapshot(self._trainable_parameters, parameters or before)
+            prediction = attempt() if parameters else prediction
         record.close()
-        warn_about_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
+        warn_about_noise(everything.value[:, None], prediction[:, None], float(self.noise.detach().mean()))
         return self.objective_value
 
     @property

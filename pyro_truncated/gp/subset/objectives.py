@@ -212,11 +212,11 @@ def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
     with torch.enable_grad():
         columns, square = basis.columns(), basis.square()
         # Which inputs depend on others is no differentiable question; the factor of the rest is one.
-        kept, _ = independent_cholesky(square.detach())
-        triangle, info = torch.linalg.cholesky_ex(square[kept][:, kept])
-        if not len(kept) or int(info):
+        rows, _ = independent_cholesky(square.detach())
+        triangle, info = torch.linalg.cholesky_ex(square[rows][:, rows])
+        if not len(rows) or int(info):
             return math.nan
-        factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+        factor = torch.linalg.solve_triangular(triangle, columns[:, rows].mT, upper=False).mT
         missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
         covariance = LowRankCovariance(factor, noise_from_log(log_noise) + missing)
         value = -covariance.log_likelihood(targets) - 0.5 * targets.numel() * math.log(2 * math.pi)
@@ -247,9 +247,9 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
 
 def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
     """Differentiates outputs with their gradients, except those without learned parameters."""
-    learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
-    if learned:
-        torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
+    pairs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class _Terms(NamedTuple):
@@ -262,11 +262,11 @@ class _Terms(NamedTuple):
 def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
     """The objective and its derivatives in columns, square and noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
-    kept, C = independent_cholesky(square)
-    if not len(kept):
+    rows, C = independent_cholesky(square)
+    if not len(rows):
         return None
-    whole = len(kept) == len(square)
-    L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, kept]).mT, upper=False).mT
+    whole = len(rows) == len(square)
+    L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, rows]).mT, upper=False).mT
     gram = L.mT @ L
     if not bool(gram.isfinite().all()):
         return None
@@ -289,9 +289,9 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
         H * ((n - len(gram)) / s2 + B_inverse.diagonal().sum()) - a.square().sum() - problem.trace_weight * residual.clamp(min=0.0) / s2
     )
     if not whole:
-        for_columns = torch.zeros_like(columns).index_copy_(1, kept, for_columns)
+        for_columns = torch.zeros_like(columns).index_copy_(1, rows, for_columns)
         padded = torch.zeros_like(square)
-        padded[kept[:, None], kept] = for_square
+        padded[rows[:, None], rows] = for_square
         for_square = padded
     return _Terms(float(value), for_columns, for_square, float(d_noise))
 
@@ -390,24 +390,24 @@ class SparsePosterior:
         self.targets = targets
         self.is_projected = objective == "pp"
         columns, square = basis.columns(), basis.square()
-        kept, triangle = independent_cholesky(square)
-        self.factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+        rows, triangle = independent_cholesky(square)
+        self.factor = torch.linalg.solve_triangular(triangle, columns[:, rows].mT, upper=False).mT
         prior = basis.kernel.diag().double()
         self.residual = (prior - self.factor.square().sum(1)).clamp(min=0.0)
         self.noise = (noise + self.residual) if objective == "fitc" else torch.full_like(prior, noise)
         scaled = self.factor / self.noise[:, None]
-        identity = torch.eye(len(kept), dtype=scaled.dtype, device=scaled.device)
+        identity = torch.eye(len(rows), dtype=scaled.dtype, device=scaled.device)
         R = torch.linalg.cholesky(identity + self.factor.mT @ scaled)
         inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
         shrink = torch.linalg.solve_triangular(R, inverse, upper=False)
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._prior_share(triangle, kept, held_out) if self.is_projected else 1.0
+        self.share = self._prior_share(triangle, rows, held_out) if self.is_projected else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
-        self.mean_weights[kept] = shrink.mT @ whitened
+        self.mean_weights[rows] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
-        self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
+        self.variance_weights[rows[:, None], rows] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function."""

@@ -61,8 +61,8 @@ class StudentT(Likelihood):
         density = dist.StudentT(self.df, f, self.scale)
         if y is not None:
             density = density.expand_by(y.shape[: -f.dim()]).to_event(y.dim())
-        found: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
-        return found
+        sample: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
+        return sample
 
 
 class SubsetModel(UniqueModule, Parameterized):

@@ -241,8 +241,8 @@ class SubsetGPRegression(torch.nn.Module):
         self.register_buffer("target_mean", matrix.mean(0))
         self.register_buffer("target_scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
         self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
-        chosen = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
-        self.register_buffer("index", chosen.to(targets.device))
+        index = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
+        self.register_buffer("index", index.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
         self.inducing_inputs: torch.nn.Parameter | None = None
         self.held_out = self.index[:0].clone()
@@ -262,10 +262,10 @@ class SubsetGPRegression(torch.nn.Module):
         Raises:
             RuntimeError: before :meth:`fit`.
         """
-        chosen = self.index[self.index >= 0]
-        if not len(chosen):
+        index = self.index[self.index >= 0]
+        if not len(index):
             raise RuntimeError("there are no inducing inputs yet: call fit() first, or load a state")
-        return chosen
+        return index
 
     @renames(polish="free_inputs", polish_evaluations="free_input_evaluations")
     def fit(
@@ -346,8 +346,8 @@ class SubsetGPRegression(torch.nn.Module):
                     self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), settings, record
                 )
             turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, size, self.generator)
-            left = record.budget(share)
-            limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=left, tolerance=tolerance)
+            budget = record.budget(share)
+            limited = dataclasses.replace(settings, gives_up=gives_up, remaining_seconds=budget, tolerance=tolerance)
             index, value = turns.run(start, limited, record)
             self.index.fill_(-1)
             self.index[: len(index)] = check_index(index, len(self.targets))
@@ -465,10 +465,10 @@ class SubsetGPRegression(torch.nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What is neither parameter nor buffer of a fixed shape."""
-        moved = None if self.inducing_inputs is None else self.inducing_inputs.detach()
+        inputs = None if self.inducing_inputs is None else self.inducing_inputs.detach()
         settled = self._posterior if isinstance(self._posterior, SparsePosterior) else None
         return {
-            "inducing_inputs": moved,
+            "inducing_inputs": inputs,
             "held_out": self.held_out,
             "objective_value": self.objective_value,
             "targets": _digest(self.targets),
@@ -485,8 +485,8 @@ class SubsetGPRegression(torch.nn.Module):
         if state.get("targets", _digest(self.targets)) != _digest(self.targets):
             raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
         _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
-        moved = state["inducing_inputs"]
-        self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
+        inputs = state["inducing_inputs"]
+        self.inducing_inputs = None if inputs is None else torch.nn.Parameter(inputs)
         self.held_out = state.get("held_out", self.index[:0]).to(self.index.device)
         self.objective_value = state["objective_value"]
         self._posterior = None

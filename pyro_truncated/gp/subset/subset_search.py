@@ -180,8 +180,8 @@ class ExchangeFactors:
         if len(index):
             # All inputs at once: K_nI C^-T beats adding blocks.
             columns = self.problem.columns(index)
-            kept, triangle = independent_cholesky(columns[index], self.prior[index])
-            self._place(index[kept], columns[:, kept], triangle)
+            rows, triangle = independent_cholesky(columns[index], self.prior[index])
+            self._place(index[rows], columns[:, rows], triangle)
 
     @property
     def index(self) -> Tensor:
@@ -238,10 +238,10 @@ class ExchangeFactors:
     def append(self, index: Tensor, residuals: Tensor | None = None) -> int:
         """Adds inputs ``(t,)`` that do not depend on others; returns how many."""
         residuals = self.residual_columns(index) if residuals is None else residuals
-        kept, triangle = independent_cholesky(residuals[index], self.prior[index])
-        if len(kept):
-            self._place(index[kept], residuals[:, kept], triangle)
-        return len(kept)
+        rows, triangle = independent_cholesky(residuals[index], self.prior[index])
+        if len(rows):
+            self._place(index[rows], residuals[:, rows], triangle)
+        return len(rows)
 
     def _place(self, index: Tensor, residuals: Tensor, triangle: Tensor) -> None:
         """Extends all factors by new inputs' residual columns and block."""
@@ -353,8 +353,8 @@ class CandidatePool:
             weighted = _deflate(weighted, along, c, w) - torch.outer(after, after) / (1 + w)
             alignment = alignment - torch.outer(c, aligned) - torch.outer(after, aligned) / (1 + w)
             block = block - torch.outer(c, c)
-        chosen = torch.tensor(places, dtype=torch.int64, device=block.device)
-        return chosen, torch.stack(gains) if gains else block.new_zeros(0)
+        index = torch.tensor(places, dtype=torch.int64, device=block.device)
+        return index, torch.stack(gains) if gains else block.new_zeros(0)
 
 
 def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
@@ -365,18 +365,18 @@ def approximate_gains(factors: ExchangeFactors, pivots: Tensor) -> Tensor:
     """
     noise = factors.problem.noise
     residuals = factors.residual_columns(pivots)
-    kept, triangle = independent_cholesky(residuals[pivots], factors.prior[pivots])
-    half = torch.linalg.solve_triangular(triangle, residuals[:, kept].mT, upper=False).mT
+    rows, triangle = independent_cholesky(residuals[pivots], factors.prior[pivots])
+    half = torch.linalg.solve_triangular(triangle, residuals[:, rows].mT, upper=False).mT
     along = factors.factor.mT @ half
     whitened = torch.linalg.solve_triangular(factors.cholesky, along, upper=False)
     M1 = half.mT @ half
     M2 = (M1 - whitened.mT @ whitened) / noise
     aligned = half.mT @ factors.problem.targets - along.mT @ torch.cholesky_solve(factors.moment, factors.cholesky)
-    known = half.square().sum(1)
+    square_norm = half.square().sum(1)
     squared, weighted, alignment = ((half @ M1) * half).sum(1), ((half @ M2) * half).sum(1), half @ (aligned / noise)
-    missing = (factors.residual - known).clamp(min=0.0)
-    squared = squared + missing * (2 * known + missing)
-    weighted = weighted + missing * (2 * known + missing) / noise
+    missing = (factors.residual - square_norm).clamp(min=0.0)
+    squared = squared + missing * (2 * square_norm + missing)
+    weighted = weighted + missing * (2 * square_norm + missing) / noise
     alignment = alignment + missing[:, None] * factors.weights()
     gains = _gain(factors.problem, factors.residual.clamp(min=1e-300), squared, weighted, alignment)
     return torch.where(factors.candidates(), gains, -torch.inf)
@@ -520,13 +520,13 @@ class ExchangeSearch(SubsetSearch):
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
         """Adds the best of random candidates in blocks, up to ``num_inducing``."""
         while factors.size < min(num_inducing, factors.problem.num_data):
-            wanted = min(block, num_inducing - factors.size)
-            drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
-            if not len(drawn):
+            number = min(block, num_inducing - factors.size)
+            draws = draw(factors.candidates().double(), min(256, self.candidates_per_input * number), generator)
+            if not len(draws):
                 return
-            pool = CandidatePool(factors, drawn)
-            places, _ = pool.choose(wanted)
-            if not len(places) or not factors.append(drawn[places], pool.residuals[:, places]):
+            pool = CandidatePool(factors, draws)
+            places, _ = pool.choose(number)
+            if not len(places) or not factors.append(draws[places], pool.residuals[:, places]):
                 return
 
     def _exchange_blocks(
@@ -581,30 +581,30 @@ class ExchangeSearch(SubsetSearch):
 
     def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
         """Swaps members for better inputs, cheapest first, until none was exchanged."""
-        tried: set[int] = set()
+        visited: set[int] = set()
         while not budget.is_exhausted:
-            untried = torch.tensor([int(i) not in tried for i in factors.index.tolist()], device=factors.index.device)
+            untried = torch.tensor([int(i) not in visited for i in factors.index.tolist()], device=factors.index.device)
             if not bool(untried.any()):
                 return value
             budget.attempts += 1
             place = torch.where(untried, removal_costs(factors), torch.inf).argmin()
             member = int(factors.index[place])
-            tried.add(member)
+            visited.add(member)
             factors.move_to_end(place[None])
             before = factors.forget(1)
-            found = self._better(factors, value, generator)
-            if found is None:
+            swap = self._better(factors, value, generator)
+            if swap is None:
                 factors.recall(1, before)
                 continue
-            factors.append(found)
+            factors.append(swap)
             new = factors.value()
             if not new < value:
                 # Rounding made the gain; the member comes back in its place.
                 factors.forget(1)
-                factors.append(torch.tensor([member], device=found.device))
+                factors.append(torch.tensor([member], device=swap.device))
                 continue
             # The landscape has changed: all others are worth another try.
-            tried = {int(found[0])}
+            visited = {int(swap[0])}
             value = new
             budget.record(value, 1)
         return value
@@ -708,12 +708,12 @@ class InducingSubset:
             The objective, never above that before.
         """
         budget = Budget(max_swaps, max_attempts, max_seconds, progress=progress)
-        found = self.search.improve(self.problem, self.num_inducing, self.index, budget, self.generator)
+        index = self.search.improve(self.problem, self.num_inducing, self.index, budget, self.generator)
         budget.close()
-        value = self._value(found)
+        value = self._value(index)
         self.history += budget.history
         if value < self.objective_value:
-            self.index, self.objective_value = found, value
+            self.index, self.objective_value = index, value
         return self.objective_value
 
     def update(self, *, noise: float | None = None, targets: Tensor | None = None) -> float:
@@ -758,7 +758,7 @@ def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
 
 
 def _matrix(targets: Tensor) -> Tensor:
-    found = in_double("y, the targets,", targets).detach()
-    if found.dim() not in (1, 2):
-        raise ValueError(f"y, the targets, must have shape (n,) or (n, H); got {tuple(found.shape)}")
-    return found if found.dim() == 2 else found[:, None]
+    values = in_double("y, the targets,", targets).detach()
+    if values.dim() not in (1, 2):
+        raise ValueError(f"y, the targets, must have shape (n,) or (n, H); got {tuple(values.shape)}")
+    return values if values.dim() == 2 else values[:, None]

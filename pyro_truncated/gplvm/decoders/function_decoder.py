@@ -144,8 +144,8 @@ class SASFunctionDecoder(SASDecoder):
             raise ValueError("a decoder with its own observation distribution takes neither projected nor num_neighbors: leave both out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
-            kept = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
-            self._conditioning_points = self._with_checksum(kept, x)
+            points = select_conditioning_set(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            self._conditioning_points = self._with_checksum(points, x)
         return self
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -162,24 +162,24 @@ class SASFunctionDecoder(SASDecoder):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._conditioning_set()
+        points = self._conditioning_set()
         with torch.no_grad():
-            found = kept.posterior(self.kernel, (self.noise_variance + self.width).detach())
-        assert isinstance(found, ActiveSet)
-        return found
+            posterior = points.posterior(self.kernel, (self.noise_variance + self.width).detach())
+        assert isinstance(posterior, ActiveSet)
+        return posterior
 
     def sample(self, num: int) -> Tensor:
         """Draws new data points ``(num, ...)``: latents, functions, then observations."""
         with torch.no_grad():
-            found: Tensor = self.observe(super().sample(num)).sample()
-        return found
+            draws: Tensor = self.observe(super().sample(num)).sample()
+        return draws
 
     def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         return ActiveSet(latents, self.sites(x).detach(), self.kernel, (self.noise_variance + self.width).detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
-        found: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
-        return found
+        log_joint: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
+        return log_joint
 
     def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
         candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]

@@ -45,7 +45,7 @@ from pyro_truncated.gp.active_sets import (
 )
 from pyro_truncated.gp.data_kernels.protocol import check_kernel
 from pyro_truncated.gplvm.decoders.conditioning_set import ConditioningSet, Posterior, checksum, neighbors_set, select_conditioning_set
-from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, climb, log_joint
+from pyro_truncated.gplvm.decoders.latents import CandidateLatents, Predictor, best_candidates, log_joint, maximize
 from pyro_truncated.gplvm.decoders.sharded_latents import SharedSplit, gather_latents, join_latents
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import check_count, check_counts, check_learning_rate, describe, names_arguments
@@ -230,8 +230,8 @@ class SASDecoder(UniqueModule):
         optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
         for _ in range(steps):
             rows = torch.randperm(self.num_data, device=x.device)[:256]
-            shown = rows_at(x, rows)
-            loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
+            batch = rows_at(x, rows)
+            loc, scale = self._encode(batch, batch[: max(1, len(rows) // 4)])
             loss = (loc - rows_at(as_shard_like(scores, x), rows)).square().mean()
             if scale is not None:
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
@@ -289,10 +289,10 @@ class SASDecoder(UniqueModule):
         if split is not None:
             return Split(split.indices.to(self.loc.device), split.num_active)
         batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
-        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+        active = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
         others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
-        others[chosen] = False
-        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
+        others[active] = False
+        return Split(batch[torch.cat([active, others.nonzero().squeeze(-1)])], len(active))
 
     @contextlib.contextmanager
     def _plate(self, split: Split) -> Iterator[None]:
@@ -328,11 +328,11 @@ class SASDecoder(UniqueModule):
     def _infer_latents(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Means and deviations of a minibatch's latents, before its plate opens."""
         if self.encoder is not None:
-            shown = split.rows(x)
-            return self._encode(shown, shown[: split.num_active])
-        held = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
+            batch = split.rows(x)
+            return self._encode(batch, batch[: split.num_active])
+        variables = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
         # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
-        rows = split.latents(held)
+        rows = split.latents(variables)
         return rows[0], rows[1] if self.bayesian else None
 
     def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
@@ -357,8 +357,8 @@ class SASDecoder(UniqueModule):
         """A copy of the training data's latents (or means) ``(N, Q)``."""
         with torch.no_grad():
             if self.encoder is None:
-                found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
-                return found.detach().clone()
+                latents: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
+                return latents.detach().clone()
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
@@ -489,14 +489,14 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             z = self.z_loc.detach().clone()
             posterior = self._make_active_set(rows_at(x, active), rows_at(as_shard_like(z, x), active))
-            moved = torch.zeros((), dtype=torch.int64)
+            count = torch.zeros((), dtype=torch.int64)
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
                 z[rows[better]] = there[better]
-                moved += int(better.sum())
+                count += int(better.sum())
             self.z_loc = z
-        return int(shard_sum(x)([moved])[0]) / self.num_data
+        return int(shard_sum(x)([count])[0]) / self.num_data
 
     def _make_active_set(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """The posterior of deviations from ``loc`` given data points at their latents."""
@@ -569,12 +569,12 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             latents, outputs = gather_all_rows(self.latents(x), x), as_shard_like(x - self.loc, x)
             if num_neighbors is None:
-                kept = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
+                points = select_conditioning_set(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             elif size is None and not projected:
-                kept = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
+                points = neighbors_set(latents, outputs, check_count("num_neighbors", num_neighbors))
             else:
                 raise ValueError("num_neighbors are the closest of all complete data points: leave size and projected out")
-            self._conditioning_points = self._with_checksum(kept, x)
+            self._conditioning_points = self._with_checksum(points, x)
         self._training_data, self._candidates = x, None
         return self
 
@@ -604,9 +604,9 @@ class SASDecoder(UniqueModule):
         Raises:
             RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        kept = self._conditioning_set()
+        points = self._conditioning_set()
         with torch.no_grad():
-            return kept.posterior(self.kernel, self.noise_variance.detach())
+            return points.posterior(self.kernel, self.noise_variance.detach())
 
     @names_arguments
     @takes_arrays
@@ -644,13 +644,13 @@ class SASDecoder(UniqueModule):
         if not isinstance(lr, float | int) or not 0 < lr < math.inf:
             raise ValueError(f"lr must be a positive number; got {lr!r}")
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
-        posterior, found = self.posterior(), []
+        posterior, parts = self.posterior(), []
         for rows in torch.arange(len(x), device=x.device).split(block):
             with torch.no_grad():
                 begin = self._best_candidates(posterior, x[rows], starts)
             begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
-            found.append(climb(posterior, self._log_joint, x[rows], begin, steps, lr))
-        return torch.cat(found)
+            parts.append(maximize(posterior, self._log_joint, x[rows], begin, steps, lr))
+        return torch.cat(parts)
 
     def reconstruct(self, x: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Returns calibrated means and variances ``(M, D)`` of all outputs.

@@ -96,8 +96,8 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     # Functions of labels are log odds or the like, whatever the variance of the labels.
     _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
     if not isinstance(view.kernel, LinearARD):
-        chosen = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
-        rows = loc[chosen[: len(view.inducing)].to(loc.device)]
+        order = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
+        rows = loc[order[: len(view.inducing)].to(loc.device)]
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
 
 
@@ -148,9 +148,9 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
             model.tighten(y)
         bound = float(model.bound(y))
     while steps > 0:
-        reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
-        steps -= max(1, taken)
-        gain, bound = reached - bound, reached
+        value, count = _run_lbfgs(model, y, parameters, steps, size, tolerance)
+        steps -= max(1, count)
+        gain, bound = value - bound, value
         if not gain > tolerance * size:
             break
     return bound
@@ -164,9 +164,9 @@ def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], step
         value.backward()
         return value
 
-    found = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
+    minimum = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
     model.zero_grad()
-    return -found.value * size, found.iterations
+    return -minimum.value * size, minimum.iterations
 
 
 # Log odds of switches that are free again after they have been held on, and of moves.
@@ -270,12 +270,12 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
         now = model.logits.detach().clone()
         # A switch that is sure already is only tried the other way.
         for value in (v for v in (-_SURE, _SURE) if v * float(now[c, q]) < _SURE**2):
-            moved = now.clone()
-            moved[c, q] = value
-            model.logits = moved
-            tried = float(model.bound(y))
-            if tried > bound:
-                bound, now = tried, moved
+            trial = now.clone()
+            trial[c, q] = value
+            model.logits = trial
+            new_bound = float(model.bound(y))
+            if new_bound > bound:
+                bound, now = new_bound, trial
         model.logits = now
     return bound
 
@@ -302,22 +302,22 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
         tolerance: gain per observed number below which iterations end.
     """
     is_on, failed = model.probability.detach() > 0.5, 0
-    kept = torch.zeros_like(is_on)
+    required = torch.zeros_like(is_on)
     with model.fix_switches(is_on.double()):
         bound = maximize_bound(model, y, steps, tolerance=tolerance)
-    while failed < patience and bool((is_on & ~kept).any()):
+    while failed < patience and bool((is_on & ~required).any()):
         with model.fix_switches(1.0):
             relevance = model.relevance()
-        share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
-        before, tried = snapshot(model.state_dict().values()), is_on.clone()
-        tried.view(-1)[share.argmin()] = False
-        with model.fix_switches(tried.double()):
-            reached = maximize_bound(model, y, steps, tolerance=tolerance)
-        if reached > bound:
-            bound, is_on, failed = reached, tried, 0
+        share = torch.where(is_on & ~required, relevance / relevance.amax(1, keepdim=True), math.inf)
+        before, trial = snapshot(model.state_dict().values()), is_on.clone()
+        trial.view(-1)[share.argmin()] = False
+        with model.fix_switches(trial.double()):
+            new_bound = maximize_bound(model, y, steps, tolerance=tolerance)
+        if new_bound > bound:
+            bound, is_on, failed = new_bound, trial, 0
         else:
             load_snapshot(model.state_dict().values(), before)
-            kept, failed = kept | (is_on & ~tried), failed + 1
+            required, failed = required | (is_on & ~trial), failed + 1
     with torch.no_grad():
         model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
     return bound
@@ -400,7 +400,7 @@ def fit(
     steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
     num_starts = check_count("num_starts", num_starts)
     check_kinds(fit, tolerance=tolerance)
-    reached: list[float] = []
+    bounds: list[float] = []
     best: tuple[list[Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
     before = snapshot(model.state_dict().values())
@@ -412,14 +412,14 @@ def fit(
             remove_dimensions(model, y, removal_steps, tolerance=tolerance)
             update_switches(model, y)
             history.append(maximize_bound(model, y, steps, tolerance=tolerance))
-        reached.append(history[-1])
-        if best is None or reached[-1] == max(reached):
+        bounds.append(history[-1])
+        if best is None or bounds[-1] == max(bounds):
             best = snapshot(model.state_dict().values()), history
     assert best is not None
     load_snapshot(model.state_dict().values(), best[0])
     bound = settle_switches(model, y)
     is_all_noise = bool((model.probability < 0.5).all())
-    return Fit(bound, reached, best[1], is_all_noise)
+    return Fit(bound, bounds, best[1], is_all_noise)
 
 
 @contextmanager

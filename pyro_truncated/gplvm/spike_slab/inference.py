@@ -132,8 +132,8 @@ class Posterior:
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:
         """A view's expected outputs: means, probabilities or rates."""
-        found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
-        return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
+        prediction, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
+        return prediction.mean if likelihood is None else likelihood.response(prediction.mean, prediction.variance)
 
     @torch.no_grad()
     def at(self, times: Tensor, sequences: Tensor | None = None) -> Latents:
@@ -350,12 +350,14 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     views = model.check_data(y)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, least=0))
-    found = model.latents()
-    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, found.loc, found.scale))
+    marginals = model.latents()
+    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, marginals.loc, marginals.scale))
     switches = torch.rand(num_chains, num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma
-    used = switches.any(2).unsqueeze(2)
+    is_used = switches.any(2).unsqueeze(2)
     noise = torch.randn(num_chains, num_samples, *loc.shape, generator=generator, dtype=torch.float64)
-    latents = torch.where(used, loc + scale * noise, noise) if model.time_prior is None else model.time_prior.draws(used.squeeze(2), noise)
+    latents = (
+        torch.where(is_used, loc + scale * noise, noise) if model.time_prior is None else model.time_prior.draws(is_used.squeeze(2), noise)
+    )
     datasets = {
         "posterior": xr.Dataset(
             {
@@ -431,8 +433,8 @@ def plot_latents(
     else:
         labels = torch.as_tensor(labels)
         for number, label in enumerate(labels.unique().tolist()):
-            chosen = (labels == label).cpu().numpy()
-            ax.scatter(points[chosen, 0], points[chosen, 1], s=6, color=f"C{number}", label=str(label))
+            is_class = (labels == label).cpu().numpy()
+            ax.scatter(points[is_class, 0], points[is_class, 1], s=6, color=f"C{number}", label=str(label))
         ax.legend(frameon=True, markerscale=2, fontsize=8)
     ax.set(xlabel=f"latent {dims[0]}", ylabel=f"latent {dims[1]}")
     return ax

@@ -106,16 +106,16 @@ class TimePrior(UniqueModule):
         """Prior covariances ``(Q, n, N)`` of latents at times with the data's."""
         apart, scale = (times[:, None] - self.times).abs(), self.timescale.double()[:, None, None]
         if self.kernel == "rbf":
-            found = torch.exp(-(apart / scale).square() / 2)
+            matrix = torch.exp(-(apart / scale).square() / 2)
         elif self.kernel == "matern":
             ratio = math.sqrt(3) * apart / scale
-            found = (1 + ratio) * torch.exp(-ratio)
+            matrix = (1 + ratio) * torch.exp(-ratio)
         elif self.kernel == "ou":
-            found = torch.exp(-apart / scale)
+            matrix = torch.exp(-apart / scale)
         else:
             assert self.period is not None
-            found = torch.exp(-2 * (torch.sin(math.pi * apart / self.period) / scale).square())
-        return (1 - _OWN) * found * (sequences[:, None] == self.sequences)
+            matrix = torch.exp(-2 * (torch.sin(math.pi * apart / self.period) / scale).square())
+        return (1 - _OWN) * matrix * (sequences[:, None] == self.sequences)
 
     def covariance(self) -> Tensor:
         """Prior covariances of the data points, ``(Q, N, N)``."""
@@ -161,8 +161,8 @@ class TimePrior(UniqueModule):
         """The prior of all latents."""
         covariance = self.covariance()
         zeros, root = covariance.new_zeros(covariance.shape[:-1]), stable_cholesky(covariance)
-        found: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
-        return found
+        prior: dist.TorchDistribution = dist.MultivariateNormal(zeros, scale_tril=root).to_event(1)
+        return prior
 
     def distribution(self, is_used: Tensor) -> dist.TorchDistribution:
         """The latents' posterior in used dimensions ``(*, Q)``, elsewhere the prior."""
@@ -346,8 +346,8 @@ class SpikeSlabMRD(UniqueModule):
     def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
         """Returns latents' means and deviations, and their divergence from the prior."""
         if self.time_prior is not None:
-            found = self.time_prior.marginals()
-            return found._replace(loc=found.loc[index], scale=found.scale[index])
+            marginals = self.time_prior.marginals()
+            return marginals._replace(loc=marginals.loc[index], scale=marginals.scale[index])
         loc, scale = self.loc[index], self.scale[index]
         mean, deviation = loc.double(), scale.double()
         return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
@@ -413,7 +413,7 @@ class SpikeSlabMRD(UniqueModule):
     def partial_bound(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
         """The bound from outputs and latents of some data points, scaled."""
         inputs = [self._view_inputs(latents, c) for c in range(self.num_views)]
-        terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
+        terms = [view.data_term(own, data, scale, share) for view, own, data in zip(self.views, inputs, outputs, strict=True)]
         return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.usage() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
@@ -452,8 +452,8 @@ class SpikeSlabMRD(UniqueModule):
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
         if self._fixed_probability is not None:
-            held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
-            return held.sum()
+            divergence: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
+            return divergence.sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
@@ -492,12 +492,12 @@ class SpikeSlabMRD(UniqueModule):
             if self.time_prior is None:
                 x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             assert index is not None
-            seen = [x * pattern[..., c, :] for c in range(self.num_views)]
+            inputs = [x * pattern[..., c, :] for c in range(self.num_views)]
             if y is None:
-                return [view.generate(f"{c}", seen[c], whitened[c]) for c, view in enumerate(self.views)]
+                return [view.generate(f"{c}", inputs[c], whitened[c]) for c, view in enumerate(self.views)]
             points = [view.local_point(self.inputs(c, index), index) for c, view in enumerate(self.views)]
             return [
-                view.observe(f"{c}", seen[c], whitened[c], data[index], points[c])
+                view.observe(f"{c}", inputs[c], whitened[c], data[index], points[c])
                 for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))
             ]
 
@@ -541,14 +541,14 @@ class SpikeSlabMRD(UniqueModule):
         """Collapsed log likelihood bounds ``(*)`` under patterns of switches ``(*, C, Q)``."""
         flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
-        latents, found = self.latents(), []
+        latents, bounds = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
             terms = []
             for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                seen = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
-                terms.append(view.optimal(seen, data)[0])
-            found.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
-        return torch.stack(found)[position].reshape(patterns.shape[:-2])
+                inputs = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
+                terms.append(view.optimal(inputs, data)[0])
+            bounds.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
+        return torch.stack(bounds)[position].reshape(patterns.shape[:-2])
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):

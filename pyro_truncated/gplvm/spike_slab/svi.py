@@ -123,10 +123,10 @@ def _natural_step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], ra
         posterior, data = view.explicit(), outputs[batch.rows]
         with torch.enable_grad():
             mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
-            moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
+            updated = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
             expected = 0.0 * (mean.sum() + covariance.sum())
             if len(data):
-                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, moved).sum()
+                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, updated).sum()
             by_mean, by_covariance = batch.total(torch.autograd.grad(expected, (mean, covariance)))
         # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
         gain = -(by_covariance + by_covariance.mT) / view.num_functions
