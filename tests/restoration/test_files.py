@@ -106,7 +106,7 @@ def test_formats_that_change_the_size_are_refused_before_the_work(tmp_path, caps
     Image.fromarray(np.zeros((20, 23), np.uint8)).save(tmp_path / "grey.png")
     assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / f"out{ending}")]) == 1
     message = f"--output must name a format that keeps the size of the picture, 23x20, such as .png; got {tmp_path / 'out'}"
-    assert f"{message}{ending}, which makes it {size}" in capsys.readouterr().err
+    assert f"{message}{ending}, of size {size}" in capsys.readouterr().err
     assert not (tmp_path / f"out{ending}").exists()
 
 

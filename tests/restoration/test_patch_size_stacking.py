@@ -147,7 +147,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
         raise StoppedError
 
     def asking(*arguments, **options):
-        asked.append((arguments, options["is_known"]))
+        asked.append((arguments, options["is_noise_known"]))
         raise StoppedError
 
     monkeypatch.setattr(restore, "restore_with_stacked_sides", asking)
@@ -168,7 +168,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
             denoise(image, **{"noise": 5.0, **options}, progress=False)
     sides = [[windows.size[0] for windows in arguments[3]] for arguments, _ in asked]
     assert sides == [[4, 5, 6, 8, 10, 12], [5, 6, 8, 10, 12], [4, 5, 6, 8, 10, 12]]
-    assert [is_known for _, is_known in asked] == [True, True, False]
+    assert [is_noise_known for _, is_noise_known in asked] == [True, True, False]
 
 
 @pytest.mark.nightly

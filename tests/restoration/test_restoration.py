@@ -230,7 +230,7 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
 @pytest.mark.parametrize(
     ("image", "options", "named"),
     [
-        (torch.full((8, 8), math.nan), {}, "no observed"),
+        (torch.full((8, 8), math.nan), {}, "an observed entry; got float32 of shape .*64 NaN"),
         (torch.full((8, 8), math.inf), {}, "infinite"),
         (torch.tensor(3.0), {}, "single number"),
         (1e25 * torch.randn(8, 8), {}, "too large"),
