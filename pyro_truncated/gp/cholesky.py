@@ -247,11 +247,10 @@ def greedy_cholesky(
     max_rank: int,
     floor: Tensor,
     *,
-    noise: float = 0.0,
     enough: float | Tensor = 0.0,
     ahead: int = 1,
 ) -> PivotedCholesky:
-    """The factor by pivots of largest conditional (noisy) variance.
+    """The factor by pivots of largest conditional variance.
 
     ``columns`` gives columns ``(N, b)`` of the matrix at positions ``(b,)``. Inputs below ``floor (N,)`` are no pivots; it ends at the sum
     of variances ``enough``. ``ahead`` columns of likely next pivots are computed along with one that is due.
@@ -270,16 +269,14 @@ def greedy_cholesky(
             due = [pivot, *(other for other in candidates.topk(min(ahead, len(candidates))).indices.tolist() if other != pivot)][:ahead]
             ready = dict(zip(due, columns(torch.tensor(due, device=prior.device)).unbind(1), strict=True))
         column = ready[pivot] - factor[:, :rank] @ factor[pivot, :rank]
-        # Rounding must not touch what is known: the pivot's variance is the remaining one, and without noise earlier ones are explained.
-        if not noise:
-            column[pivots] = 0.0
+        # Rounding must not touch what is known: the pivot's variance is the remaining one, and earlier ones are explained.
+        column[pivots] = 0.0
         column[pivot] = residual[pivot]
-        factor[:, rank] = column / (residual[pivot] + noise).sqrt()
+        factor[:, rank] = column / residual[pivot].sqrt()
         residual = (residual - factor[:, rank] ** 2).clamp(min=0.0)
         pivots.append(pivot)
         free[pivot] = False
-        if not noise:
-            residual[pivots] = 0.0
+        residual[pivots] = 0.0
     index = torch.tensor(pivots, dtype=torch.int64, device=prior.device)
     return PivotedCholesky(factor[:, : len(pivots)].contiguous(), index, residual)
 

@@ -242,7 +242,7 @@ def describe(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def renames(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Makes a function take arguments by their old names, too.
 
     Example:
@@ -255,6 +255,7 @@ def renames(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         (12, 'stretch of grow has a new name: use scale')
 
     Args:
+        removed: names of arguments that have no effect any more.
         names: the new name by the old one.
 
     Warns:
@@ -268,9 +269,12 @@ def renames(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
             """Calls the function by today's names."""
-            for old in names.keys() & kwargs.keys():
-                warnings.warn(f"{old} of {owner} has a new name: use {names[old]}", DeprecationWarning, stacklevel=2)
-                kwargs[names[old]] = kwargs.pop(old)
+            for old in kwargs.keys() & {*removed, *names}:
+                advice = f"has a new name: use {names[old]}" if old in names else "has no effect any more"
+                warnings.warn(f"{old} of {owner} {advice}", DeprecationWarning, stacklevel=2)
+                value = kwargs.pop(old)
+                if old in names:
+                    kwargs[names[old]] = value
             return function(*args, **kwargs)
 
         return wrapper

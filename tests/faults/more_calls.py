@@ -162,7 +162,7 @@ enter("smooth_rbf", gp.smooth_rbf, inputs=uniform(N, 2))
 enter("StudentT", gp.StudentT, df=4.0, scale=1.0)
 enter("Quadrature", gp.Quadrature, degree=5)
 enter("Sampling", gp.Sampling, num_samples=4, seed=0)
-enter("ExchangeSearch", gp.ExchangeSearch, information_pivots=4, pool=4, block=2, patience=1, candidates_per_input=2, single_swaps=True)
+enter("ExchangeSearch", gp.ExchangeSearch, information_pivots=4, pool=4, patience=1, candidates_per_input=2)
 enter("SpikeSlabInputs", gp.SpikeSlabInputs, loc=uniform(N, 2), variance=uniform(N, 2), probability=uniform(2), prior_share=None)
 
 # --- latent variable models ---

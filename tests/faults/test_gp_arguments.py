@@ -151,7 +151,6 @@ def test_a_fit_to_nothing_is_refused():
 def test_flags_are_true_or_false():
     model = gp.SubsetGPRegression(X, X[:, 0], num_inducing=2)
     calls = {
-        "single_swaps": gp.ExchangeSearch,
         "free_inputs": model.fit,
         "fitc": lambda fitc: gp.LeaveOneOutRegression(X, "rbf", 3, fitc=fitc),
     }

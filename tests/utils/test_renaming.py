@@ -102,6 +102,8 @@ def test_old_names_of_arguments_lead_to_todays() -> None:
     with pytest.warns(DeprecationWarning, match=r"polish(_evaluations)? of fit has a new name: use free_input"):
         regression.fit(max_epochs=1, polish=True, polish_evaluations=2)
     assert regression.inducing_inputs is not None
+    with pytest.warns(DeprecationWarning, match="block of ExchangeSearch has no effect any more"):
+        assert gp.ExchangeSearch(block=2).pool == 64
 
 
 def test_old_names_of_gaussian_processes_and_of_constructors_lead_to_todays() -> None:

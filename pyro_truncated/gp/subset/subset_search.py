@@ -15,7 +15,7 @@ from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.protocol import check_data_kernel
 from pyro_truncated.gp.subset.objectives import Basis, SparsePosterior, SubsetProblem, check_index
-from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments
+from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.constraints import in_double
 
@@ -469,10 +469,8 @@ class ExchangeSearch(SubsetSearch):
     Args:
         information_pivots: number ``z`` of pivots of the ranking, drawn in proportion to the variance left unexplained.
         pool: number of candidates that are scored exactly, the best of the ranking.
-        block: most inputs exchanged at once. Default: an eighth of the subset, from 1 to 16.
         patience: failed exchanges in a row after which single swaps begin.
         candidates_per_input: how many random candidates each input of the start is chosen from, at most 256 at once.
-        single_swaps: whether single swaps follow.
 
     Reference:
         The objective, information pivots and exact acceptance are those of Cao, Brubaker, Fleet and Hertzmann (PAMI 2015).
@@ -480,30 +478,20 @@ class ExchangeSearch(SubsetSearch):
 
     restarts = False
 
+    @renames("block", "single_swaps")
     @names_arguments
-    def __init__(
-        self,
-        information_pivots: int = 64,
-        pool: int = 64,
-        block: int | None = None,
-        patience: int = 3,
-        *,
-        candidates_per_input: int = 16,
-        single_swaps: bool = True,
-    ) -> None:
+    def __init__(self, information_pivots: int = 64, pool: int = 64, *, patience: int = 3, candidates_per_input: int = 16) -> None:
         self.information_pivots, self.pool, self.patience, self.candidates_per_input = check_counts(
             information_pivots=information_pivots, pool=pool, patience=patience, candidates_per_input=candidates_per_input
         )
-        self.block = None if block is None else check_count("block", block)
-        check_kinds(ExchangeSearch.__init__, single_swaps=single_swaps)
-        self.single_swaps = single_swaps
 
     @torch.no_grad()
     def improve(
         self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
     ) -> Tensor:
         """Exchanges members until nothing helps or the budget is spent; see :class:`SubsetSearch`."""
-        block = self.block or min(16, max(1, num_inducing // 8))
+        # Most inputs exchanged at once: an eighth of the subset, at most 16.
+        block = min(16, max(1, num_inducing // 8))
         capacity = min(problem.num_data, num_inducing + max(block, 1))
         start = None if index is None else check_index(index, problem.num_data).to(problem.targets.device)[:num_inducing]
         factors = ExchangeFactors(problem, capacity, start)
@@ -513,8 +501,7 @@ class ExchangeSearch(SubsetSearch):
         block = min(block, capacity - factors.size)
         if block:
             value = self._exchange_blocks(factors, value, block, budget, generator)
-            if self.single_swaps:
-                self._swap_singles(factors, value, budget, generator)
+            self._swap_singles(factors, value, budget, generator)
         return factors.index.clone()
 
     def fill(self, factors: ExchangeFactors, num_inducing: int, block: int, generator: torch.Generator | None) -> None:
