@@ -115,6 +115,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         if driver is None or driver.statistics is None:
             return 0
         often = driver.statistics["states"]
+        # Data points that new elements are drawn from, at most.
         rows = some_rows(check_data(y, self.num_observed), 1000, generator).to(self.weight)
         # Elements that are on less often than this part of what they are on average are hardly
         # used.

@@ -164,6 +164,7 @@ class BinaryVAE(UniqueModule):
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
+        # Two hundred states.
         often = prior.clamp(0.2, 0.8).expand(200, -1)
         parameters = [value for value in self.decoder.parameters() if value.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.01)

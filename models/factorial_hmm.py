@@ -95,6 +95,7 @@ def _pursuit(rows: Tensor, weight: Tensor, cost: Tensor) -> tuple[Tensor, Tensor
 
 def _least_squares(rows: Tensor, is_observed: Tensor, code: Tensor, weight: Tensor) -> Tensor:
     """The best elements of a code; unused ones stay."""
+    # Unused elements would make the Gram matrix singular.
     ridge = 1e-6 * torch.eye(code.shape[1], dtype=code.dtype, device=code.device)
     if bool(is_observed.all()):
         return weight + torch.linalg.solve(code.mT @ code + ridge, code.mT @ (rows - code @ weight.mT)).mT  # type: ignore[no-any-return]

@@ -129,6 +129,7 @@ class GatedDecoder(UniqueModule):
         for h in range(self.num_parts):
             part = getattr(self.kernel, f"part{h}")
             part.variance, part.lengthscale = variance.clone(), torch.full_like(part.lengthscale, 0.5)
+        # The noise is a tenth of the variance of a part.
         self.noise, self.rate = 0.1 * variance, torch.full_like(self.rate, 0.5)
 
     @names_arguments
@@ -191,6 +192,7 @@ class GatedDecoder(UniqueModule):
         """Means and deviations ``(N, H, P)`` of the poses of images ``(N, D)``."""
         check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
+        # The least deviation of a pose.
         return loc, nn.functional.softplus(raw) + 1e-3
 
     poses_of = Renamed("infer_poses")

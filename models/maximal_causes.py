@@ -264,7 +264,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
         least = weight_floor({"squares": y.square().nansum(0), "observed": (~y.isnan()).sum(0)}).squeeze(-1)
+        # The least entries at the start, relative to the mean.
         floor = 0.05 * mean.maximum(least)
+        # Half of a random row and half of the mean, changed by up to a tenth.
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
         self._start_prior()

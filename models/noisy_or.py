@@ -91,6 +91,7 @@ class NoisyOr(SuperposedCauses):
     def _start(self, y: Tensor, generator: torch.Generator | None) -> None:
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=generator_device(generator)).to(y.device)
+        # Probabilities from 0.2 to 0.6, and a tenth more where a random row is one.
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
         self._start_prior()
 

@@ -93,6 +93,7 @@ def estimate_background(pixels: Tensor, generator: torch.Generator | None, steps
         behind = share.log() - 0.5 * ((some - colour).square() / variance + variance.log()).sum(1)
         before = (1 - share).log() - 0.5 * ((some - mean).square() / wide + wide.log()).sum(1)
         is_behind = (behind - before).sigmoid()
+        # Neither part may vanish.
         share = is_behind.mean().clamp(0.05, 0.99)
         colour, spread = _moments(some, is_behind)
         mean, wide = _moments(some, 1 - is_behind)
@@ -218,6 +219,7 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas, *, windows_per_image: i
 def _centre(height: int, width: int) -> Tensor:
     """Weights of a window's pixels, lower off its centre."""
     down, right = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
+    # A tenth less at the corners.
     return 1 - 0.2 * ((down[:, None] / height).square() + (right / width).square())
 
 
@@ -388,6 +390,7 @@ class OcclusiveComponents(UniqueModule):
         windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         clusters = typical_objects(windows, self.num_objects, generator)
         self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
+        # Likely on where the object differs from the background, but undecided.
         self.masks = torch.where(clusters.stand_out(noise), 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)

@@ -143,6 +143,7 @@ def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dt
     if constraint is constraints.real:
         return torch.randn(shape, dtype=dtype)
     uniform = torch.rand(shape, dtype=dtype)
+    # Neither small nor all the same.
     return 0.2 + 0.5 * uniform if constraint is constraints.unit_interval else 0.5 + uniform
 
 

@@ -135,6 +135,7 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
         for r, c, disc_radius, disc_grey in zip(row * size, column * size, radius, grey, strict=True):
             image[(grid[:, None] - r).square() + (grid - c).square() < disc_radius.square()] = disc_grey
         noise = torch.fft.ifft2(torch.fft.fft2(torch.randn(size, size, generator=generator)) * falloff).real
+        # Texture with a twentieth of the range as its deviation.
         images.append((image + 0.05 * noise / noise.std()).clamp(0, 1))
     return images
 

@@ -249,6 +249,7 @@ def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
     if not isinstance(y, Shard) or y.file is None:
         return plain[positions]
     rows = plain.new_empty(len(positions), *plain.shape[1:])
+    # Rows of a file at once.
     for part in torch.arange(len(positions), device=positions.device).split(1000):
         rows[part] = plain[positions[part]]
         let_go(y)

@@ -116,6 +116,7 @@ class FittedUnits:
 
     def fit(self, steps: int) -> float:
         """Takes steps of L-BFGS; the square error and the penalties after them."""
+        # Line searches take more evaluations than steps, as torch has it by default.
         most = int(1.25 * steps)
         optimizer = torch.optim.LBFGS(self.learned, max_iter=steps, max_eval=most, history_size=20, line_search_fn="strong_wolfe")
 
@@ -231,6 +232,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     if not units.learned:
         return False
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
+    # L-BFGS steps of the first fit.
     units.fit(200)
     units.put_last_layer()
     # Noise and weight sizes now belong to a network that fits.

@@ -139,6 +139,7 @@ def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Te
 def _ladder(dtype: torch.dtype) -> Iterator[float]:
     yield 0.0
     share, most = _additions(dtype)
+    # But for rounding, up to the largest one.
     while share <= 1.5 * most:
         yield share
         share *= 10

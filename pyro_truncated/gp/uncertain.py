@@ -234,6 +234,7 @@ class Sampling(Expectation):
 
 def default_expectation(num_dims: int) -> Expectation:
     """Quadrature in up to two dimensions, samples in more."""
+    # A grid grows exponentially with the dimensions, samples do not.
     return Quadrature() if num_dims <= 2 else Sampling(256)
 
 

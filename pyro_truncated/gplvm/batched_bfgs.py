@@ -77,6 +77,7 @@ class _Runs:
 def _curvatures(here: _Runs, fall: Tensor) -> tuple[Tensor, Tensor]:
     """Updates inverse curvatures where functions bend down; tells whether they are scaled."""
     step, bend = here.steps, (here.steps * fall).sum(1)
+    # Below this cosine the function bends by rounding only.
     bends = bend > 1e-10 * step.norm(dim=1) * fall.norm(dim=1)
     safe = torch.where(bends, bend, 1.0)
     scale = torch.where(here.is_scaled, 1.0, safe / fall.square().sum(1).clamp(min=torch.finfo(fall.dtype).tiny))

@@ -322,7 +322,7 @@ def _log_matmul(table: Tensor, other: Tensor, dim: int) -> Tensor | None:
     top, left = matrix.amax(1, keepdim=True), flat.amax(0, keepdim=True)
     product = (matrix - top).exp() @ (flat - left).exp()
     # A larger sum of products has lost nothing to underflow.
-    if not bool(product.amin() > 1e-200):
+    if not bool(product.amin() > 1e-200):  # far above the smallest number of float64
         return None
     total = (product.log() + top + left).view(len(matrix), *columns.shape[1:])
     return total.movedim(0, dim).transpose(dim, out)
@@ -343,7 +343,9 @@ def _pair_posterior(table: Tensor, own: Tensor, down: Tensor, shape: torch.Size)
     members = torch.broadcast_shapes(left.shape[1:], right.shape[1:])
     left, right = (part.expand(len(part), *members).flatten(1) for part in (left, right))
     tops = [part.amax(0) for part in (left, right)]
-    if not bool((tops[0] + tops[1]).abs().amax() < 250.0) or not bool(table.amax() < 250.0):
+    # The exponential function of so many nats is far from the limits of float64.
+    most_nats = 250.0
+    if not bool((tops[0] + tops[1]).abs().amax() < most_nats) or not bool(table.amax() < most_nats):
         return None
     product = (left - tops[0]).exp() @ (right + tops[0]).exp().mT
     return table.exp() * (product if first < second else product.mT).reshape(shape)

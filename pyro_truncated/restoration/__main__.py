@@ -335,6 +335,7 @@ def _hidden_pixels(path: Path, *, is_inverted: bool) -> np.ndarray:
         is_all_white = levels[1] > (_MOST_BLACK if is_noise else 0)
         return np.asarray(np.isnan(values) | (is_all_white == is_inverted))
     white, other = levels if is_inverted else levels[::-1]
+    # The standard deviation of normal numbers by their median absolute deviation.
     spread = 1.4826 * float(np.median(np.abs(observed[is_white != is_inverted] - white)))
     distance = (values - white) * np.sign(other - white)
     # Up to four deviations of a scan's paper are no ink.

@@ -60,6 +60,7 @@ def predict_missing(image: Tensor, num_dims: int, noise: float) -> Tensor:
     # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
     most = min(108 / (channels or 1), max(3**num_dims, _PART_OF_ALL * math.prod(shape)))
     is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
+    # The side of windows: of images that are mostly observed; of signals, other images, and volumes.
     usual = 5 if is_seen_mostly else {1: 32, 2: 8}.get(num_dims, 3)
     side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:

@@ -195,6 +195,7 @@ def _difference_noise(image: Tensor, num_dims: int) -> float:
             return _level(observed) / math.sqrt(math.comb(2 * order, order) ** num_dims)
     differences = torch.cat([image.diff(dim=dim).flatten() for dim in range(num_dims)])
     observed = differences[~differences.isnan()]
+    # Where no two neighbours are observed, a tenth of the deviation is taken for noise.
     return _level(observed) / 2**0.5 if len(observed) else 0.1 * float(deviation(image))
 
 

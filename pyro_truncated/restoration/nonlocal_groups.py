@@ -71,6 +71,7 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
         mean = groups.mean(1, keepdim=True)
         restored, errors = shrunk(groups - mean, noise)
         errors = (errors + noise**2 / members.shape[1])[:, None, None].expand(-1, members.shape[1], 1)
+        # Bounds weights where squared errors are far below the variance of the noise.
         weights = 1 / (errors + 0.03 * noise**2)
         for sums, what in ((total, weights * (restored + mean)), (expected, weights * errors), (share, weights)):
             sums.index_add_(0, members.flatten(), what.flatten(0, 1))
@@ -188,6 +189,7 @@ def average_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, chann
     for _ in range(_BREGMAN_STEPS):
         result = _low_rank_mean(torch.where(is_seen, image + lost, result), patches, groups, _STRENGTH * noise)
         lost = lost + torch.where(is_seen, image - result, 0.0)
+    # The share of the groups in the average.
     return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, result, 0.4))
 
 

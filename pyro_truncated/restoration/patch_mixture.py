@@ -396,6 +396,7 @@ def _apply_mixture(image: Tensor, fit: MixtureFit, mixture: PatchMixture) -> Ten
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None, *, lloyd_steps: int = 6) -> Tensor:
     """Returns each point's nearest clusters, by Lloyd's algorithm from random points."""
     order = torch.randperm(len(points), generator=generator, device=generator_device(generator))[:number].to(points.device)
+    # Each point has 32 candidates.
     return nearest_centres(points, k_means(points, points[order], lloyd_steps), 32)
 
 

@@ -106,8 +106,10 @@ def start(model: Any, complete: Tensor, noise: float, generator: torch.Generator
         takes_generator = "generator" in inspect.signature(model.initialize).parameters
         model.initialize(complete, **({"generator": generator} if takes_generator else {}))
     if isinstance(getattr(model, "prior", None), Tensor):
+        # Two active latents; of more than a hundred a fiftieth.
         model.prior = torch.full_like(model.prior, min(0.5, 0.02 * max(1.0, 100 / model.num_latents)))
     if isinstance(getattr(model, "scale", None), Tensor) and model.scale.dim() == 0:
+        # A little more than the noise, for what the model does not explain at first.
         model.scale = torch.full_like(model.scale, 1.1 * noise)
 
 
@@ -227,4 +229,5 @@ def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float)
 
 def _ratio(image: Tensor, noise: float) -> float:
     """Of the standard deviations of noise and signal."""
+    # If all is noise the ratio is a million.
     return noise / math.sqrt(max(float(deviation(image)) ** 2 - noise**2, 1e-12 * noise**2))

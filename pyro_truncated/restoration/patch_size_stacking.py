@@ -101,6 +101,7 @@ def noise_in_flat_places(rest: Tensor, errors: Tensor, noise: float) -> float | 
     Returns:
         The standard deviation; ``None`` if less than a fifth of the array is flat.
     """
+    # Flat is where the restored array is known to a fraction of the noise.
     is_flat = errors < 0.03 * noise**2
     if float(is_flat.double().mean()) < 0.2:
         return None

@@ -70,6 +70,7 @@ def generated_objects(num: int, size: int = 10, generator: torch.Generator | Non
     orders = torch.arange(1, 4)
     phase = 2 * math.pi * torch.rand(num, len(orders), 1, 1, generator=generator)
     waves = torch.cos(orders[:, None, None] * angle + phase).sum(1) / 3
+    # Blobs that reach to between 0.4 and 1 of half the side.
     masks = radius <= size / 2 * (0.7 + 0.3 * waves)
     colours = 0.15 + 0.85 * torch.rand(2, num, 1, 1, 3, generator=generator)
     direction = 2 * math.pi * torch.rand(num, 1, 1, generator=generator)

@@ -355,6 +355,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         sizes = gather_function(batch)(len(data))
         first = sum(sizes[: collectives.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
+        # Less likely places would not change the regression.
         is_likely = values > 1e-4
         entries, values = entries[:, is_likely], values[is_likely]
         if self.smooth:

@@ -277,6 +277,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         # Complete data have several starts.
         n_init = (1 if ridge else 4) if self.n_init is None else self.n_init
         max_iter, n_init, n_states = check_counts(max_iter=self.max_iter, n_init=n_init, n_states=self.n_states)
+        # Steps of each start.
         short, progress = min(max_iter, 60), None if self.verbose else False
         steps = 1 if ridge else max_iter
         guide = learn(

@@ -262,6 +262,7 @@ class Population:
             return self
         best = log_joint.argmax(-1, keepdim=True)
         words = torch.where(impossible.unsqueeze(-1), self.take(best), words)
+        # So many nats below the best one a weight is zero.
         log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True).nan_to_num(neginf=0.0) - 1000.0, log_joint)
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 

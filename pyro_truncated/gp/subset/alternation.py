@@ -170,6 +170,7 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
 def num_alternation_rows(num_data: int, num_inducing: int, max_rows: int | None) -> int:
     """How many data points an alternation uses, at most ``max_rows``."""
     if max_rows is None:
+        # All of moderate data; of more a sample, with four rows for each inducing input at least.
         return num_data if num_data <= 50_000 else max(20_000, 4 * num_inducing)
     if check_count("max_rows", max_rows) < num_inducing:
         raise ValueError(f"max_rows must be at least num_inducing={num_inducing}; got {max_rows}")

@@ -63,6 +63,7 @@ class Box:
     """
 
     def __init__(self, kernel: kernels.Kernel) -> None:
+        # Bounds of logarithms, here and below.
         self.bounds = {NOISE: (-7.0, 2.0)}
         for prefix, module in kernel.named_modules():
             for name, value in module.named_parameters(recurse=False):

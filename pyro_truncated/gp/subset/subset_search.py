@@ -529,6 +529,7 @@ class ExchangeSearch(SubsetSearch):
                 block = 1
                 continue
             failures, block, since = 0, min(most, 2 * swapped), since + swapped
+            # Rounding errors of updates add up.
             if since >= 500:
                 factors.rebuild()
                 value, since = factors.value(), 0

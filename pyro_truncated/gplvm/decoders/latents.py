@@ -385,6 +385,7 @@ class CandidateLatents:
         masks = masks[turn * len(masks) // len(turn) if len(masks) > len(turn) else turn % len(masks)]
         key = np.packbits(masks.cpu().numpy()).tobytes()
         if key not in self._scales:
+            # So many patterns of missing entries are kept, the newest ones.
             if len(self._scales) == 100:
                 del self._scales[next(iter(self._scales))]
             self._scales[key] = self._scale(masks, self._without_themselves(masks))
@@ -509,7 +510,8 @@ class CandidateLatents:
         decoder, visible = self.decoder, self._points.masked_fill(is_hidden, math.nan)
         best = self._log_joint_without_own(visible, self._first_noise()).topk(min(3, len(self.latents) - 1), 1).indices
         starts, centred = self.latents[best].movedim(1, 0), visible.to(self.latents) - decoder.loc
-        z = maximize_among_neighbors(self._others, log_joint, centred, starts, max_bfgs_steps, 0.05, self._own_row)
+        first_step = 0.05  # its length, in latents of unit variance
+        z = maximize_among_neighbors(self._others, log_joint, centred, starts, max_bfgs_steps, first_step, self._own_row)
         return OwnLatents.at(self._others, z, decoder.loc, self._own_row)
 
 

@@ -227,13 +227,14 @@ class SASDecoder(UniqueModule):
 
     def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
         assert self.encoder is not None
-        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
+        optimizer = torch.optim.Adam(self.encoder.parameters(), lr=3e-3)
         for _ in range(steps):
             rows = torch.randperm(self.num_data, device=x.device)[:256]
             batch = rows_at(x, rows)
             loc, scale = self._encode(batch, batch[: max(1, len(rows) // 4)])
             loss = (loc - rows_at(as_shard_like(scores, x), rows)).square().mean()
             if scale is not None:
+                # Deviations start from a tenth of the prior one, as without an encoder.
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
             loss.backward()
             optimizer.step()
@@ -490,6 +491,7 @@ class SASDecoder(UniqueModule):
             z = self.z_loc.detach().clone()
             posterior = self._make_active_set(rows_at(x, active), rows_at(as_shard_like(z, x), active))
             count = torch.zeros((), dtype=torch.int64)
+            # Data points at once.
             for rows in own_positions(others, self.portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])

@@ -98,6 +98,7 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     if not isinstance(view.kernel, LinearARD):
         order = torch.randperm(len(loc), generator=generator, device=generator_device(generator))
         rows = loc[order[: len(view.inducing)].to(loc.device)]
+        # Moved by a hundredth of the prior deviation, as equal inputs have no inverse.
         view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
 
 

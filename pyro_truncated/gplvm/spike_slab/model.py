@@ -97,6 +97,7 @@ class TimePrior(UniqueModule):
         size = (len(self.times), num_latents)
         ordered = self.times.sort().values.unique()
         spacing = float(ordered.diff().median()) if len(ordered) > 1 else 1.0
+        # Five time steps; that of a periodic kernel has no unit.
         timescale = self.times.new_full((num_latents,), 1.0 if self.kernel == "periodic" else 5.0 * spacing)
         self.timescale = PyroParam(timescale, constraints.positive)  # type: ignore[assignment]
         self.targets = PyroParam(self.times.new_zeros(size), constraints.real)  # type: ignore[assignment]
@@ -300,6 +301,7 @@ class SpikeSlabMRD(UniqueModule):
             time_prior.start(num_latents)
             time_prior.set_latents(loc, scale)
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
+        # The default number of inducing inputs, if there are as many data points.
         num_inducing = 50 if num_inducing is None else num_inducing
         views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
