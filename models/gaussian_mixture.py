@@ -107,12 +107,12 @@ class GaussianMixture(LinearMixture):
             value = 0.1 * torch.randn_like(value) if name == "factor" else value
             setattr(self, name, PyroParam(value, self._kind.supports[name]))
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
-        for name, value in self.later_buffers().items():
+        for name, value in self.new_buffers().items():
             self.register_buffer(name, value)
 
-    def later_buffers(self) -> dict[str, Tensor]:
+    def new_buffers(self) -> dict[str, Tensor]:
         """Mixtures of earlier versions have no prior."""
-        return {**super().later_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
+        return {**super().new_buffers(), **empty_prior_buffers(self._kind, self.pseudo_data, self.center)}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:

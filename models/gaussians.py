@@ -207,7 +207,7 @@ class Agglomeration:
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).down_to(number)
+        becomes = ClusterMerger(self.kind, likeliest, statistics, partners(near, len(centres), 6)).merge_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -258,7 +258,7 @@ class ClusterMerger:
         self._alone = self._log_joints(statistics)
         self._cost = self.costs(pairs)
 
-    def down_to(self, number: int) -> Tensor:
+    def merge_to(self, number: int) -> Tensor:
         """Each cluster's part when so many are left, ``(M,)``.
 
         At most a third of the surplus merges at once, to choose again.

@@ -110,20 +110,20 @@ class LinearMixture(DataModel):
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
 
-    def later_buffers(self) -> dict[str, Tensor]:
+    def new_buffers(self) -> dict[str, Tensor]:
         """Buffers that mixtures of earlier versions lack, as they are in those."""
         return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles mixtures of earlier versions, too."""
         super().__setstate__(state)
-        for name, value in self.later_buffers().items():
+        for name, value in self.new_buffers().items():
             if name not in self._buffers:
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Loads states of earlier versions, too."""
-        for name, value in self.later_buffers().items():
+        for name, value in self.new_buffers().items():
             saved = state_dict.setdefault(f"{prefix}{name}", value)
             if saved.shape != value.shape and 0 in (saved.numel(), value.numel()):
                 state_dict[f"{prefix}{name}"] = value
@@ -181,9 +181,9 @@ class LinearMixture(DataModel):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        return self.likeliest_given(check_data(y, self.num_observed), min(num_states, self.num_components))
+        return self.search_components(check_data(y, self.num_observed), min(num_states, self.num_components))
 
-    def likeliest_given(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
+    def search_components(self, y: Tensor, num_states: int, population: Population | None = None) -> Tensor:
         """The same for populations that may hold likely components."""
         functions = self.linear_functions(y)
         number = (
@@ -240,7 +240,7 @@ class LikeliestComponents(Search):
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
         population = None if batch.is_new else batch.population
-        likeliest = self.model.likeliest_given(check_data(y, self.model.num_observed), number, population)
+        likeliest = self.model.search_components(check_data(y, self.model.num_observed), number, population)
         return batch.evaluate(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:

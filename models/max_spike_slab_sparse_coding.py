@@ -99,7 +99,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         size = count_data(y, num_data)
-        self._meet(y)
+        self._warn_about_data(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         with pyro.plate("data", size, subsample_size=batch_size) as index:
@@ -152,7 +152,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Returns:
             Draws ``(n, sweeps, K)``, zero where a latent is off, and the probabilities ``(n, K)`` that the latents are on.
         """
-        self._meet(y)
+        self._warn_about_data(y)
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
         budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
         draws: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(

@@ -119,7 +119,7 @@ def assign_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
     return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + claimed], -1)
 
 
-def with_returns(
+def return_to_background(
     means: Tensor,
     apart: dict[str, Tensor],
     claims: dict[str, Tensor],
@@ -310,7 +310,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
 
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
         claims: dict[str, Tensor] = best_claims(means, statistics, expected_errors, total)
-        claims = with_returns(means, apart, claims, expected_losses, expected_errors, within, total)
+        claims = return_to_background(means, apart, claims, expected_losses, expected_errors, within, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims

@@ -72,7 +72,7 @@ class Clusters(NamedTuple):
         """Some of them."""
         return Clusters(*(value[index] for value in self))
 
-    def stand_out(self, noise: Tensor) -> Tensor:
+    def salient_pixels(self, noise: Tensor) -> Tensor:
         """Which pixels ``(K, t, u)`` exceed the noise that averages leave."""
         left_over = self.objects.shape[1] * noise / self.size
         return self.objects.square().sum(1) > 4 * left_over[:, None, None]
@@ -108,7 +108,7 @@ def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (weights * (points - mean).square()).sum(0)
 
 
-def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
+def isolated_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
     """Windows of images ``(N, height, width, F)``, less background, with little around them."""
     num_channels = images.shape[-1]
     alone, energy, place = _brightest_windows(images.square().sum(-1) - num_channels * noise, canvas)
@@ -387,11 +387,11 @@ class OcclusiveComponents(UniqueModule):
         rows = first_rows(self._check(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         background, noise = estimate_background(rows.flatten(0, 2) / unit, generator)
-        windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
+        windows = isolated_windows(rows / unit - background, noise, self.canvas, self.num_objects)
         clusters = typical_objects(windows, self.num_objects, generator)
         self.features = (unit * (clusters.objects.movedim(1, -1) + background)).to(self.features)
         # Likely on where the object differs from the background, but undecided.
-        self.masks = torch.where(clusters.stand_out(noise), 0.7, 0.3).to(self.masks)
+        self.masks = torch.where(clusters.salient_pixels(noise), 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)

@@ -235,7 +235,7 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
-    is_low = _may_be_below_floor(relative)
+    is_low = _floor_mask(relative)
     values, vectors = torch.linalg.eigh(relative[is_low])
     floored: Tensor = (vectors * values.clamp(min=FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
     covariance = covariance.clone()
@@ -243,7 +243,7 @@ def _floor_covariances(covariance: Tensor, power: Tensor) -> Tensor:
     return covariance
 
 
-def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
+def _floor_mask(relative: Tensor) -> Tensor | slice:
     """Which matrices may have an eigenvalue below the floor, by a factor."""
     if relative.device.type != "cpu":
         return slice(None)

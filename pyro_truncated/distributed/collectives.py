@@ -158,7 +158,7 @@ def collect(value: T) -> list[T] | None:
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
+def propagate_errors() -> Iterator[None]:
     """A context whose error ends all processes at their next message."""
     if size() == 1 or _is_watched.get():
         yield

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import collect_rows, draw_alike, ending_together, find_part, owned_parameters
+from pyro_truncated.distributed.shards import collect_rows, find_part, owned_parameters, propagate_shard_errors, synchronize_generator
 from pyro_truncated.utils.console import ReprFromArguments
 
 # SVI shows its optimiser to nobody.
@@ -68,7 +68,7 @@ class AllReduced(ReprFromArguments, PyroOptim):
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """Sums the gradients in the order of names and takes the step."""
         params = list(params)
-        with collectives.failing_together():
+        with collectives.propagate_errors():
             if collectives.size() > 1:
                 self._sum(params)
             self.optimizer(params, *args, **kwargs)
@@ -120,17 +120,17 @@ class SummedELBO(ReprFromArguments, ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The loss of all data."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss(model, guide, *args, **kwargs), args, kwargs)
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Returns the loss of all data; gradients are of this process's share."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             return self._total(self.elbo.loss_and_grads(model, guide, *args, **kwargs), args, kwargs)
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of all data for ``DistributedDataParallel``, which averages gradients."""
-        with ending_together((args, dict(kwargs))):
+        with propagate_shard_errors((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             scaled = own if find_part(args, dict(kwargs)) is None else own * collectives.size()
             return scaled + (self._total(float(own.detach()), args, kwargs) - scaled.detach())
@@ -237,4 +237,4 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
     # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
     if not all(collectives.gather(bool(collect_rows(state)))):
         search.load_state_dict(collectives.agree(state))
-    draw_alike(None)
+    synchronize_generator(None)

@@ -154,13 +154,13 @@ def _tensor(array: Any) -> Tensor:
         return torch.from_numpy(array)
 
 
-def let_go(y: Any) -> None:
+def release_pages(y: Any) -> None:
     """Releases memory of a file that has been read."""
     if isinstance(y, Shard):
         release(y.file)
 
 
-def refuse_part(y: Any, why: str) -> None:
+def refuse_shards(y: Any, why: str) -> None:
     """Refuses shards of data of which other processes hold the rest."""
     if find_part(y) is not None:
         raise NotImplementedError(f"{why}; pass the whole data in one process")
@@ -252,7 +252,7 @@ def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
     # Rows of a file at once.
     for part in torch.arange(len(positions), device=positions.device).split(1000):
         rows[part] = plain[positions[part]]
-        let_go(y)
+        release_pages(y)
     return rows
 
 
@@ -270,7 +270,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
     """
     total = total_rows(y)
     if find_part(y) is not None:
-        draw_alike(generator)
+        synchronize_generator(generator)
     if total <= number:
         return y if len(y) == total else whole(rows_at(y, torch.arange(total)))
     return rows_at(y, _draw_positions(total, number, generator).sort().values)
@@ -282,7 +282,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
     ``generator`` is in the same state on every process from now on.
     """
     if find_part(y) is not None:
-        draw_alike(generator)
+        synchronize_generator(generator)
     return whole(rows_at(y, _draw_positions(total_rows(y), number, generator)))
 
 
@@ -290,7 +290,7 @@ def _draw_positions(total: int, number: int, generator: torch.Generator | None) 
     return torch.randperm(total, generator=generator, device=generator_device(generator))[:number]
 
 
-def draw_alike(generator: torch.Generator | None) -> None:
+def synchronize_generator(generator: torch.Generator | None) -> None:
     """Gives a generator the state that it has in the first process."""
     generator = torch.default_generator if generator is None else generator
     generator.set_state(collectives.agree(generator.get_state()))
@@ -386,7 +386,7 @@ class RowBatch:
     def __exit__(self, *_: Any) -> None:
         assert self._token is not None
         _current.reset(self._token)
-        let_go(self.data)
+        release_pages(self.data)
 
 
 def current_batch() -> RowBatch | None:
@@ -458,12 +458,12 @@ class Batches:
 owned_parameters: Any = WeakIdKeyDictionary()
 
 
-def leave_to_owners(parameter: Tensor) -> None:
+def register_owned_rows(parameter: Tensor) -> None:
     """Marks a parameter whose rows belong to this process's data points."""
     owned_parameters[parameter] = True
 
 
-def take_from_owners(parameter: Tensor) -> None:
+def unregister_owned_rows(parameter: Tensor) -> None:
     """Marks a parameter that holds the rows of all data points."""
     owned_parameters.pop(parameter, None)
 
@@ -494,9 +494,9 @@ def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
     return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
 
 
-def ending_together(arguments: Any) -> AbstractContextManager[None]:
+def propagate_shard_errors(arguments: Any) -> AbstractContextManager[None]:
     """A context whose errors end all processes, if arguments hold shards."""
-    return nullcontext() if find_part(arguments) is None else collectives.failing_together()
+    return nullcontext() if find_part(arguments) is None else collectives.propagate_errors()
 
 
 class _OwnerRows(Function):

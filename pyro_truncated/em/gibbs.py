@@ -19,7 +19,15 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.distributed.launch import start_as_first
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, global_positions, shard_sum, total_rows
+from pyro_truncated.distributed.shards import (
+    find_part,
+    find_portion,
+    global_positions,
+    propagate_shard_errors,
+    shard_sum,
+    synchronize_generator,
+    total_rows,
+)
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.ops import defer_checks, draw_seed, lazy_values
 from pyro_truncated.search.base import SearchBatch
@@ -393,11 +401,11 @@ class GibbsEM(ELBO):
         closed_form = ClosedForm.find(model)
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
-        with ending_together(y):
+        with propagate_shard_errors(y):
             is_part = find_part(y) is not None
             if is_part and self._known_guide is not guide:
                 start_as_first(model, guide, self.search)
-                draw_alike(self.generator)
+                synchronize_generator(self.generator)
             self._known_guide = guide
             return self._step(closed_form, _check(guide, model), y, is_part)
 

@@ -494,7 +494,7 @@ def linear_growth(start: int, stop: int, epochs: int) -> Callable[[int], int]:
     """A size that grows linearly from ``start`` to ``stop``, then stays.
 
     Example:
-        >>> size = growing(50, 200, 10)
+        >>> size = linear_growth(50, 200, 10)
         >>> size(0), size(10), size(20)
         (50, 200, 200)
     """

@@ -42,8 +42,8 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
     r"""Returns an image in which similar windows are restored together.
 
     The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their
-    mean taken off, are a matrix of small rank and noise, whose singular values are shrunk, see :func:`shrunk`. What the groups say of an
-    entry is averaged, weighted by the inverse of their expected squared errors.
+    mean taken off, are a matrix of small rank and noise, see :func:`shrink_singular_values`. What the groups say of an entry is averaged,
+    weighted by the inverse of their expected squared errors.
 
     Args:
         image: the noisy image, ``(height, width)`` or ``(height, width, channels)``, without missing entries.
@@ -69,7 +69,7 @@ def denoise_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: i
         members = similar(x, block, [size - side + 1 for size in shape])
         groups = y[members]
         mean = groups.mean(1, keepdim=True)
-        restored, errors = shrunk(groups - mean, noise)
+        restored, errors = shrink_singular_values(groups - mean, noise)
         errors = (errors + noise**2 / members.shape[1])[:, None, None].expand(-1, members.shape[1], 1)
         # Bounds weights where squared errors are far below the variance of the noise.
         weights = 1 / (errors + 0.03 * noise**2)
@@ -107,7 +107,7 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | 
     return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
 
 
-def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+def shrink_singular_values(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     r"""Denoises matrices of small rank by shrinking singular values.
 
     The result is as near in mean squares as such shrinkage gets.

@@ -305,7 +305,9 @@ class PlacementMoves(Search):
         anywhere = ops.uniform_integers(bound=self.grid[0] * self.grid[1], shape=one, **draws)
         # With depth, every other swap exchanges only what lies in front.
         exchanged = (move == swap) & ((ops.uniform(shape=one, **draws) < 0.5) if rank is not None else True)
-        position = position.scatter(-1, first, torch.where(move == shift, self._beside(here, draws), torch.where(exchanged, there, here)))
+        position = position.scatter(
+            -1, first, torch.where(move == shift, self._neighbour(here, draws), torch.where(exchanged, there, here))
+        )
         position = torch.where(exchanged, position.scatter(-1, second, here), position)
         newcomer = torch.where(move == replace, here, anywhere)
         is_new = (move == add) | (move == replace)
@@ -320,7 +322,7 @@ class PlacementMoves(Search):
             rank = torch.where(move == swap, swapped, rank)
         return presence, position, rank
 
-    def _beside(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
+    def _neighbour(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
         """Draws one of the eight places around each place."""
         rows, columns = self.grid
         step = ops.uniform_integers(bound=8, shape=place.shape[1:], **draws)

@@ -17,7 +17,7 @@ from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCo
 from pyro_truncated.multistart.config import LearnConfig
 from pyro_truncated.multistart.learning import learn
 from pyro_truncated.search.evolutionary import EvolutionarySearch
-from pyro_truncated.sklearn.estimators import ColumnUnits, apart, binary_posteriors, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, binary_posteriors, isolated_state, validated_array, validated_data
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
@@ -115,7 +115,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=True)
         units = self._column_units(rows)
         own = units.standardise(rows)
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._learn(model, own, generator)
         shift = float(units.log_volume(rows).mean())
@@ -134,7 +134,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         """
         is_first = not hasattr(self, "model_")
         rows = self._rows(X, reset=is_first)
-        with apart(self.random_state if is_first else 0) as generator:
+        with isolated_state(self.random_state if is_first else 0) as generator:
             if is_first:
                 units = self._column_units(rows)
                 model = self._make(rows).initialize(units.standardise(rows), generator)
@@ -154,7 +154,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         Returns:
             Codes ``(n_samples, n_components)``, in the type of the data.
         """
-        return self._each(X, lambda rows, population: _codes(self.model_, rows, population))
+        return self._map_posteriors(X, lambda rows, population: _codes(self.model_, rows, population))
 
     def inverse_transform(self, X: Any) -> Any:
         r"""The data that codes stand for: :math:`W x + b`, or the probabilities :math:`1 - (1 - w_{0d}) \prod_h (1 - W_{dh} x_h)`.
@@ -181,7 +181,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
         They are those of the observed entries, in nats.
         """
-        return self._each(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
+        return self._map_posteriors(X, lambda rows, population: population.free_energy() - self._units.log_volume(rows))
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`: what to maximise in a grid search.
@@ -232,12 +232,12 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
         return rows
 
-    def _each(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, read: Any) -> Any:
         """Reads posteriors of all data points, in the data's type."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
         own = self._units.standardise(rows.to(self.model_.weight.dtype))
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
             return torch.cat([read(*block) for block in blocks]).to(rows).numpy()
 

@@ -109,7 +109,7 @@ class ColumnUnits:
 
 
 @contextmanager
-def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
+def isolated_state(random_state: Any = 0) -> Iterator[torch.Generator]:
     """A context with an empty parameter store and its own random numbers.
 
     It seeds torch's global generator and the generator that it returns.

@@ -17,7 +17,7 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
-from pyro_truncated.sklearn.estimators import ColumnUnits, apart, validated_array, validated_data
+from pyro_truncated.sklearn.estimators import ColumnUnits, isolated_state, validated_array, validated_data
 from pyro_truncated.utils.arguments import Renamed, check_count, check_counts, renames
 
 
@@ -92,7 +92,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         X, y = validated_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         number = None if self.n_inducing is None else min(check_count("n_inducing", self.n_inducing), len(X))
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
-        with apart(self.random_state):
+        with isolated_state(self.random_state):
             kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)
             regression = SubsetGPRegression(kernel, targets, num_inducing=number, objective=self.objective)
             regression.fit(max_epochs=self.max_epochs, free_inputs=self.free_inputs)
@@ -112,7 +112,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         """
         check_is_fitted(self)
         X = validated_data(self, X, reset=False, dtype=np.float64)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             mean, variance = self.regression_.predict(torch.from_numpy(np.array(X)))
         return (mean.numpy(), variance.sqrt().numpy()) if return_std else mean.numpy()
 
@@ -226,7 +226,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         units = ColumnUnits.from_rows(rows)
         own = units.standardise(rows)
         inducing = None if inducing is None else min(inducing, len(rows))
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
             result = fit(model, own, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
             self._posterior = Posterior(model, own)
@@ -256,7 +256,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
             Data ``(n_samples, n_features)``.
         """
         latents = self._latents(X)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             return self._units.to_original(self._posterior.predict(latents).mean).numpy()
 
     def score_samples(self, X: Any) -> Any:
@@ -274,7 +274,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
     def _infer(self, X: Any) -> Latents:
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        with apart():
+        with isolated_state():
             return self._posterior.infer(self._units.standardise(rows), steps=1000, tolerance=1e-10)
 
     def _select_dimensions(self, loc: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ class ActiveSetGPLVM(_LatentSpace):
         own = units.standardise(rows)
         batch = min(batch, len(rows))
         active = None if active is None else min(active, batch - 1)
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             decoder = SASDecoder(len(rows), rows.shape[1], number, num_active=active, batch_size=batch).double()
             decoder.fit(own, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
         self.decoder_, self.n_iter_, self._units = decoder, epochs or decoder.default_epochs, units
@@ -370,7 +370,7 @@ class ActiveSetGPLVM(_LatentSpace):
         """
         check_is_fitted(self)
         rows = self._rows(X, reset=False)
-        with apart():
+        with isolated_state():
             return self.decoder_.infer(self._units.standardise(rows)).numpy()
 
     def inverse_transform(self, X: Any) -> Any:
@@ -383,5 +383,5 @@ class ActiveSetGPLVM(_LatentSpace):
             Data ``(n_samples, n_features)``.
         """
         latents = self._latents(X)
-        with apart():
+        with isolated_state():
             return self._units.to_original(self.decoder_.predict(latents)[0]).numpy()

@@ -20,7 +20,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import CategoricalMixture, GaussianMixture, PoissonMixture
 from pyro_truncated.multistart.best_start import best_start
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.sklearn.estimators import apart, mixture_posteriors, validated_data
+from pyro_truncated.sklearn.estimators import isolated_state, mixture_posteriors, validated_data
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.arguments import check_count, check_counts
@@ -110,7 +110,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         rows = self._rows(X, reset=True)
         # Second moments of data far from zero would lose their digits.
         center = rows.mean(0) if self.family == "gaussian" else rows.new_zeros(rows.shape[1])
-        with apart(self.random_state) as generator:
+        with isolated_state(self.random_state) as generator:
             model = self._make(rows)
             starts, steps = self._train(model, rows - center, generator)
         if self.family == "gaussian":
@@ -124,11 +124,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
         They are zero for components that are not among ``n_states``.
         """
-        return self._each(X, lambda population: population.value_probabilities()[:, 0])
+        return self._map_posteriors(X, lambda population: population.value_probabilities()[:, 0])
 
     def predict(self, X: Any) -> Any:
         """The most probable component of each data point, ``(n_samples,)``."""
-        return self._each(X, lambda population: population.space.unpack(population.mode())[:, 0])
+        return self._map_posteriors(X, lambda population: population.space.unpack(population.mode())[:, 0])
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         """:meth:`fit`, then :meth:`predict` of the same data."""
@@ -139,7 +139,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
         With more components than ``n_states`` they are lower bounds.
         """
-        return self._each(X, lambda population: population.free_energy())
+        return self._map_posteriors(X, lambda population: population.free_energy())
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of :meth:`score_samples`: what to maximise in a grid search.
@@ -182,7 +182,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
             Data ``(n_samples, n_features)``, and the components ``(n_samples,)`` they are from.
         """
         check_is_fitted(self)
-        with apart(self.random_state), torch.no_grad():
+        with isolated_state(self.random_state), torch.no_grad():
             nodes = poutine.trace(self.model_).get_trace(num_data=check_count("n_samples", n_samples)).nodes
         values = nodes["y"]["value"].numpy()
         return self._encoder.inverse_transform(values) if self.family == "categorical" else values, nodes["z"]["value"].numpy()
@@ -291,11 +291,11 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         # Steps over which the growth of the log density is averaged.
         return free_energy, fit(svi, rows, steps=max_iter, patience=5, tolerance=self.tol, progress=progress).steps
 
-    def _each(self, X: Any, read: Any) -> Any:
+    def _map_posteriors(self, X: Any, read: Any) -> Any:
         """What is read of the posteriors of all data points."""
         check_is_fitted(self)
         rows = self._rows(X, reset=False).to(self.model_.weights.dtype)
-        with apart(), torch.no_grad():
+        with isolated_state(), torch.no_grad():
             blocks = mixture_posteriors(self.model_, rows, check_count("n_states", self.n_states))
             return torch.cat([read(population) for _, population in blocks]).numpy()
 

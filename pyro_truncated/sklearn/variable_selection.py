@@ -18,7 +18,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.sklearn.estimators import SteepestAscent, apart, validated_data
+from pyro_truncated.sklearn.estimators import SteepestAscent, isolated_state, validated_data
 from pyro_truncated.utils.arguments import check_counts
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -204,7 +204,7 @@ class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
         self._center, self._mean = rows.mean(0), targets.mean()
         self._models = self._linear_models((rows - self._center) / self._scale, targets - self._mean)
-        with apart(self.random_state):
+        with isolated_state(self.random_state):
             population = self._search(n_models, max_iter)
         order = population.log_joint[0].argsort(descending=True, stable=True)
         states, weights = population.states()[0][order], population.weights()[0][order]

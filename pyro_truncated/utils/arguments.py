@@ -246,6 +246,7 @@ def renames(*removed: str, **names: str) -> Callable[[Callable[P, T]], Callable[
     """Makes a function take arguments by their old names, too.
 
     Example:
+        >>> from pyro_truncated.utils.arguments import renames
         >>> @renames(stretch="scale")
         ... def grow(length, *, scale=2):
         ...     return length * scale

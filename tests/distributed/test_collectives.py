@@ -95,7 +95,7 @@ def test_processes_that_do_different_things_are_told(crew):
 def one_fails():
     start = time.monotonic()
     try:
-        with collectives.failing_together():
+        with collectives.propagate_errors():
             if distributed.rank() == 1:
                 raise KeyError("my key")
             return distributed.add([torch.ones(100)])

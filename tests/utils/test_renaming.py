@@ -121,6 +121,8 @@ def test_old_names_of_gaussian_processes_and_of_constructors_lead_to_todays() ->
     with pytest.warns(DeprecationWarning, match="shared has a new name: use group_dimensions"):
         assert Posterior(model, torch.randn(6, 2)).shared()
     latents = Latents(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2), (0,), torch.zeros(1))
+    with pytest.warns(DeprecationWarning, match="seen_by has a new name: use view_inputs"):
+        assert len(Posterior(model, torch.randn(6, 2)).seen_by(latents, 0)) == 1
     for old, now in (("used", latents.usage), ("observed", latents.views)):
         with pytest.warns(DeprecationWarning, match=f"{old} has a new name"):
             assert getattr(latents, old) is now

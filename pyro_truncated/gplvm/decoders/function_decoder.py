@@ -12,7 +12,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import refuse_part
+from pyro_truncated.distributed.shards import refuse_shards
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets import ActiveSet, Choose, Split
 from pyro_truncated.gplvm.decoders.conditioning_set import select_conditioning_set
@@ -96,7 +96,7 @@ class SASFunctionDecoder(SASDecoder):
         return self
 
     def _check_data(self, x: Tensor) -> None:
-        refuse_part(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
+        refuse_shards(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
         self._check_points(x)

@@ -25,13 +25,13 @@ from pyro_truncated.distributed.launch import AllReduced, SummedELBO
 from pyro_truncated.distributed.shards import (
     Portion,
     as_shard_like,
-    draw_alike,
-    ending_together,
     gather_all_rows,
     own_positions,
     own_rows,
+    propagate_shard_errors,
     rows_at,
     shard_sum,
+    synchronize_generator,
     total_rows,
 )
 from pyro_truncated.gp.active_set_distributions import ActiveSetGaussianProcess
@@ -179,7 +179,7 @@ class SASDecoder(UniqueModule):
         """
         self._conditioning_points = None
         steps = check_count("steps", steps, least=0)
-        with ending_together(x):
+        with propagate_shard_errors(x):
             self._check_data(x)
             self._check_latents(latents)
             self.portion = join_latents(self, self.portion, x)
@@ -405,7 +405,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
         """
-        with ending_together(x):
+        with propagate_shard_errors(x):
             return self._fit(x, epochs, learning_rate, generator, progress)
 
     def _fit(
@@ -424,7 +424,7 @@ class SASDecoder(UniqueModule):
         check_learning_rate(learning_rate)
         self.initialize(x)
         if self.portion is not None:
-            draw_alike(generator)
+            synchronize_generator(generator)
         rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), last_rate ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
         optimizer = AllReduced(ClippedAdam(cast("Any", options)))
@@ -473,7 +473,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
         """
-        with ending_together(x):
+        with propagate_shard_errors(x):
             return self._relocate(x, num_active, generator)
 
     def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:

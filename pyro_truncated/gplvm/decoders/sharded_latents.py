@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.shards import (
     Portion,
-    draw_alike,
     find_part,
     gather_owned_rows,
-    leave_to_owners,
+    register_owned_rows,
     rows_at,
-    take_from_owners,
+    synchronize_generator,
+    unregister_owned_rows,
 )
 from pyro_truncated.gp.active_sets import (
     Split,
@@ -40,7 +40,7 @@ def join_latents(module: torch.nn.Module, expected: Portion | None, x: Tensor) -
         raise ValueError(f"data must be the shard of the latents, {expected}; got {portion}. Call gather_() on all processes before")
     for parameter in _latent_parameters(module) if portion is not None else ():
         # Copies of a module do not know of it.
-        leave_to_owners(parameter)
+        register_owned_rows(parameter)
     return portion
 
 
@@ -50,7 +50,7 @@ def gather_latents(module: torch.nn.Module) -> None:
     for parameter in _latent_parameters(module):
         parameter.data = torch.cat(collectives.gather(parameter.detach().clone()))
         parameter.grad = None
-        take_from_owners(parameter)
+        unregister_owned_rows(parameter)
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def _begin(module: torch.nn.Module, portion: Portion) -> None:
     common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
     for tensor, value in zip(common, collectives.agree([tensor.detach() for tensor in common]), strict=True):
         tensor.copy_(value)
-    draw_alike(None)
+    synchronize_generator(None)
 
 
 def _latent_parameters(module: torch.nn.Module) -> list[Tensor]:

@@ -111,7 +111,7 @@ class Posterior:
         covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
         return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
 
-    def seen_by(self, latents: Latents, view: int) -> SpikeSlabInputs:
+    def view_inputs(self, latents: Latents, view: int) -> SpikeSlabInputs:
         r"""What a view sees of the latents of new data points.
 
         For a view that was observed: a slab where its switch is on. For another: its switch on, and the slab
@@ -125,9 +125,11 @@ class Posterior:
         share = (gamma * (1 - latents.usage) / rest).clamp(max=1.0)
         return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
 
+    seen_by = Renamed("view_inputs")
+
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
         """A view's outputs, observed or not, for new data points."""
-        return self.predict_at(self.seen_by(latents, view), view, full_covariance)
+        return self.predict_at(self.view_inputs(latents, view), view, full_covariance)
 
     @torch.no_grad()
     def response(self, latents: Latents, view: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from pyro.ops.provenance import detach_provenance
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import find_portion, refuse_part
+from pyro_truncated.distributed.shards import find_portion, refuse_shards
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.uncertain import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
@@ -372,7 +372,7 @@ class SpikeSlabMRD(UniqueModule):
         """
         views = [y] if isinstance(y, Tensor) else list(y)
         if not takes_shards:
-            refuse_part(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
+            refuse_shards(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
         portion = find_portion(views)
         num_data = self.num_data if portion is None or portion.total != self.num_data else portion.size
         expected = [(num_data, d) for d in self.num_observed]

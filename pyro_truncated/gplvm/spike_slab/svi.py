@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import collectives
 from pyro_truncated.distributed.collectives import agree
-from pyro_truncated.distributed.shards import draw_alike, ending_together, find_part, find_portion, shard_sum
+from pyro_truncated.distributed.shards import find_part, find_portion, propagate_shard_errors, shard_sum, synchronize_generator
 from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
@@ -190,10 +190,10 @@ def fit_minibatches(
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     free_from, estimates = int(switches_from * steps), []
-    with ending_together(views):
+    with propagate_shard_errors(views):
         if find_part(views) is not None:
             model.load_state_dict(agree(model.state_dict()))
-            draw_alike(generator)
+            synchronize_generator(generator)
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
         optimizer = torch.optim.Adam(parameters, lr=learning_rate)
         for step in range(steps):
