@@ -79,12 +79,6 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     return max(_window_noise(windows, differences), least)
 
 
-def windows_are_enough(image: Tensor, num_dims: int) -> bool:
-    """Whether an array without channels has enough whole windows for :func:`_window_noise`."""
-    windows = whole_windows(image, num_dims)
-    return len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel()
-
-
 def whole_windows(image: Tensor, num_dims: int) -> Tensor:
     """Returns complete windows of each channel, ``(N, *sides)``.
 
@@ -382,7 +376,10 @@ def noise_levels(image: Tensor, num_dims: int) -> float | Tensor:
     estimate.
     """
     levels = per_channel(noise_level, image, num_dims)
-    if not isinstance(levels, Tensor) or windows_are_enough(image[..., 0], num_dims):
+    if not isinstance(levels, Tensor):
+        return levels
+    windows = whole_windows(image[..., 0], num_dims)
+    if len(windows) >= _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
         return levels
     # Means of channels that lie far apart are no deviation.
     return levels * noise_level((image - image.flatten(0, -2).nanmean(0)) / levels, num_dims)

@@ -25,8 +25,8 @@ from pyro_truncated.gp.subset.objectives import (
     backward,
     backward_through,
     covariances_with,
-    explains_something,
     noise_from_log,
+    objective_at_share,
 )
 from pyro_truncated.gp.subset.subset_search import Budget, ExchangeFactors, SubsetSearch, random_subset
 from pyro_truncated.utils.arguments import check_count
@@ -228,7 +228,7 @@ class Alternation:
             elif sample.rows is not None:
                 index = best_index
                 load_snapshot(self._trainable_parameters(), best_parameters)
-            if settings.remaining_seconds() <= 0 or (settings.gives_up and epoch and not explains_something(best, self.targets)):
+            if settings.remaining_seconds() <= 0 or (settings.gives_up and epoch and not best < objective_at_share(self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
@@ -309,7 +309,7 @@ def fit_with_restart(
     parameters = hyper_parameters(kernel, log_noise)
     start = snapshot(parameters)
     value = attempt(True)
-    if explains_something(value, targets) or record.remaining_seconds() <= 0:
+    if value < objective_at_share(targets) or record.remaining_seconds() <= 0:
         return value
     rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
     some, settings = RestrictedKernel(kernel, rows, borrowed=True), FitSettings(SCOUTING_ITERATIONS, record.budget(0.5))
@@ -317,7 +317,7 @@ def fit_with_restart(
     def scout() -> float:
         """An exact regression on the rows."""
         scouted = fit_exactly(some, targets[rows], log_noise, parameters, settings, FitRecord([]))
-        return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
+        return scouted if scouted < objective_at_share(targets[rows], LEAST_EXPLAINED) else math.inf
 
     load_snapshot(parameters, scout_length_scales(scout, kernel, parameters, start) or start)
     return attempt(False)

@@ -104,9 +104,9 @@ class SubsetProblem:
         return 0.5 * (data + complexity + self.trace_weight * residual)
 
 
-def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
-    """Whether an objective shows that a share of targets is explained."""
-    return objective < 0.5 * (1 - share) * targets.numel()
+def objective_at_share(targets: Tensor, explained: float = 0.02) -> float:
+    """The objective of a fit that explains a share of standardised targets."""
+    return 0.5 * (1 - explained) * targets.numel()
 
 
 def check_index(index: Tensor, num_data: int) -> Tensor:

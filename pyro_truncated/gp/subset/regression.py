@@ -41,9 +41,9 @@ from pyro_truncated.gp.subset.objectives import (
     SparsePosterior,
     check_index,
     covariances_with,
-    explains_something,
     noise_from_log,
     numeric_kernel,
+    objective_at_share,
 )
 from pyro_truncated.gp.subset.subset_search import SubsetSearch, make_search
 from pyro_truncated.utils.arguments import check_count, check_counts, check_kinds, names_arguments, renames
@@ -362,7 +362,7 @@ class SubsetGPRegression(torch.nn.Module):
             value = begin(False)
         for size in larger:
             before, value = value, attempt(False, size, self.subset, tolerance)
-            is_enough = explains_something(value, self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
+            is_enough = value < objective_at_share(self.targets) and before - value < MIN_GAIN_NATS * len(self.targets)
             if is_enough or record.remaining_seconds() <= 0:
                 break
         return attempt(False, size, self.subset, settings.tolerance) if larger else value
